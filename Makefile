@@ -1,0 +1,55 @@
+# PYTHON       the interpreter that .venv is made with                              (python3)
+# PIP_OPTIONS  passed to pip; on Linux without a GPU, the small build of torch:
+#              make test PIP_OPTIONS='--extra-index-url https://download.pytorch.org/whl/cpu'
+# ARGS         passed to gradleak or pytest:  make audit ARGS='--targets 16'    make test ARGS='-k data'
+PYTHON ?= python3
+PIP_OPTIONS ?=
+ARGS ?=
+
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt
+# Written after an install that worked; older than pyproject.toml or constraints.txt means: install again.
+CORE := .venv/.installed-core
+FULL := .venv/.installed-full
+# One thread a test worker: two workers already use the machine, and more threads only wait for each other.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup audit test check bench clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(FULL) ## make .venv and install everything for development into it
+
+audit: $(CORE) ## install what an audit needs and run the built-in one: real images, on a CPU
+	$(BIN)/gradleak audit $(ARGS)
+
+test: $(FULL) ## run the tests (not those marked slow or gpu)
+	$(TESTS)
+
+check: $(FULL) ## ruff, mypy and the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(TESTS)
+
+bench: $(FULL) ## measure speed on this machine
+	$(BIN)/gradleak bench $(ARGS)
+
+clean: ## remove caches and build outputs; keeps .venv and runs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# pip is the last thing venv makes, so a half-made .venv is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gradleak needs Python 3.10 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+
+$(CORE): pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[data]'
+	@touch $@
+
+$(FULL): pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) -e '.[dev,data,metrics]'
+	@touch $(CORE) $@

@@ -1,0 +1,385 @@
+"""What an attack is: stages of six small parts, solved over lanes, chosen by matching and by nothing else.
+
+A part is written for ONE lane; the engine batches. `Scene` is all that a part may look at, and `Now` reaches every
+part, so that ramps, annealing and homotopies need no branch. `v` is a nested dict of unknowns, named across parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.draws import Draws
+from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets, stack
+from gradleak.task import Batch, Field, Task
+from gradleak.tree import Params, Tree
+
+Needs: TypeAlias = frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Now:
+    """Where in a stage a step stands, as a tensor, so that a captured step can be replayed."""
+
+    step: Tensor  # 0-d, counts from 0
+    total: int
+
+    @property
+    def fraction(self) -> Tensor:
+        return self.step / self.total
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """One target as one lane sees it: the observation's tensors, the threat model, and what was read off before."""
+
+    task: Task
+    knows: Knowledge
+    weights: Params
+    update: Params
+    num_examples: int
+    buffers: Params | None = None
+    returned_buffers: Params | None = None
+    extras: dict[str, Params] = field(default_factory=dict)
+    fields: Batch = field(default_factory=dict)  # given or recovered: labels, counts, steps
+    limits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # box of each continuous field
+    constants: Tree = field(default_factory=dict)  # what the space fixed at the start of the stage
+    shared: Tree = field(default_factory=dict)  # what priors computed across restarts
+    draws: Draws | None = None
+
+    @staticmethod
+    def of(task: Task, seen: Observation, knows: Knowledge) -> Scene:
+        """The scene of one target, in the task's own device and type."""
+        like = next(tree.leaves(task.weights()))
+        move = lambda params: None if params is None else tree.to(params, like.device, like.dtype)  # noqa: E731
+        return Scene(
+            task,
+            knows,
+            weights=move(seen.weights),
+            update=move(seen.update),
+            num_examples=seen.num_examples,
+            buffers=move(seen.buffers) if seen.buffers is not None else task.buffers(),
+            returned_buffers=move(seen.returned_buffers),
+            extras={name: move(params) for name, params in seen.extras.items()},
+            limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
+        )
+
+
+# --- the six protocols ----------------------------------------------------------------------------------------------
+
+
+class Space(Protocol):
+    """Where the unknowns live, and how they become a batch."""
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch: ...
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree: ...
+
+
+class Prediction(Protocol):
+    """What the client would have uploaded for a batch; `target` says what of the observation to compare it with."""
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree: ...
+
+    def target(self, scene: Scene) -> Params: ...
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params: ...
+
+
+class Match(Protocol):
+    """A distance. `squares`: reduce is half or all of the residual's square sum. `scale_free`: blind to the scale."""
+
+    squares: bool
+    scale_free: bool
+
+    def prepare(self, observed: Params) -> Params: ...
+
+    def residual(self, predicted: Params, observed: Params) -> Params: ...
+
+    def reduce(self, residual: Params) -> Tensor: ...
+
+
+class Prior(Protocol):
+    """A scalar that says how unlikely a batch is. One that looks across restarts also has `refresh` and `due`."""
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor: ...
+
+
+@runtime_checkable
+class SharedPrior(Protocol):
+    """A prior that looks at all restarts of a target. `refresh` runs outside vmap, between two steps, when `due`."""
+
+    def due(self, step: int) -> bool: ...
+
+    def refresh(self, batch: Batch, groups: tuple[int, int]) -> Tree: ...
+
+
+class FieldRule(Protocol):
+    """Reads fields off the observation, once per target, such as labels."""
+
+    def __call__(self, scene: Scene) -> Batch: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A point that was evaluated: the unknowns, the objective, and the match alone (no priors)."""
+
+    at: Tree
+    objective: Tensor
+    match: Tensor
+
+
+class Problem(Protocol):
+    """What an optimiser may ask of one lane at one moment."""
+
+    def value(self, v: Tree) -> Scored: ...
+
+    def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]: ...
+
+    def residual(self, v: Tree) -> Tree: ...
+
+    def project(self, v: Tree) -> Tree: ...
+
+
+class Optimiser(Protocol):
+    steps: int
+    graphable: bool
+
+    def init(self, problem: Problem, v: Tree) -> Tree: ...
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]: ...
+
+
+# --- composition ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One search: a space, a prediction, a match, priors and an optimiser.
+
+    `carry`: the next stage starts "each" lane from its own solution, or every lane from the "best_of_target".
+    `view`: what the stage sees instead of the scene, such as a smoothed network.
+    """
+
+    space: Space
+    predict: Prediction
+    match: Match
+    priors: tuple[Prior, ...]
+    optimiser: Optimiser
+    carry: str = "each"
+    view: Callable[[Scene], Scene] | None = None
+
+    def __post_init__(self) -> None:
+        if self.carry not in ("each", "best_of_target"):
+            raise ValueError(f"carry must be 'each' or 'best_of_target'; given {self.carry!r}.")
+
+    @property
+    def needs(self) -> Needs:
+        parts = (self.space, self.predict, self.match, self.optimiser, *self.priors)
+        needs: Needs = frozenset().union(*(getattr(part, "needs", frozenset()) for part in parts))
+        # An update is lr times a gradient: a match that sees the scale fails silently with the wrong one.
+        return needs if self.match.scale_free else needs | getattr(self.predict, "needs_for_scale", frozenset())
+
+
+def lowest_match(match: Tensor) -> Tensor:
+    """The restart with the lowest match; NaN never wins. (targets, restarts) -> (targets,)"""
+    return torch.where(match.isnan(), torch.inf, match).argmin(dim=1)
+
+
+Progress: TypeAlias = Callable[[float], None]
+
+
+class Attack(Protocol):
+    name: str
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def run(
+        self,
+        task: Task,
+        seen: Observation | Track | Sequence[Observation],
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Any = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """What an attack found. Shapes: T targets, R restarts, B examples (padded with NaN / -1 where targets differ)."""
+
+    batch: Batch  # (T, B, ...) of the chosen restart
+    candidates: Batch  # (T, R, B, ...) of every restart
+    objective: Tensor  # (T, R) at the kept iterate, priors included
+    match: Tensor  # (T, R) at the kept iterate
+    chosen: Tensor  # (T,)
+    diverged: Tensor  # (T, R) lanes frozen because something was not finite
+    trace: dict[str, Tensor]  # "step" (P,), "objective" and "match" (P, T, R)
+    fields: dict[str, Field]
+    keys: tuple[str, ...]
+    examples: tuple[int, ...]
+    seconds: float
+    evaluations: int  # gradient evaluations per lane
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def checks(self) -> Any:
+        """Did the attack work as an optimiser?"""
+        from gradleak.checks import checks_of
+
+        return checks_of(self)
+
+    def target(self, index: int) -> Batch:
+        """The batch of one target, without padding."""
+        return {name: value[index, : self.examples[index]] for name, value in self.batch.items()}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """An attack made of stages. Fields first (labels and the like), then every stage over all lanes, then the choice."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    fields: FieldRule
+    restarts: int = 1
+    keep: str = "best_match"  # or "last": the final iterate, as some papers return
+    choose: Callable[[Tensor], Tensor] = lowest_match
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("best_match", "last"):
+            raise ValueError(f"keep must be 'best_match' or 'last'; given {self.keep!r}.")
+        if self.restarts < 1:
+            raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
+
+    @property
+    def needs(self) -> Needs:
+        return frozenset().union(getattr(self.fields, "needs", frozenset()), *(stage.needs for stage in self.stages))
+
+    def run(
+        self,
+        task: Task,
+        seen: Observation | Track | Sequence[Observation],
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Any = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction:
+        """Attack one target or several independent ones. Nothing here, or below, has ever seen the private batch."""
+        from gradleak.engine import Engine, solve
+
+        engine = engine or Engine()
+        targets = as_targets(seen)
+        require(self, knows)
+        fits(task, targets)
+        began = time.perf_counter()
+        with engine.settings():
+            work = task.to(engine.where, engine.dtype)
+            scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
+            scenes = [replace(scene, fields={**self.fields(scene), **scene.fields}) for scene in scenes]
+            keys = [[randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets]
+            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress))
+        return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
+
+
+def require(attack: Attack, knows: Knowledge) -> None:
+    """Refuse to run without what the attack needs to know."""
+    missing = sorted(attack.needs - knows.grants)
+    if missing:
+        how = {
+            "training": "Knowledge(training=LocalTraining(lr=...)): the update is lr times the gradient, and this attack "
+            "compares absolute values",
+            "y": "Knowledge(given={'y': labels}), or an attack that recovers them",
+        }
+        advice = "; ".join(how.get(name, f"Knowledge({name}=...)") for name in missing)
+        raise MissingKnowledge(f"{attack.name} needs {', '.join(missing)}, which the threat model does not grant. Pass {advice}.")
+
+
+def fits(task: Task, targets: Sequence[Observation]) -> None:
+    """The observation must be of this model: same parameter names, same shapes."""
+    expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
+    for target in targets:
+        given = {name: tuple(value.shape) for name, value in target.weights.items()}
+        if given != expected:
+            odd = sorted(set(given.items()) ^ set(expected.items()))[:3]
+            told = ", ".join(f"{name} {shape}" for name, shape in odd)
+            raise MissingKnowledge(
+                f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the model "
+                "the server sent, with the same number of classes."
+            )
+
+
+def _scene(task: Task, target: Observation, knows: Knowledge, position: int, targets: int) -> Scene:
+    scene = Scene.of(task, target, knows)
+    like = next(tree.leaves(scene.weights))
+    given: Batch = {}
+    for name, value in knows.given.items():
+        if name not in task.fields:
+            raise MissingKnowledge(f"Knowledge.given names {name!r}; the task's fields are {', '.join(task.fields)}.")
+        known = task.fields[name]
+        rank = 1 + len(known.shape) + (known.classes is not None and value.is_floating_point())
+        own = value[position] if value.dim() == rank + 1 and value.shape[0] == targets else value
+        if own.dim() != rank or own.shape[0] != scene.num_examples:
+            raise MissingKnowledge(
+                f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one such "
+                f"per target ({targets}, {scene.num_examples}, ...)."
+            )
+        given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
+    return replace(scene, fields=given)
+
+
+def _collect(
+    attack: Composed, task: Task, targets: list[Observation], pieces: list[Any], seconds: float, engine: Any, seed: int
+) -> Reconstruction:
+    """Put the solved pieces back into the order of the targets, and choose a restart for each, by match alone."""
+    count, restarts = len(targets), attack.restarts
+    most = max(target.num_examples for target in targets)
+    candidates: Batch = {}
+    numbers = {name: torch.full((count, restarts), torch.nan, dtype=torch.float64) for name in ("objective", "match")}
+    diverged = torch.zeros((count, restarts), dtype=torch.bool)
+    steps = pieces[0].trace["step"]
+    trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in numbers}
+    for piece in pieces:
+        rows = torch.tensor(piece.targets)
+        for name, value in piece.batch.items():  # (lanes, B, ...)
+            value = value.reshape(len(rows), restarts, *value.shape[1:])
+            if name not in candidates:
+                filler = torch.nan if value.is_floating_point() else -1
+                candidates[name] = value.new_full((count, restarts, most, *value.shape[3:]), filler)
+            candidates[name][rows, :, : value.shape[2]] = value
+        for name, held in numbers.items():
+            held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
+            trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
+        diverged[rows] = piece.diverged.reshape(len(rows), restarts)
+    chosen = attack.choose(numbers["match"])
+    every = torch.arange(count)
+    return Reconstruction(
+        batch={name: value[every, chosen] for name, value in candidates.items()},
+        candidates=candidates,
+        **numbers,
+        chosen=chosen,
+        diverged=diverged,
+        trace={"step": steps, **trace},
+        fields=task.fields,
+        keys=tuple(target.key for target in targets),
+        examples=tuple(target.num_examples for target in targets),
+        seconds=seconds,
+        evaluations=sum(stage.optimiser.steps for stage in attack.stages),
+        settings={"attack": repr(attack), "seed": seed, "engine": repr(engine), "chunks": [p.lanes for p in pieces]},
+    )
+
+

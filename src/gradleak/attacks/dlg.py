@@ -1,0 +1,26 @@
+"""Deep leakage from gradients: image and label together, by matching the gradient."""
+
+from __future__ import annotations
+
+from gradleak.attack import Attack, Composed, Stage
+from gradleak.parts.fields import Nothing
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import SquaredError
+from gradleak.parts.predictions import Replay
+from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Together
+from gradleak.registry import named
+
+
+@named("dlg", kind="attack", paper="Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019")
+def dlg(*, steps: int = 1200, history: int = 20, restarts: int = 1, keep: str = "best_match") -> Attack:
+    """Optimise image and soft label jointly until the gradient matches.
+
+    min over x, q of sum ||grad(x, softmax(q)) - observed||^2, x and q from N(0, 1), no prior and no box. Labels are the
+    argmax of q.
+
+    Differs from the paper: L-BFGS with a line search per lane instead of torch's without; `steps` counts gradient
+    evaluations (the code's 300 outer iterations are up to 6,000); the best iterate is kept unless keep="last".
+    """
+    space = Together((Pixels(Normal()), SoftCategories()))
+    stage = Stage(space, Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))
+    return Composed("dlg", (stage,), Nothing(), restarts=restarts, keep=keep)

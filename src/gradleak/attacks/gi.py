@@ -1,0 +1,64 @@
+"""GradInversion: many restarts that pull towards their consensus, BatchNorm statistics as a prior, noise."""
+
+from __future__ import annotations
+
+from gradleak.attack import Attack, Composed, Stage
+from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.matches import LayerNorms, Scaled, SquaredError
+from gradleak.parts.optimisers import Adam, CosineDecay, StepDecay
+from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import BatchNormStatistics, GroupConsistency, ImageNorm, TotalVariation
+from gradleak.parts.spaces import Normal, Pixels
+from gradleak.registry import named
+
+PAPER = "Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021"
+
+
+@named("gi", kind="attack", paper=PAPER)
+def gi(
+    *,
+    steps: int = 20000,
+    lr: float = 0.1,
+    matching: float = 1e-3,
+    tv: float = 1e-4,
+    norm: float = 1e-6,
+    batch_norm: float = 0.1,
+    first_layer: float = 1.0,
+    group: float = 0.01,
+    group_start: int = 500,
+    group_interval: int = 100,
+    register: bool = False,
+    noise: float = 0.2,
+    restarts: int = 4,
+    labels: str = "row-minimum",
+    keep: str = "best_match",
+) -> Attack:
+    """Match the gradient under BatchNorm statistics, image priors and the consensus of all restarts.
+
+    matching * sum_l ||grad_l - observed_l||_2 + tv * TV + norm * ||x||_2 + batch_norm * R_BN + group * R_group, Adam with
+    warm-up and cosine decay, lr * noise * N(0, 1) added to each move.
+
+    Differs: registration by translation only (the paper's needs a trained flow network); no official code exists, and
+    several weights are as recalled in the literature. On a network without BatchNorm the R_BN term is zero, and
+    what is left is plain matching with weak image priors.
+    """
+    priors = (
+        TotalVariation(tv),
+        ImageNorm(norm),
+        BatchNormStatistics(batch_norm, first=first_layer),
+        GroupConsistency(group, start=group_start, interval=group_interval, register=register),
+    )
+    optimiser = Adam(lr=lr, steps=steps, schedule=CosineDecay(warmup=min(50, steps // 10)), noise=noise)
+    stage = Stage(Pixels(Normal(), boxed=True), Replay(), Scaled(LayerNorms(), matching), priors, optimiser)
+    return Composed("gi", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+
+
+@named("gi-lazy", kind="attack", paper=f"{PAPER}; as re-used by Fang et al., GIFD, ICCV 2023")
+def gi_lazy(
+    *, steps: int = 15000, lr: float = 0.1, restarts: int = 4, labels: str = "row-minimum", keep: str = "best_match"
+) -> Attack:
+    """GI as later papers run it: squared error, lazy mean consensus, no BatchNorm term, no noise."""
+    priors = (TotalVariation(1e-4), ImageNorm(1e-6, per_pixel=True), GroupConsistency(0.01, per_pixel=True))
+    optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay())
+    stage = Stage(Pixels(Normal(), boxed=True), Replay(), SquaredError(), priors, optimiser)
+    return Composed("gi-lazy", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -1,0 +1,26 @@
+"""iDLG: the label is read off the last layer first, then only the image is optimised."""
+
+from __future__ import annotations
+
+from gradleak.attack import Attack, Composed, Stage
+from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import SquaredError
+from gradleak.parts.predictions import Replay
+from gradleak.parts.spaces import Normal, Pixels
+from gradleak.registry import named
+
+
+@named("idlg", kind="attack", paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020")
+def idlg(
+    *, steps: int = 2000, history: int = 20, restarts: int = 1, labels: str = "auto", keep: str = "best_match"
+) -> Attack:
+    """Read the label off the classifier's gradient, then match the gradient over the image.
+
+    min over x of sum ||grad(x, y) - observed||^2 from N(0, 1), no prior and no box.
+
+    Differs from the paper: L-BFGS with a line search per lane; `steps` counts gradient evaluations; for more than one
+    example the labels come from the count rules (the paper has one example only).
+    """
+    stage = Stage(Pixels(Normal()), Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))
+    return Composed("idlg", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

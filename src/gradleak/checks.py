@@ -1,0 +1,1 @@
+def checks_of(r): return None

@@ -1,0 +1,223 @@
+"""Defences: hooks around the client rule and the server, each with the identity of plain FedAvg as its default.
+
+State is passed and returned, never mutated: what a client must remember between rounds is what `remember` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gradleak import tree
+from gradleak.tree import Params, Tree
+
+if TYPE_CHECKING:
+    from gradleak.attack import Scene
+    from gradleak.draws import Draws
+    from gradleak.task import Batch, Task
+
+Compute: TypeAlias = "Callable[[Params, Batch], Params]"
+
+
+@dataclass(frozen=True, eq=False)
+class Upload:
+    """What leaves a client: one or more trees by name ({"update": ...}; an optimiser may send its moments instead)."""
+
+    payload: dict[str, Params]
+    num_examples: int
+    buffers: Params | None = None
+
+    def map(self, function: Callable[[Params], Params]) -> Upload:
+        """Apply a function to every tree of the payload."""
+        return replace(self, payload={name: function(params) for name, params in self.payload.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """All that a client-side hook may look at. `moved` (start minus end) is empty until local training is done."""
+
+    task: Task
+    start: Params
+    moved: Params
+    batch: Batch
+    optimiser: Tree
+    extras: dict[str, Params]
+    memory: Tree
+    draws: Draws | None
+
+    @property
+    def end(self) -> Params:
+        return tree.subtract(self.start, self.moved)
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What is proved about a defence: an (epsilon, delta), or that there is no formal guarantee and why."""
+
+    epsilon: float | None = None
+    delta: float | None = None
+    reason: str = "it was not designed to give one"
+
+    def __str__(self) -> str:
+        if self.epsilon is None:
+            return f"no formal guarantee ({self.reason})"
+        return f"({self.epsilon:.3g}, {self.delta:.1g})-differential privacy"
+
+
+@dataclass(frozen=True)
+class Defence:
+    """Every hook defaults to plain FedAvg. Override the phases that the defence changes."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def initial(self, weights: Params, server: Tree) -> Params:
+        """Once, before round 0."""
+        return weights
+
+    def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
+        """Extra tensors for the clients of this round; the server made them, so the attacker has them too."""
+        return {}
+
+    def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
+        """The gradient a local step uses. `compute(weights, batch)` is the rest of the chain."""
+        return compute(weights, batch)
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        return upload
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        """What this client keeps for its next round, such as the part of the update that was not sent."""
+        return {}
+
+    def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
+        """What the server can compute from the uploads; server and attacker share it. Default: the weighted mean."""
+        total = sum(sizes)
+        parts = [tree.scale(u.payload["update"], n / total) for u, n in zip(uploads, sizes, strict=True)]
+        mean = parts[0]
+        for part in parts[1:]:
+            mean = tree.add(mean, part)
+        return mean
+
+    def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
+        """The step the server takes (subtracted from the weights)."""
+        return self.reveal(uploads, sizes)
+
+    def assumed(self, seen: Scene, task: Task) -> Defence:
+        """The attacker's version: noise off, data-dependent masks frozen from the observation. Runs inside a lane."""
+        return self
+
+    def noise_variance(self, scene: Scene) -> Params:
+        """Per coordinate of the update: 0 exact, inf dropped."""
+        return tree.zeros_like(scene.update)
+
+    def guarantee(self, **setting: Any) -> Guarantee:
+        return Guarantee()
+
+
+@dataclass(frozen=True)
+class Chain(Defence):
+    """Several defences, read as data flows.
+
+    `gradient` hooks nest: the first is outermost. `upload` hooks run left to right: Chain(Clip(), Noise()) clips, then
+    adds noise. At most one member may decide what the server can reveal, and at most one how it aggregates.
+    """
+
+    members: tuple[Defence, ...] = field(default=())
+
+    def __init__(self, *members: Defence) -> None:
+        object.__setattr__(self, "members", members)
+        for hook in ("reveal", "aggregate"):
+            owners = [member.name for member in members if overrides(member, hook)]
+            if len(owners) > 1:
+                raise ValueError(f"{' and '.join(owners)} each define `{hook}`; a chain can hold one of them.")
+
+    @property
+    def name(self) -> str:
+        return " + ".join(member.name for member in self.members) or "Defence"
+
+    def _owner(self, hook: str) -> Defence:
+        return next((member for member in self.members if overrides(member, hook)), Defence())
+
+    def initial(self, weights: Params, server: Tree) -> Params:
+        for member in self.members:
+            weights = member.initial(weights, server)
+        return weights
+
+    def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
+        extras: dict[str, Params] = {}
+        for member in self.members:
+            extras |= member.broadcast(weights, server)
+        return extras
+
+    def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
+        for position, member in reversed(list(enumerate(self.members))):
+            compute = _nested(member, compute, _inside(client, position))
+        return compute(weights, batch)
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        for position, member in enumerate(self.members):
+            upload = member.upload(upload, _inside(client, position))
+        return upload
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        memory: Tree = {}
+        upload = before
+        for position, member in enumerate(self.members):
+            sent = member.upload(upload, _inside(client, position))
+            memory[str(position)] = member.remember(upload, sent, _inside(client, position))
+            upload = sent
+        return memory
+
+    def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
+        return self._owner("reveal").reveal(uploads, sizes)
+
+    def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
+        if owner := next((member for member in self.members if overrides(member, "aggregate")), None):
+            return owner.aggregate(uploads, sizes, server)
+        return self.reveal(uploads, sizes)
+
+    def assumed(self, seen: Scene, task: Task) -> Defence:
+        return Chain(*(member.assumed(seen, task) for member in self.members))
+
+    def noise_variance(self, scene: Scene) -> Params:
+        variance = tree.zeros_like(scene.update)
+        for member in self.members:
+            variance = tree.add(variance, member.noise_variance(scene))
+        return variance
+
+    def guarantee(self, **setting: Any) -> Guarantee:
+        """A chain is as private as the member that proves most; what follows it is post-processing."""
+        proved = [given for member in self.members if (given := member.guarantee(**setting)).epsilon is not None]
+        return min(proved, key=lambda given: given.epsilon or 0.0) if proved else Guarantee()
+
+
+@dataclass(frozen=True)
+class OnlyVisible(Defence):
+    """The half-informed attacker (A1): predicts plainly, but weighs out the coordinates that `defence` noised or dropped."""
+
+    defence: Defence = field(default_factory=Defence)
+
+    def noise_variance(self, scene: Scene) -> Params:
+        return self.defence.noise_variance(scene)
+
+
+def overrides(defence: Defence, hook: str) -> bool:
+    """Does this defence, or a member of this chain, change the hook?"""
+    if isinstance(defence, Chain):
+        return any(overrides(member, hook) for member in defence.members)
+    return getattr(type(defence), hook) is not getattr(Defence, hook)
+
+
+def _inside(client: Client, position: int) -> Client:
+    """The client as one member of a chain sees it: its own memory, its own random stream."""
+    from gradleak.draws import Draws
+
+    draws = None if client.draws is None else Draws(client.draws.key + position * client.draws.key.new_tensor([0, 1]))
+    return replace(client, memory=client.memory.get(str(position), {}), draws=draws)
+
+
+def _nested(member: Defence, compute: Compute, client: Client) -> Compute:
+    return lambda weights, batch: member.gradient(compute, weights, batch, client)

@@ -1,0 +1,1 @@
+"""Defences, one paper per file."""

@@ -1,0 +1,494 @@
+"""Lanes: one loop solves everything.
+
+A lane is one (target, restart). Parts are written for one lane; here they are stacked and run under vmap, so that
+hundreds of reconstructions are one tensor program. On CUDA the whole step (predict, match, backward, optimiser, best so
+far) is captured once as a graph and replayed; the step number is a device tensor and nothing in the loop waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from gradleak import tree
+from gradleak.attack import Now, Progress, Scene, Scored, SharedPrior, Stage
+from gradleak.draws import Draws
+from gradleak.observation import stack
+from gradleak.task import Batch, double_backward_safe
+from gradleak.tree import Params, Tree
+
+TRACE_POINTS = 100
+GRAPH_WARMUP = 3  # eager steps before capture, as torch asks; undone afterwards
+
+
+class EngineError(RuntimeError):
+    """The model cannot be run as lanes; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How to compute. None of it changes what is computed, beyond rounding.
+
+    device      "auto" takes CUDA where there is one
+    precision   "strict" float32; "fast" lets matrix products and convolutions use TF32; "double" float64
+    chunk       lanes solved together; None sizes it to the memory of the device
+    batched     False runs lane after lane, for models that vmap rejects
+    graph       capture the step as a CUDA graph
+    """
+
+    device: str = "auto"
+    precision: str = "strict"
+    chunk: int | None = None
+    batched: bool = True
+    graph: bool = True
+
+    def __post_init__(self) -> None:
+        if self.precision not in ("strict", "fast", "double"):
+            raise ValueError(f"precision must be strict, fast or double; given {self.precision!r}.")
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1 lane; given {self.chunk}.")
+
+    @property
+    def where(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "double" else torch.float32
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """The precision and the attention kernels this engine asks for; the user's settings come back afterwards."""
+        matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "fast"
+        try:
+            with double_backward_safe():
+                yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, conv
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """One chunk's result; lanes are target-major."""
+
+    targets: tuple[int, ...]
+    lanes: int
+    batch: Batch
+    objective: Tensor
+    match: Tensor
+    diverged: Tensor
+    trace: dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class LaneProblem:
+    """What the optimiser of one lane may ask, at one moment."""
+
+    stage: Stage
+    scene: Scene
+    observed: Params
+    now: Now
+
+    def batch(self, v: Tree) -> Batch:
+        return {**self.scene.fields, **self.stage.space.decode(v, self.scene, self.now)}
+
+    def _residual(self, v: Tree, batch: Batch) -> Params:
+        predicted = self.stage.predict(batch, v, self.scene, self.now)
+        return self.stage.match.residual(predicted, self.observed)
+
+    def residual(self, v: Tree) -> Tree:
+        return self._residual(v, self.batch(v))
+
+    def value(self, v: Tree) -> Scored:
+        batch = self.batch(v)
+        match = self.stage.match.reduce(self._residual(v, batch))
+        objective = match
+        for position, prior in enumerate(self.stage.priors):
+            scene = replace(self.scene, shared=self.scene.shared.get(str(position), {}))
+            objective = objective + prior(batch, v, scene, self.now)
+        return Scored(v, objective, match)
+
+    def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]:
+        def objective(at: Tree) -> tuple[Tensor, Tensor]:
+            scored = self.value(at)
+            return scored.objective, scored.match
+
+        gradient, (value, match) = grad_and_value(objective, has_aux=True)(v)
+        return gradient, Scored(v, value, match)
+
+    def project(self, v: Tree) -> Tree:
+        return self.stage.space.project(v, self.scene, self.now)
+
+
+def solve(
+    stages: Sequence[Stage],
+    scenes: Sequence[Scene],
+    keys: Sequence[Sequence[Tensor]],
+    keep: str,
+    engine: Engine,
+    progress: Progress | None = None,
+) -> Iterator[Solved]:
+    """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk."""
+    restarts = len(keys[0])
+    lanes = engine.chunk or chunk_size(stages, scenes[0], engine)
+    per_chunk = max(1, lanes // restarts)
+    chunks = [
+        bucket[start : start + per_chunk]
+        for bucket in _buckets(scenes)
+        for start in range(0, len(bucket), per_chunk)
+    ]
+    for done, rows in enumerate(chunks):
+        report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
+        chosen = [scenes[row] for row in rows]
+        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows))
+
+
+def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
+    """Lanes that can be stacked: same weights and broadcasts (so that they are stored once), same number of examples."""
+    buckets: list[list[int]] = []
+    for row, scene in enumerate(scenes):
+        for bucket in buckets:
+            first = scenes[bucket[0]]
+            if (
+                first.num_examples == scene.num_examples
+                and first.fields.keys() == scene.fields.keys()
+                and (first.returned_buffers is None) == (scene.returned_buffers is None)
+                and _equal(first.weights, scene.weights)
+                and _equal(first.extras, scene.extras)
+            ):
+                bucket.append(row)
+                break
+        else:
+            buckets.append([row])
+    return buckets
+
+
+def _equal(a: Tree, b: Tree) -> bool:
+    if a.keys() != b.keys():
+        return False
+    return all(x is y or torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
+    """Lanes per chunk from the sizes of the model and of the machine: fixed by the configuration, so a run repeats.
+
+    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both).
+    """
+    elements = 8 * tree.size(scene.update) + 24 * _activations(scene)
+    per_lane = elements * torch.finfo(engine.dtype).bits // 8
+    if engine.where.type == "cuda":
+        budget, most = 0.6 * torch.cuda.get_device_properties(engine.where).total_memory, 1024
+    else:
+        budget, most = 2.0e9, 64  # beyond this a CPU gains nothing: the caches are full
+    return int(max(1, min(most, budget // per_lane)))
+
+
+def _activations(scene: Scene) -> int:
+    """Entries of all module outputs for one lane's batch."""
+    count = 0
+
+    def note(module: Any, _: Any, output: Any) -> None:
+        nonlocal count
+        if isinstance(output, Tensor) and not any(True for _ in module.children()):
+            count += output.numel()
+
+    from torch.nn.modules.module import register_module_forward_hook
+
+    handle = register_module_forward_hook(note)
+    try:
+        with torch.no_grad():
+            scene.task.loss(scene.weights, scene.task.blank(scene.num_examples), scene.buffers)
+    finally:
+        handle.remove()
+    return count
+
+
+def _solve_chunk(
+    stages: Sequence[Stage],
+    scenes: Sequence[Scene],
+    keys: Sequence[Sequence[Tensor]],
+    keep: str,
+    engine: Engine,
+    progress: Progress | None,
+    rows: tuple[int, ...],
+) -> Solved:
+    groups = (len(scenes), len(keys[0]))
+    template, lane = _lanes(scenes, keys)
+    device = next(tree.leaves(template.weights)).device
+    total = sum(stage.optimiser.steps for stage in stages)
+    before: Tree | None = None
+    diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
+    trace: list[dict[str, Tensor]] = []
+    done = 0
+    for stage in stages:
+        share = None if progress is None else lambda step, done=done: progress((done + step) / total)
+        search = Search(stage, template, lane, groups, engine, before)
+        search.run(share)
+        trace.append({**search.trace(), "step": search.trace()["step"] + done})
+        best = search.kept(keep)
+        diverged |= ~search.alive
+        before = best.at
+        if stage.carry == "best_of_target":
+            before = _best_of_target(best, groups)
+        done += stage.optimiser.steps
+    return Solved(
+        targets=rows,
+        lanes=groups[0] * groups[1],
+        batch={name: value.detach().cpu() for name, value in search.decode(best.at).items()},
+        objective=best.objective.cpu(),
+        match=best.match.cpu(),
+        diverged=diverged.cpu(),
+        trace={name: torch.cat([part[name].cpu() for part in trace]) for name in trace[0]},
+    )
+
+
+def _best_of_target(best: Scored, groups: tuple[int, int]) -> Tree:
+    """Every restart of a target starts the next stage from the target's best lane."""
+    match = torch.where(best.match.isnan(), torch.inf, best.match).reshape(groups)
+    winner = match.argmin(dim=1) + torch.arange(groups[0], device=match.device) * groups[1]
+    return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), best.at)
+
+
+def _lanes(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
+    """What all lanes share (the template scene), and what each lane has of its own, stacked target-major."""
+    first, restarts = scenes[0], len(keys[0])
+    device = next(tree.leaves(first.weights)).device
+
+    def spread(values: Sequence[Params]) -> Params:
+        return {name: value.repeat_interleave(restarts, dim=0) for name, value in stack(values).items()}
+
+    lane: Tree = {
+        "update": spread([scene.update for scene in scenes]),
+        "fields": spread([scene.fields for scene in scenes]),
+        "buffers": spread([scene.buffers or {} for scene in scenes]),
+        "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
+        "key": torch.stack([key for target in keys for key in target]).to(device),
+    }
+    return first, lane
+
+
+class Search:
+    """One stage over all lanes of a chunk: static tensors, one `tick` that advances them, and the best so far."""
+
+    def __init__(
+        self, stage: Stage, template: Scene, lane: Tree, groups: tuple[int, int], engine: Engine, before: Tree | None
+    ) -> None:
+        self.stage, self.groups, self.engine = stage, groups, engine
+        self.template = template if stage.view is None else stage.view(template)
+        device = next(tree.leaves(template.weights)).device
+        self.step = torch.zeros((), device=device)
+        self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
+        try:
+            self._start(before)
+        except RuntimeError as problem:
+            raise _explained(problem, engine) from problem
+        lanes = groups[0] * groups[1]
+        self.alive = torch.ones(lanes, dtype=torch.bool, device=device)
+        infinite = torch.full((lanes,), torch.inf, device=device, dtype=engine.dtype)
+        self.best = Scored(tree.detach(self.v), infinite, infinite.clone())
+        self.last = Scored(self.v, infinite.clone(), infinite.clone())
+        self.every = max(1, stage.optimiser.steps // TRACE_POINTS)
+        points = -(-stage.optimiser.steps // self.every)
+        self.traced = torch.full((2, points, lanes), torch.nan, device=device, dtype=engine.dtype)
+
+    def _start(self, before: Tree | None) -> None:
+        stage = self.stage
+        begin = {**self.lane, "before": before or {}}
+
+        def constants(lane: Tree) -> Tree:
+            scene = self.scene(lane)
+            return stage.space.constants(scene, _draws(scene), lane["before"] or None)
+
+        def variables(lane: Tree) -> Tree:
+            scene = self.scene(lane)
+            space = stage.space.variables(scene, _draws(scene), lane["before"] or None)
+            return {**space, **stage.predict.variables(scene, _draws(scene))}
+
+        def observed(lane: Tree) -> Params:
+            return stage.match.prepare(stage.predict.target(self.scene(lane)))
+
+        def state(v: Tree, lane: Tree) -> Tree:
+            return stage.optimiser.init(self.problem(lane, self.step), v)
+
+        self.lane["constants"] = self.lift(constants)(begin)
+        begin["constants"] = self.lane["constants"]
+        self.lane["observed"] = self.lift(observed)(self.lane)
+        self.v = _own(self.lift(variables)(begin))
+        for position, prior in enumerate(stage.priors):
+            if isinstance(prior, SharedPrior):
+                self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
+        self.state = _own(self.lift(state)(self.v, self.lane))
+
+    # --- one lane ----------------------------------------------------------------------------------------------
+
+    def scene(self, lane: Tree) -> Scene:
+        return replace(
+            self.template,
+            update=lane["update"],
+            fields=lane["fields"],
+            buffers=lane["buffers"],
+            returned_buffers=lane["returned_buffers"] or None,
+            constants=lane["constants"],
+            shared=lane["shared"],
+            draws=Draws(lane["key"]),
+        )
+
+    def problem(self, lane: Tree, step: Tensor) -> LaneProblem:
+        return LaneProblem(self.stage, self.scene(lane), lane["observed"], Now(step, self.stage.optimiser.steps))
+
+    def advance(self, v: Tree, state: Tree, lane: Tree) -> tuple[Tree, Tree, Tree, Tensor, Tensor]:
+        problem = self.problem(lane, self.step)
+        v, state, scored = self.stage.optimiser.step(problem, v, state, problem.now)
+        return v, state, scored.at, scored.objective, scored.match
+
+    def score(self, v: Tree, lane: Tree) -> tuple[Tensor, Tensor]:
+        scored = self.problem(lane, self.step).value(v)
+        return scored.objective, scored.match
+
+    # --- all lanes ---------------------------------------------------------------------------------------------
+
+    def lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of one lane as a function of all of them."""
+        return vmap(function) if self.engine.batched else _one_by_one(function)
+
+    def decode(self, v: Tree) -> Batch:
+        return self.lift(lambda v, lane: self.problem(lane, self.step).batch(v))(v, self.lane)
+
+    def tick(self) -> None:
+        """One step of every lane, in place. Captured as it stands: no host read, no new shapes."""
+        v, state, at, objective, match = self.lift(self.advance)(self.v, self.state, self.lane)
+        sound = objective.isfinite() & match.isfinite()
+        for leaf in tree.leaves(v):
+            sound = sound & leaf.reshape(leaf.shape[0], -1).isfinite().all(dim=1)
+        better = self.alive & match.isfinite() & (match < self.best.match)
+        _assign(self.best.at, tree.where(better, at, self.best.at))
+        _assign({"": self.best.match}, {"": torch.where(better, match, self.best.match)})
+        _assign({"": self.best.objective}, {"": torch.where(better, objective, self.best.objective)})
+        self.last.objective.copy_(objective)
+        self.last.match.copy_(match)
+        self.alive.logical_and_(sound)  # a lane that is not finite stays where it was, for good
+        _assign(self.v, tree.where(self.alive, v, self.v))
+        _assign(self.state, tree.where(self.alive, state, self.state))
+        self.step.add_(1)
+
+    def run(self, progress: Progress | None) -> None:
+        steps, advance = self.stage.optimiser.steps, self.tick
+        try:
+            if self.engine.graph and self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable:
+                if steps > 2 * GRAPH_WARMUP:
+                    advance = self._captured()
+            for step in range(steps):
+                for position, prior in enumerate(self.stage.priors):
+                    if isinstance(prior, SharedPrior) and prior.due(step):
+                        _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
+                advance()
+                if step % self.every == 0:
+                    self.traced[0, step // self.every].copy_(self.last.objective)
+                    self.traced[1, step // self.every].copy_(self.last.match)
+                    if progress is not None:
+                        progress(step + 1)
+        except RuntimeError as problem:
+            raise _explained(problem, self.engine) from problem
+
+    def _captured(self) -> Callable[[], None]:
+        """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""
+        static = {"v": self.v, "state": self.state, "best": self.best.at, "scores": self._scores()}
+        held = tree.detach(static)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(GRAPH_WARMUP):
+                self.tick()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.tick()
+        _assign(static, held)
+        return graph.replay
+
+    def _scores(self) -> Params:
+        return {
+            "step": self.step,
+            "alive": self.alive,
+            "best_match": self.best.match,
+            "best_objective": self.best.objective,
+            "last_match": self.last.match,
+            "last_objective": self.last.objective,
+        }
+
+    def kept(self, keep: str) -> Scored:
+        """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
+        objective, match = self.lift(self.score)(self.v, self.lane)
+        usable = self.alive & match.isfinite()
+        better = usable & (match < self.best.match) if keep == "best_match" else usable
+        return Scored(
+            tree.where(better, self.v, self.best.at),
+            torch.where(better, objective, self.best.objective),
+            torch.where(better, match, self.best.match),
+        )
+
+    def trace(self) -> dict[str, Tensor]:
+        steps = torch.arange(self.traced.shape[1]) * self.every
+        return {"step": steps, "objective": self.traced[0], "match": self.traced[1]}
+
+
+def _draws(scene: Scene) -> Draws:
+    assert scene.draws is not None  # every lane has one
+    return scene.draws
+
+
+def _own(values: Tree) -> Tree:
+    """Memory of its own for every tensor: vmap returns expanded views, and static tensors are written in place."""
+    return tree.map(lambda value: value.detach().clone(memory_format=torch.contiguous_format), values)
+
+
+def _assign(held: Tree, values: Tree) -> None:
+    for target, source in zip(tree.leaves(held), tree.leaves(values), strict=True):
+        target.copy_(source)
+
+
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The documented fall-back for models that vmap rejects: same function, lane after lane, results stacked."""
+
+    def run(*arguments: Tree) -> Any:
+        lanes = next(leaf for argument in arguments for leaf in tree.leaves(argument)).shape[0]
+        results = [
+            function(*(tree.map(lambda value, lane=lane: value[lane], argument) for argument in arguments))
+            for lane in range(lanes)
+        ]
+        return _stacked(results)
+
+    return run
+
+
+def _stacked(results: Sequence[Any]) -> Any:
+    first = results[0]
+    if isinstance(first, dict):
+        return {name: _stacked([result[name] for result in results]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(_stacked(column) for column in zip(*results, strict=True))
+    return torch.stack(list(results))
+
+
+def _explained(problem: RuntimeError, engine: Engine) -> RuntimeError:
+    """Say what to do about the errors that users of their own models meet."""
+    told = str(problem)
+    if isinstance(problem, torch.OutOfMemoryError):
+        return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({told.splitlines()[0]})")
+    if not engine.batched or isinstance(problem, EngineError):
+        return problem
+    if any(word in told for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent")):
+        return EngineError(
+            f"This model cannot run as lanes under vmap: {told.splitlines()[0]} Run task.check() for the cause; "
+            "Engine(batched=False) attacks lane after lane instead (dropout must be off: model.eval())."
+        )
+    return problem

@@ -1,0 +1,164 @@
+"""LocalTraining: THE client rule. Simulation, Flower and replaying attackers all call this one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.defence import Client, Defence, Upload
+from gradleak.draws import Draws
+from gradleak.observation import Observation
+from gradleak.rules import SGD, Rule, Schedule, constant
+from gradleak.task import Batch, Task
+from gradleak.tree import Params, Tree
+
+Order: TypeAlias = Sequence[Tensor | None]
+"""Rows of the batch that each step uses; None means all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClientState:
+    """What a client keeps between rounds, and its random key. Passed in, returned new, never mutated."""
+
+    optimiser: Tree | None = None  # None: the rule starts afresh
+    memory: Tree = field(default_factory=dict)
+    buffers: Params | None = None
+    extras: dict[str, Params] = field(default_factory=dict)  # what the server broadcast this round
+    key: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTraining:
+    """The client's recipe, pure and differentiable. With neither steps nor epochs: one step.
+
+    steps        that many steps; with `batch_size` they cycle through the examples
+    epochs       passes over the examples in batches of `batch_size` (None: all at once)
+    """
+
+    lr: float | Tensor
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    optimiser: Rule = SGD()
+    schedule: Schedule = constant
+    augmentation: Callable[[Batch, Draws, int], Batch] | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("Give steps or epochs, not both: they fix the same number.")
+        for name in ("steps", "epochs", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; given {value}.")
+        if not isinstance(self.lr, Tensor) and not self.lr > 0:
+            raise ValueError(f"lr must be positive; given {self.lr}.")
+
+    def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | None]:
+        """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
+        size = self.batch_size or examples
+        whole = size >= examples
+        per_epoch = 1 if whole else -(-examples // size)
+        total = self.steps if self.steps is not None else (self.epochs or 1) * (per_epoch if self.epochs else 1)
+        plan: list[Tensor | None] = []
+        while len(plan) < total:
+            if whole:
+                plan.append(None)
+                continue
+            rows = torch.arange(examples) if generator is None else torch.randperm(examples, generator=generator)
+            plan.extend(rows.split(size))
+        return plan[:total]
+
+    def run(
+        self,
+        task: Task,
+        weights: Params,
+        batch: Batch,
+        defence: Defence | None = None,
+        client: ClientState | None = None,
+        order: Order | None = None,
+    ) -> tuple[Upload, ClientState]:
+        """Train from `weights` on `batch`; return what is uploaded and the client's next state.
+
+        `order` is the private shuffle. It never enters Knowledge: an attacker that replays does so in its own order.
+        """
+        defence, client = defence or Defence(), client or ClientState()
+        examples = next(iter(batch.values())).shape[0]
+        plan = self.order(examples) if order is None else order
+        state = self.optimiser.init(weights) if client.optimiser is None else client.optimiser
+        buffers = task.buffers() if client.buffers is None else client.buffers
+        source = None if client.key is None else Draws(client.key)
+        moved: Params = {}
+        view = Client(task, weights, moved, batch, state, client.extras, client.memory, source)
+
+        for step, rows in enumerate(plan):
+            part = batch if rows is None else {name: value[rows.to(value.device)] for name, value in batch.items()}
+            if self.augmentation is not None:
+                part = self.augmentation(part, _required(source, "augmentation"), step)
+
+            def compute(at: Params, on: Batch) -> Params:
+                nonlocal buffers  # every forward pass of a real client updates the running statistics
+                gradient, buffers = task.gradient_and_buffers(at, on, buffers)
+                return gradient
+
+            gradient = defence.gradient(compute, weights, part, replace(view, optimiser=state, batch=part))
+            decrease, state = self.optimiser.step(weights, gradient, state, self.lr * self.schedule(step, len(plan)))
+            moved = decrease if step == 0 else tree.add(moved, decrease)
+            if step + 1 < len(plan):  # a replayed single step never needs the new weights: one pass per lane saved
+                weights = tree.subtract(weights, decrease)
+
+        plain = Upload({"update": moved}, examples, buffers or None)
+        view = replace(view, moved=moved, optimiser=state)
+        sent = defence.upload(plain, view)
+        memory = defence.remember(plain, sent, view)
+        return sent, replace(client, optimiser=state, memory=memory, buffers=buffers)
+
+
+def observe(
+    task: Task,
+    batch: Batch,
+    training: LocalTraining,
+    defence: Defence | None = None,
+    *,
+    weights: Params | None = None,
+    key: str = "target",
+    seed: int = 0,
+    wire: str = "update",
+) -> Observation:
+    """Run one client and keep what the server sees of it.
+
+    `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so the
+    update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
+    """
+    if wire not in ("update", "weights"):
+        raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
+    defence = defence or Defence()
+    weights = task.weights() if weights is None else tree.detach(weights)
+    examples = next(iter(batch.values())).shape[0]
+    # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
+    state = ClientState(extras=defence.broadcast(weights, {}), key=randomness.key("client", key, seed))
+    shuffle = torch.Generator().manual_seed(int(state.key[0])) if state.key is not None else None
+    sent, after = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))
+    update = tree.detach(defence.reveal([sent], [sent.num_examples]))
+    if wire == "weights":
+        update = tree.map(lambda w, u: w - (w - u), weights, update)
+    return Observation(
+        weights=weights,
+        update=update,
+        num_examples=examples,
+        key=key,
+        buffers=task.buffers() or None,
+        returned_buffers=tree.detach(after.buffers) if after.buffers else None,
+        extras=state.extras,
+    )
+
+
+def _required(source: Draws | None, what: str) -> Draws:
+    if source is None:
+        raise ValueError(f"{what} draws random numbers: pass ClientState(key=...), which names the client's stream.")
+    return source

@@ -1,0 +1,365 @@
+"""How much was recovered: image scores, label scores, baselines, re-identification. The only place where truth enters.
+
+Images are float tensors (N, C, H, W), clamped to [0, 1]; every score is per image, (N,). Means over images are taken
+last: the PSNR of a mean MSE is lower than the mean PSNR (Jensen). Default scores never use an oracle; a paper's own
+convention that does is reproduced under an explicit name (`s004_compat`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from gradleak.assignment import Distance, cost_matrix, identification_rank, match, pairwise, pairwise_mse
+
+if TYPE_CHECKING:
+    from gradleak.perceptual import LPIPS
+
+EXACT = 1e-12
+"""An MSE below this counts as exact: PSNR is then reported as the cap of 120 dB, so that means stay finite."""
+
+
+def _precise(images: Tensor) -> Tensor:
+    return images.detach().to(torch.float32 if images.device.type == "mps" else torch.float64)  # mps has no doubles
+
+
+def to_unit(images: Tensor) -> Tensor:
+    """[0, 1] in double precision; NaN becomes 0, infinities the bounds: a diverged attack is scored, not dropped."""
+    return _precise(images).nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
+
+
+def _pair(found: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    if found.shape != truth.shape or found.dim() != 4:
+        shapes = f"{tuple(found.shape)} and {tuple(truth.shape)}"
+        raise ValueError(f"Scores compare images of equal shape (N, C, H, W), pair by pair; given {shapes}.")
+    return to_unit(found), to_unit(truth)
+
+
+def mse(found: Tensor, truth: Tensor) -> Tensor:
+    """Mean squared error over channels and pixels, (N,)."""
+    found, truth = _pair(found, truth)
+    return (found - truth).square().flatten(1).mean(1)
+
+
+def psnr(found: Tensor, truth: Tensor) -> Tensor:
+    """10 log10(1 / MSE) in dB, data range 1, at most 120 dB, (N,). `capped` tells which images are at the cap."""
+    return -10 * mse(found, truth).clamp_min(EXACT).log10()
+
+
+def capped(found: Tensor, truth: Tensor) -> Tensor:
+    """Which images are exact up to the cap of PSNR, (N,); sum it for the count."""
+    return mse(found, truth) < EXACT
+
+
+def psnr_ggl(found: Tensor, truth: Tensor) -> Tensor:
+    """PSNR as in GGL's code, for parity only: on [-1, 1] with peak 1, so 4 x the MSE and 6.02 dB lower."""
+    return -10 * (4 * mse(found, truth)).clamp_min(EXACT).log10()
+
+
+# --- structural similarity -------------------------------------------------------------------------------------------
+
+
+def _gaussian(size: int) -> Tensor:
+    offset = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    weights = (-offset.square() / (2 * 1.5**2)).exp()
+    return weights / weights.sum()
+
+
+def _uniform(size: int) -> Tensor:
+    return torch.full((size,), 1 / size, dtype=torch.float64)
+
+
+def _smoothing(window: Tensor, size: int, padding: int) -> Tensor:
+    """The matrix (positions, size) that slides a window along an axis with zero padding."""
+    positions = size + 2 * padding - len(window) + 1
+    offset = torch.arange(size) - torch.arange(positions)[:, None] + padding
+    inside = (offset >= 0) & (offset < len(window))
+    return torch.where(inside, window[offset.clamp(0, len(window) - 1)], 0.0)
+
+
+def _similarity(
+    found: Tensor, truth: Tensor, window: Callable[[int], Tensor], size: int, same: bool = False, sample: bool = False
+) -> Tensor:
+    """(2 mu_x mu_y + c1)(2 cov + c2) / ((mu_x^2 + mu_y^2 + c1)(var_x + var_y + c2)), averaged over an image."""
+    height, width = truth.shape[-2:]
+    if not same:
+        short = min(size, height, width)
+        size = short - 1 + short % 2  # the largest odd window that fits
+    rows, columns = (_smoothing(window(size), side, size // 2 * same).to(truth) for side in (height, width))
+    moments = torch.stack([found, truth, found * found, truth * truth, found * truth])
+    mean_x, mean_y, xx, yy, xy = rows @ moments @ columns.T  # each (N, C, positions, positions)
+    unbiased = size**2 / max(size**2 - 1, 1) if sample else 1.0
+    variances = unbiased * (xx - mean_x**2 + yy - mean_y**2)
+    covariance = unbiased * (xy - mean_x * mean_y)
+    c1, c2 = 0.01**2, 0.03**2
+    score = (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))
+    return score.flatten(1).mean(1)
+
+
+def ssim(found: Tensor, truth: Tensor) -> Tensor:
+    """Structural similarity (Wang, Bovik, Sheikh, Simoncelli 2004), (N,); 1 is identical.
+
+    Gaussian 11 x 11, sigma 1.5, K1 0.01, K2 0.03, data range 1, population covariance, windows inside the image only,
+    per channel. With a side below 11 the largest odd window that fits is used; such scores are not comparable with
+    those of larger images.
+    """
+    return _similarity(*_pair(found, truth), _gaussian, 11)
+
+
+def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
+    """`ssim` with zero padding, for parity with GIFD's code (which moreover feeds it normalised images)."""
+    return _similarity(*_pair(found, truth), _gaussian, 11, same=True)
+
+
+def ssim_skimage(found: Tensor, truth: Tensor) -> Tensor:
+    """scikit-image's default on grey images, as S004 uses it: uniform 7 x 7, sample covariance, border of 3 cropped."""
+    return _similarity(*map(grey, _pair(found, truth)), _uniform, 7, sample=True)
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luma 0.2125 R + 0.7154 G + 0.0721 B, (N, 1, H, W); one channel stays as it is."""
+    if images.shape[1] == 1:
+        return images
+    return (images * images.new_tensor([0.2125, 0.7154, 0.0721])[:, None, None]).sum(1, keepdim=True)
+
+
+def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
+    """ORACLE, for parity with S004 (Lewis et al. 2024) only: best of all pairs of a batch (B, C, H, W).
+
+    On grey images, SSIM and PSNR apart. Both are taken again after a "brightness tuning" that uses the true batch,
+    X <- X std(x) / std(X), X <- X + mean(x) + mean(X) (their code, not their text), and kept if both have risen.
+    """
+
+    def best(images: Tensor) -> dict[str, float]:
+        pair = grey(to_unit(images)), grey(truth)
+        scores = {"oracle_psnr": psnr, "oracle_ssim": ssim_skimage}
+        return {name: float(pairwise(score, *pair).max()) for name, score in scores.items()}
+
+    found, truth = to_unit(found), to_unit(truth)
+    scaled = found * (truth.std(correction=0) / found.std(correction=0))
+    plain, tuned = best(found), best(scaled + truth.mean() + scaled.mean())
+    return tuned if all(tuned[name] > plain[name] for name in plain) else plain
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def _indices(labels: Tensor) -> Tensor:
+    return labels.argmax(-1) if labels.is_floating_point() else labels.long()  # a simplex is told by its type
+
+
+def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> dict[str, Tensor]:
+    """Scores of the multiset of labels; arguments (..., B) indices or (..., B, classes) simplex, results (...).
+
+    With counts n and found counts m per class: `multiset_accuracy` = sum_c min(m_c, n_c) / B, which iLRG calls `irec`;
+    `leacc`: share of classes whose presence is right; `lnacc`: share of classes with the right count, over all
+    classes, and `lnacc_present` over those that are present (iLRG: Geng et al. 2023).
+    """
+    found, truth = _indices(found), _indices(truth)
+    classes = max(classes or 0, int(found.max()) + 1, int(truth.max()) + 1)
+    guessed, true = (one_hot(y, classes).sum(-2) for y in (found, truth.to(found.device)))
+    recovered = torch.minimum(guessed, true).sum(-1) / true.sum(-1)
+    present, exact = true > 0, guessed == true
+    return {
+        "multiset_accuracy": recovered,
+        "leacc": ((guessed > 0) == present).double().mean(-1),
+        "lnacc": exact.double().mean(-1),
+        "lnacc_present": (exact & present).sum(-1) / present.sum(-1),
+        "irec": recovered,
+    }
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+DISTANCES: dict[str, Distance] = {"mse": pairwise_mse, "ssim": lambda first, second: 1 - pairwise(ssim, first, second)}
+IMAGE_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "psnr": psnr, "ssim": ssim}
+
+
+def _distance(which: str | Distance, lpips: LPIPS | None) -> Distance:
+    if callable(which):
+        return which
+    known = DISTANCES if lpips is None else {**DISTANCES, "lpips": lpips.pairwise}
+    if which not in known:
+        raise ValueError(f"Known distances are {', '.join(known)}; given {which!r} (lpips needs lpips=LPIPS('vgg')).")
+    return known[which]
+
+
+def image_scores(found: Tensor, truth: Tensor, *, lpips: LPIPS | None = None) -> dict[str, Tensor]:
+    """Every image score by name, each (N,)."""
+    scores = {name: score(found, truth) for name, score in IMAGE_SCORES.items()}
+    return scores if lpips is None else {**scores, "lpips": lpips(to_unit(found), to_unit(truth)).to(scores["mse"])}
+
+
+def baselines(
+    truth: Tensor,
+    others: Tensor | None = None,
+    *,
+    labels: tuple[Tensor, Tensor] | None = None,
+    lpips: LPIPS | None = None,
+) -> dict[str, dict[str, Tensor]]:
+    """What somebody who saw no gradient could show, scored like an attack; print it beside the attack's scores.
+
+    A mid-grey image; with `others` (M, C, H, W), real images that are not the client's, their mean and, for each
+    private image, the nearest of them by MSE (an oracle's choice: the best that a lookup could do); with
+    `labels=((N,), (M,))` also the nearest of the same class, NaN where there is none. Copies of the private image are
+    not "other".
+    """
+    truth = to_unit(truth)
+    result = {"mid-grey": image_scores(torch.full_like(truth, 0.5), truth, lpips=lpips)}
+    if others is None:
+        return result
+    others = to_unit(others).to(truth.device)
+    result["mean image"] = image_scores(others.mean(0).expand_as(truth), truth, lpips=lpips)
+    cost = pairwise_mse(truth, others)
+    cost = cost.masked_fill(cost < EXACT, torch.inf)
+    costs = {"nearest other": cost}
+    if labels is not None:
+        different = labels[0].to(cost.device)[:, None] != labels[1].to(cost.device)
+        costs["nearest of class"] = cost.masked_fill(different, torch.inf)
+    for name, allowed in costs.items():
+        least, nearest = allowed.min(1)
+        scores = image_scores(others[nearest], truth, lpips=lpips)
+        result[name] = {key: value.masked_fill(least.isinf(), torch.nan) for key, value in scores.items()}
+    return result
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The scores of a reconstruction. Per-image tensors are (targets, examples), in the order of the private ones."""
+
+    mse: Tensor
+    psnr: Tensor
+    ssim: Tensor
+    assignment: Tensor  # which reconstruction was matched to the private example
+    finite: Tensor  # whether that reconstruction had finite pixels only
+    diverged: Tensor  # (targets,): said so by the attack, or non-finite pixels
+    lpips: Tensor | None = None
+    rank: Tensor | None = None  # of the true image in the gallery; 1 = re-identified
+    gallery_size: Tensor | None = None
+    labels: dict[str, Tensor] = field(default_factory=dict)  # each (targets,)
+    baselines: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # baseline -> score -> (targets, examples)
+    notes: tuple[str, ...] = ()
+
+    def images(self) -> dict[str, Tensor]:
+        """The image scores that were taken, by name."""
+        return {name: value for name in (*IMAGE_SCORES, "lpips") if (value := getattr(self, name)) is not None}
+
+    def hits(self) -> dict[str, Tensor]:
+        """Which images pass each named threshold, (targets, examples).
+
+        A non-finite image passes none: where most pixels are dark, the black that stands for it can look similar.
+        """
+        passed = {"ssim>0.5": self.ssim > 0.5, "psnr>18": self.psnr > 18, "psnr>20": self.psnr > 20}
+        if self.rank is not None:
+            passed["rank1"] = self.rank == 1
+            passed["recovered"] = passed["ssim>0.5"] & passed["psnr>18"] & passed["rank1"]
+        return {name: value & self.finite for name, value in passed.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON: mean, std and median of each score, rates, labels, baselines."""
+        result: dict[str, Any] = {
+            name: {"mean": float(v.mean()), "std": float(v.std(correction=0)), "median": float(v.quantile(0.5))}
+            for name, v in self.images().items()
+        }
+        result["rates"] = {name: float(value.double().mean()) for name, value in self.hits().items()}
+        if self.rank is not None and self.gallery_size is not None:
+            result["rank"] = {"median": float(self.rank.double().quantile(0.5))}
+            result["chance"] = float((1 / self.gallery_size).mean())
+        result["diverged"] = float(self.diverged.double().mean())
+        result["capped"] = int((self.mse < EXACT).sum())
+        result["labels"] = {name: float(value.double().mean()) for name, value in self.labels.items()}
+        result["baselines"] = {
+            name: {key: float(value.nanmean()) for key, value in scores.items()}
+            for name, scores in self.baselines.items()
+        }
+        return result
+
+    def __str__(self) -> str:
+        summary = self.summary()
+        columns = ("mean", "std", "median")
+        heads = "".join(f"{name:>10}" for name in columns) + "".join(f"{name:>18}" for name in self.baselines)
+        lines = ["targets x examples: {} x {}".format(*self.mse.shape), f"{'':6}{heads}"]
+        for name in self.images():
+            own = "".join(f"{summary[name][column]:10.4g}" for column in columns)
+            without = "".join(f"{scores[name]:18.4g}" for scores in summary["baselines"].values())
+            lines.append(f"{name:6}{own}{without}")
+        lines.append("rates: " + ", ".join(f"{name} {value:.0%}" for name, value in summary["rates"].items()))
+        if "chance" in summary:
+            lines[-1] += f" (rank 1 by chance {summary['chance']:.1%})"
+        if self.labels:
+            lines.append("labels: " + ", ".join(f"{name} {value:.3g}" for name, value in summary["labels"].items()))
+        lines.append(f"diverged: {summary['diverged']:.0%} of targets; at the cap of 120 dB: {summary['capped']}")
+        return "\n".join([*lines, *self.notes])
+
+
+def compare(
+    found: Any,
+    truth: Mapping[str, Tensor],
+    *,
+    fields: Mapping[str, Any] | None = None,
+    gallery: Mapping[str, Tensor] | None = None,
+    lpips: LPIPS | None = None,
+    matching: str | Distance = "mse",
+    identify_by: str | Distance = "ssim",
+) -> Scores:
+    """Score a reconstruction: match one-to-one per target, then take every score on the matched pairs; labels apart.
+
+    `found.batch["x"]` is (targets, examples, C, H, W); `truth["x"]` the same or, shared by all targets, without the
+    first axis; `gallery["x"]` (M, C, H, W) are real images that are not the client's, with `gallery["y"]` for the
+    same-class baseline. All are in model-input space, and `fields["x"].unit` (those of `found` by default) takes them
+    to [0, 1]. `matching` and `identify_by` are "mse", "ssim", "lpips" or a `Distance`.
+    """
+    fields = found.fields if fields is None else fields
+    raw = found.batch["x"].detach()
+    if raw.dim() != 5:
+        raise ValueError(f'compare takes images, batch["x"] (targets, examples, C, H, W); given {tuple(raw.shape)}.')
+    exact = truth["x"].detach().to(raw.device)
+    if exact.shape not in (raw.shape, raw.shape[1:]):
+        raise ValueError(f"The reconstruction is {tuple(raw.shape)} but the truth {tuple(exact.shape)}.")
+
+    def unit(images: Tensor) -> Tensor:
+        return to_unit(fields["x"].unit(_precise(images)))  # in double precision the conversion costs no digits
+
+    guess, real = unit(raw), unit(exact).expand_as(raw)
+    distance = _distance(matching, lpips)
+    # Rows are private images, so everything below is in their order.
+    assignment = torch.stack([match(cost_matrix(r, g, distance=distance)) for r, g in zip(real, guess)]).to(raw.device)
+    target = torch.arange(raw.shape[0], device=raw.device)[:, None]
+    finite = raw.isfinite().flatten(2).all(2)[target, assignment]
+    shape, flat, answers = assignment.shape, guess[target, assignment].flatten(0, 1), real.flatten(0, 1)
+    measured: dict[str, Any] = dict(image_scores(flat, answers, lpips=lpips))
+    others = unit(gallery["x"].detach().to(raw.device)) if gallery is not None else None
+    if others is not None:
+        measured["rank"], measured["gallery_size"] = identification_rank(
+            flat, answers, others, distance=_distance(identify_by, lpips)
+        )
+    labels: dict[str, Tensor] = {}
+    both = None  # labels of the private and of the gallery's images
+    if "y" in found.batch and "y" in truth and (fields.get("y") is None or fields["y"].classes is not None):
+        guessed, true = (_indices(y.to(raw.device)) for y in (found.batch["y"], truth["y"]))
+        true = true.expand(shape)
+        labels = label_scores(guessed, true, getattr(fields.get("y"), "classes", None))
+        labels["matched"] = (guessed.gather(1, assignment) == true).double().mean(1)
+        if gallery is not None and "y" in gallery:
+            both = true.flatten(), _indices(gallery["y"])
+    compared = baselines(answers, others, labels=both, lpips=lpips)
+    diverged = ~raw.isfinite().flatten(1).all(1)
+    if (said := getattr(found, "diverged", None)) is not None:
+        diverged |= said.to(raw.device)
+    return Scores(
+        **{name: value.reshape(shape) for name, value in measured.items()},
+        assignment=assignment,
+        finite=finite,
+        diverged=diverged,
+        labels=labels,
+        baselines={name: {key: v.reshape(shape) for key, v in scores.items()} for name, scores in compared.items()},
+        notes=() if lpips is None else (lpips.note(*raw.shape[-2:]),),
+    )

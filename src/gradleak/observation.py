@@ -1,0 +1,233 @@
+"""What the server sees (`Observation`, `Track`) and what else the adversary is granted (`Knowledge`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.task import Batch
+from gradleak.tree import Params
+
+if TYPE_CHECKING:
+    from gradleak.defence import Defence
+    from gradleak.local import LocalTraining
+
+FORMAT, VERSION = "gradleak.observation", 1
+_GROUPS = ("weights", "update", "buffers", "returned_buffers")  # tensor names in a file start with one, or "extras"
+
+
+class BadObservation(ValueError):
+    """An observation that cannot be what a server saw: wrong names or shapes, not finite, or a broken file."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One client's (or one round's aggregated) upload, as the server sees it. No field can hold private data.
+
+    `update` = weights sent minus weights returned: it points along +gradient, scaled by the client's learning rate.
+    `key` names the target and seeds its lanes. `extras` is what else the server itself broadcast this round.
+    """
+
+    weights: Params
+    update: Params
+    num_examples: int
+    round: int = 0
+    clients: int = 1
+    key: str = "target"
+    buffers: Params | None = None
+    returned_buffers: Params | None = None
+    extras: dict[str, Params] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_examples", 1), ("round", 0), ("clients", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise BadObservation(f"{name} must be a whole number of at least {least}; given {value!r}.")
+        if not isinstance(self.key, str):
+            raise BadObservation(f"key must be text; given {type(self.key).__name__}.")
+        if not self.weights:
+            raise BadObservation("weights are empty: give the model that was sent to the client, by parameter name.")
+        _same_names_and_shapes(self.weights, self.update)
+        for name, params in (("weights", self.weights), ("update", self.update)):
+            broken = [key for key, value in params.items() if not tree.finite({key: value})]
+            if broken:
+                raise BadObservation(
+                    f"{name} holds NaN or infinity in {_some(broken)}: the client's training diverged or the recording "
+                    "is damaged. Nothing can be inferred from it; record another round."
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a safetensors file with a JSON header. It holds no code; it is still sensitive: it may reveal the data."""
+        from safetensors.torch import save_file
+
+        tensors: Params = {}
+        for group in _GROUPS:
+            tensors |= {f"{group}/{name}": value for name, value in (getattr(self, group) or {}).items()}
+        for extra, params in self.extras.items():
+            tensors |= {f"extras/{extra}/{name}": value for name, value in params.items()}
+        header = {"num_examples": self.num_examples, "round": self.round, "clients": self.clients, "key": self.key}
+        path = Path(path)
+        partial = path.with_name(path.name + ".part")
+        save_file(
+            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+            partial,
+            metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
+        )
+        os.replace(partial, path)  # a reader never meets half a file
+        return path
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Observation:
+        """Read and validate a file written by `save`. Nothing in the file is executed."""
+        header, tensors = _read(Path(path))
+        groups: dict[str, Params] = {group: {} for group in _GROUPS}
+        extras: dict[str, Params] = {}
+        for name, value in tensors.items():
+            group, _, rest = name.partition("/")
+            if group in groups and rest:
+                groups[group][rest] = value
+            elif group == "extras" and "/" in rest:
+                extra, _, inner = rest.partition("/")
+                extras.setdefault(extra, {})[inner] = value
+            else:
+                raise BadObservation(f"{path}: tensor {name!r} belongs to none of {', '.join(_GROUPS)}, extras.")
+        unknown = header.keys() - {"num_examples", "round", "clients", "key"}
+        if unknown or "num_examples" not in header:
+            what = f"unknown entries {_some(unknown)}" if unknown else "no num_examples"
+            raise BadObservation(f"{path}: the header has {what}; it was not written by this version of gradleak.")
+        try:
+            return Observation(
+                weights=groups["weights"],
+                update=groups["update"],
+                buffers=groups["buffers"] or None,
+                returned_buffers=groups["returned_buffers"] or None,
+                extras=extras,
+                **header,
+            )
+        except BadObservation as problem:
+            raise BadObservation(f"{path}: {problem}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Track:
+    """Several rounds of ONE client, oldest first: noise averages out, optimiser state shows. A list is independent targets."""
+
+    observations: tuple[Observation, ...]
+
+    def __post_init__(self) -> None:
+        if not self.observations:
+            raise BadObservation("A track needs at least one observation.")
+        rounds = [seen.round for seen in self.observations]
+        if rounds != sorted(set(rounds)):
+            raise BadObservation(f"A track's rounds must increase; given {rounds}.")
+
+
+@dataclass(frozen=True, eq=False)
+class Knowledge:
+    """The threat model: what the adversary is granted besides the observation.
+
+    `given`: known fields, such as labels. `training`: the client's recipe. `defence`: the defence in use, so that the
+    attack predicts through it. `generator`, `public`: a prior and data of the attacker's own.
+    """
+
+    given: Batch = field(default_factory=dict)
+    training: LocalTraining | None = None
+    defence: Defence | None = None
+    generator: Any = None
+    public: Any = None
+
+    @property
+    def grants(self) -> frozenset[str]:
+        """What is known, by the words that `Attack.needs` uses."""
+        named = {"training": self.training, "defence": self.defence, "generator": self.generator, "public": self.public}
+        return frozenset({name for name, value in named.items() if value is not None} | self.given.keys())
+
+    @property
+    def level(self) -> str:
+        """The model of Carletti et al. (USENIX Security 2025) this comes nearest to; F-H are active and out of scope."""
+        if self.given.keys() - {"y"} or self.generator is not None:
+            return "E (client distribution)"
+        if self.public is not None:
+            return "D (surrogate data)"
+        if self.training is not None or self.defence is not None:
+            return "C (training details)"
+        return "B (basic knowledge)"
+
+
+class MissingKnowledge(ValueError):
+    """An attack that needs something the threat model does not grant."""
+
+
+def _some(names: Any) -> str:
+    names = sorted(names)
+    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _same_names_and_shapes(weights: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> None:
+    if odd := weights.keys() ^ update.keys():
+        raise BadObservation(
+            f"weights and update name different parameters: {_some(odd)}. Both must be keyed by the same names."
+        )
+    for name in weights:
+        if weights[name].shape != update[name].shape:
+            raise BadObservation(
+                f"{name!r} has shape {tuple(weights[name].shape)} in weights and {tuple(update[name].shape)} in update."
+            )
+        if not (weights[name].is_floating_point() and update[name].is_floating_point()):
+            raise BadObservation(f"{name!r} is not floating point; integer tensors belong into buffers.")
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Params]:
+    """The header and the tensors of a file from outside; every defect becomes one BadObservation."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise BadObservation(
+                    f"{path} is a safetensors file but not an observation (format {metadata.get('format')!r}); "
+                    "write it with Observation.save."
+                )
+            if metadata.get("version") != str(VERSION):
+                raise BadObservation(f"{path} has version {metadata.get('version')!r}; this gradleak reads {VERSION}.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        header = json.loads(metadata.get("observation", "null"))
+    except FileNotFoundError:
+        raise BadObservation(f"There is no file {path}.") from None
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as problem:
+        if isinstance(problem, BadObservation):
+            raise
+        raise BadObservation(
+            f"{path} is not a readable observation ({type(problem).__name__}: {problem}). It may be cut off or damaged; "
+            "copy it again, or record it anew with Observation.save."
+        ) from None
+    if not isinstance(header, dict):
+        raise BadObservation(f"{path}: the header holds {type(header).__name__}, not an object with num_examples.")
+    return header, tensors
+
+
+def as_targets(seen: Observation | Sequence[Observation]) -> list[Observation]:
+    """One observation or several independent ones, as a list with unequal keys."""
+    if isinstance(seen, Track):
+        raise BadObservation("This attack reads single rounds; a Track needs an attack that combines rounds.")
+    targets = [seen] if isinstance(seen, Observation) else list(seen)
+    if not targets:
+        raise BadObservation("There is no observation to attack.")
+    keys = [target.key for target in targets]
+    if len(set(keys)) < len(keys):
+        twice = {key for key in keys if keys.count(key) > 1}
+        raise BadObservation(f"Targets share a key ({_some(twice)}), so their lanes would draw the same numbers; rename them.")
+    return targets
+
+
+def stack(values: Sequence[Params]) -> Params:
+    return {name: torch.stack([value[name] for value in values]) for name in values[0]}

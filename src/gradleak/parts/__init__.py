@@ -1,0 +1,1 @@
+"""The parts that attacks are composed of: spaces, predictions, matches, priors, fields, optimisers."""

@@ -1,0 +1,136 @@
+"""L-BFGS whose lanes are independent: every lane is somewhere else in its own line search.
+
+One engine step is ONE evaluation of the objective and its gradient, for every lane. Each lane then either accepts its
+trial point (and turns into a new direction) or moves its own bracket: nobody waits for a slower lane, and the number of
+gradient evaluations is exactly the number of steps.
+
+Direction: the compact form of the inverse BFGS matrix, H g = gamma g + [S, gamma Y] M [S, gamma Y]^T g, whose small
+triangular systems are solved at once instead of in two loops over the history. Line search: bisection on the weak
+Wolfe conditions.
+
+References: Byrd, Nocedal, Schnabel, Mathematical Programming 63, 1994; Lewis and Overton, Mathematical Programming
+141, 2013. Differs from torch.optim.LBFGS, which the DLG family's code uses with lr 1 and no line search and which ties
+all tensors of a batch to one step length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.attack import Now, Problem, Scored
+from gradleak.tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS:
+    """history: pairs kept. tries: trial points per line search before the history is dropped and the search starts over."""
+
+    steps: int = 300
+    history: int = 20
+    armijo: float = 1e-4
+    wolfe: float = 0.9
+    tries: int = 20
+    graphable: bool = True
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        x = tree.flatten(v)
+        scalar = x.new_zeros(())
+        return {
+            "x": x,  # the last accepted point, (n,)
+            "value": scalar + torch.inf,
+            "gradient": torch.zeros_like(x),
+            "direction": torch.zeros_like(x),
+            "slope": scalar,  # gradient . direction
+            "length": scalar,
+            "low": scalar,
+            "high": scalar + torch.inf,
+            "tries": scalar,
+            "moves": x.new_zeros((self.history, x.shape[0])),  # S, oldest first; unused rows are zero
+            "turns": x.new_zeros((self.history, x.shape[0])),  # Y
+        }
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        trial = tree.flatten(v)
+        gradient_tree, scored = problem.value_and_grad(v)
+        value, gradient = scored.objective, tree.flatten(gradient_tree)
+        length, slope = state["length"], state["slope"]
+        first = torch.isinf(state["value"])  # the very first evaluation has nothing to compare with
+        sound = value.isfinite() & gradient.isfinite().all()
+        value_or_worst = torch.where(sound, value, torch.inf)
+        safe_gradient = torch.where(sound, gradient, 0.0)
+
+        too_far = ~first & ~(value_or_worst <= state["value"] + self.armijo * length * slope)
+        too_near = ~first & ~too_far & ((safe_gradient * state["direction"]).sum() < self.wolfe * slope)
+        exhausted = ~first & (too_far | too_near) & (state["tries"] + 1 >= self.tries)
+        # Out of tries: a point that at least descends is taken, otherwise the search starts over from the last point.
+        accept = first | ~(too_far | too_near) | (exhausted & ~too_far)
+        restart = exhausted & ~accept
+
+        x = torch.where(accept, trial, state["x"])
+        held_value = torch.where(accept, value_or_worst, state["value"])
+        held_gradient = torch.where(accept, safe_gradient, state["gradient"])
+        moves, turns = self._remember(state, trial, safe_gradient, accept & ~first)
+        moves, turns = torch.where(restart, 0.0, moves), torch.where(restart, 0.0, turns)
+
+        fresh = accept | restart
+        turned = self._direction(held_gradient, moves, turns)
+        downhill = (turned * held_gradient).sum() < 0
+        turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient)
+        empty = (moves[-1] == 0).all()
+        # Without curvature the first step has length one in the norm; after a failed search, much less.
+        size = tree.safe_sqrt(held_gradient.square().sum()).clamp_min(1e-20)
+        unit = torch.where(restart, 1e-3, 1.0) * torch.minimum(1 / size, torch.ones_like(size))
+
+        low = torch.where(fresh, 0.0, torch.where(too_near, length, state["low"]))
+        high = torch.where(fresh, torch.inf, torch.where(too_far, length, state["high"]))
+        within = torch.where(high.isinf(), 2 * length, 0.5 * (low + torch.where(high.isinf(), low, high)))
+        direction = torch.where(fresh, turned, state["direction"])
+        length = torch.where(fresh, torch.where(empty, unit, torch.ones_like(unit)), within)
+        state = {
+            "x": x,
+            "value": held_value,
+            "gradient": held_gradient,
+            "direction": direction,
+            "slope": (held_gradient * direction).sum(),
+            "length": length,
+            "low": low,
+            "high": high,
+            "tries": torch.where(fresh, 0.0, state["tries"] + 1),
+            "moves": moves,
+            "turns": turns,
+        }
+        # A trial point that is not finite is this method's business, not a diverged lane: report the last sound value.
+        told = Scored(
+            tree.where(sound, v, tree.unflatten(x, v)),
+            torch.where(sound, scored.objective, held_value),
+            torch.where(sound, scored.match, torch.finfo(value.dtype).max),
+        )
+        return problem.project(tree.unflatten(x + length * direction, v)), state, told
+
+    def _remember(self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the pair (s, y), dropping the oldest, where it has positive curvature."""
+        s, y = trial - state["x"], gradient - state["gradient"]
+        curved = (s * y).sum() > 1e-10 * tree.safe_sqrt(s.square().sum()) * tree.safe_sqrt(y.square().sum())
+        keep = accept & curved
+        moves = torch.where(keep, torch.cat([state["moves"][1:], s[None]]), state["moves"])
+        turns = torch.where(keep, torch.cat([state["turns"][1:], y[None]]), state["turns"])
+        return moves, turns
+
+    def _direction(self, gradient: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
+        """-H g. Unused rows of S and Y are zero and contribute nothing: their diagonal is set to one."""
+        overlap = (moves[:, None] * turns[None]).sum(-1) if moves.shape[0] <= 1 else moves @ turns.T  # s_i . y_j
+        diagonal = overlap.diagonal()
+        used = diagonal > 0
+        padding = torch.diag_embed((~used).to(overlap.dtype))
+        upper = overlap.triu() + padding
+        newest = turns[-1].square().sum()
+        gamma = torch.where(newest > 0, diagonal[-1] / torch.where(newest > 0, newest, 1.0), 1.0)
+        along, across = moves @ gradient, turns @ gradient  # S^T g, Y^T g
+        p = torch.linalg.solve_triangular(upper, along[:, None], upper=True)[:, 0]  # R^-1 S^T g
+        weights = torch.where(used, diagonal, 0.0) * p + gamma * (turns @ (turns.T @ p)) - gamma * across
+        q = torch.linalg.solve_triangular(upper.T, weights[:, None], upper=False)[:, 0]
+        return -(gamma * gradient + moves.T @ q - gamma * (turns.T @ p))

@@ -1,0 +1,183 @@
+"""First-order optimisers for one lane, and their schedules. Everything that changes with the step is a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.attack import Now, Problem, Scored
+from gradleak.tree import Tree
+
+Schedule: TypeAlias = Callable[[Now], "Tensor | float"]
+Transform: TypeAlias = Callable[[Tensor, Now], Tensor]
+
+
+def constant(now: Now) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class StepDecay:
+    """Times `factor` at each of the given fractions of the budget (IG: 3/8, 5/8, 7/8 as N / 2.667, 1.6, 1.142)."""
+
+    divisors: tuple[float, ...] = (2.667, 1.6, 1.142)
+    factor: float = 0.1
+
+    def __call__(self, now: Now) -> Tensor:
+        passed = sum((now.step >= math.floor(now.total / divisor)).to(now.step.dtype) for divisor in self.divisors)
+        return torch.pow(self.factor, passed)  # type: ignore[arg-type, call-overload, no-any-return]
+
+
+@dataclass(frozen=True)
+class CosineDecay:
+    """A linear warm-up over `warmup` steps, then half a cosine to zero."""
+
+    warmup: int = 0
+
+    def __call__(self, now: Now) -> Tensor:
+        rest = max(1, now.total - self.warmup)
+        fall = 0.5 * (1 + torch.cos(math.pi * ((now.step - self.warmup) / rest).clamp(0, 1)))
+        return fall * ((now.step + 1) / self.warmup).clamp(max=1) if self.warmup else fall
+
+
+def plain(gradient: Tensor, now: Now) -> Tensor:
+    return gradient
+
+
+def sign(gradient: Tensor, now: Now) -> Tensor:
+    return gradient.sign()
+
+
+def soft_sign(gradient: Tensor, now: Now) -> Tensor:
+    """tanh(g s) / s with s falling from 1 to 0: signs at first, the plain gradient at the end."""
+    sharpness = (1 - now.fraction).clamp_min(1e-3)
+    return torch.tanh(gradient * sharpness) / sharpness
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstOrder:
+    """Shared by every first-order method: schedule, per-variable rates and intervals, gradient transform, noise.
+
+    rates       learning rate of a named variable, where it differs from `lr`
+    every       a named variable moves only at every so many steps
+    transform   applied to the gradient before the method sees it, such as its sign
+    noise       Langevin noise: lr * noise * N(0, 1) is added to each move
+    """
+
+    lr: float
+    steps: int
+    schedule: Schedule = constant
+    rates: Mapping[str, float] = field(default_factory=dict)
+    every: Mapping[str, int] = field(default_factory=dict)
+    transform: Transform = plain
+    noise: float = 0.0
+    weight_decay: float = 0.0
+    graphable: bool = True
+
+    def memory(self, v: Tensor) -> Tree:
+        raise NotImplementedError
+
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
+        """The step of one tensor before the learning rate; `count` is how often it has moved, this time included."""
+        raise NotImplementedError
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        return {"memory": tree.map(self.memory, v), "key": _key(problem)}
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        gradient, scored = problem.value_and_grad(v)
+        factor = self.schedule(now)
+        moved: Tree = {}
+        memory: Tree = {}
+        for position, name in enumerate(v):
+            rate, interval = self.rates.get(name, self.lr) * factor, self.every.get(name, 1)
+            count = torch.floor(now.step / interval) + 1
+            moved[name], memory[name] = self._move(
+                v[name], gradient[name], state["memory"][name], rate, count, now, (state["key"], position)
+            )
+            if interval > 1:
+                due = torch.remainder(now.step, interval) == 0
+                moved[name] = _either(due, moved[name], v[name])
+                memory[name] = _either(due, memory[name], state["memory"][name])
+        return problem.project(moved), {"memory": memory, "key": state["key"]}, scored
+
+    def _move(
+        self, v: Any, gradient: Any, memory: Any, rate: Any, count: Tensor, now: Now, source: tuple[Tensor, int]
+    ) -> tuple[Any, Any]:
+        if isinstance(v, Mapping):  # nested unknowns, such as a control point by parameter name
+            pairs = {
+                name: self._move(v[name], gradient[name], memory[name], rate, count, now, (source[0], source[1] + 16 * i))
+                for i, name in enumerate(v, start=1)
+            }
+            return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
+        step, memory = self.move(self.transform(gradient, now), memory, count)
+        if self.weight_decay:
+            step = step + self.weight_decay * v
+        if self.noise:
+            from gradleak.draws import Draws
+
+            key, stream = source
+            drawn = Draws(key).normal(tuple(v.shape), stream=1000 + stream, step=now.step.long(), dtype=v.dtype)
+            step = step + self.noise * drawn
+        return v - rate * step, memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(FirstOrder):
+    """Adam. Reference: Kingma and Ba, ICLR 2015."""
+
+    lr: float = 0.1
+    steps: int = 1000
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def memory(self, v: Tensor) -> Tree:
+        return {"first": torch.zeros_like(v), "second": torch.zeros_like(v)}
+
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
+        b1, b2 = self.betas
+        first = b1 * memory["first"] + (1 - b1) * gradient
+        second = b2 * memory["second"] + (1 - b2) * gradient * gradient
+        step = (first / (1 - torch.pow(b1, count))) / ((second / (1 - torch.pow(b2, count))).sqrt() + self.eps)
+        return step, {"first": first, "second": second}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedAdam(Adam):
+    """Adam on the sign of the gradient (IG)."""
+
+    transform: Transform = sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion(FirstOrder):
+    """The sign of an interpolated momentum; weight decay is decoupled. Reference: Chen et al. 2023."""
+
+    lr: float = 0.01
+    steps: int = 1000
+    betas: tuple[float, float] = (0.9, 0.99)
+
+    def memory(self, v: Tensor) -> Tree:
+        return {"momentum": torch.zeros_like(v)}
+
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
+        b1, b2 = self.betas
+        momentum = memory["momentum"]
+        step = torch.sign(b1 * momentum + (1 - b1) * gradient)
+        return step, {"momentum": b2 * momentum + (1 - b2) * gradient}
+
+
+def _either(condition: Tensor, a: Any, b: Any) -> Any:
+    return tree.where(condition, a, b) if isinstance(a, Mapping) else torch.where(condition, a, b)
+
+
+def _key(problem: Problem) -> Tensor:
+    """The lane's random key, kept in the state so that noise is drawn from it."""
+    scene = getattr(problem, "scene", None)
+    return torch.zeros(2, dtype=torch.long) if scene is None or scene.draws is None else scene.draws.key

@@ -1,0 +1,97 @@
+"""What the client would have uploaded for a batch, as a differentiable function of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.attack import Needs, Now, Scene
+from gradleak.defence import Defence, overrides
+from gradleak.draws import Draws
+from gradleak.local import ClientState, LocalTraining, Order
+from gradleak.task import Batch
+from gradleak.tree import Params, Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Run the client rule on the guess: `LocalTraining.run`, through the defence as far as the attacker knows it.
+
+    With neither a recipe of its own nor one in Knowledge it is the plain gradient, whose scale is then meaningless.
+    """
+
+    training: LocalTraining | None = None
+    order: Order | None = None
+
+    @property
+    def needs_for_scale(self) -> Needs:
+        return frozenset() if self.training is not None else frozenset({"training"})
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        return {}
+
+    def target(self, scene: Scene) -> Params:
+        return _visible(scene.update, scene)
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        training = self.training or scene.knows.training or LocalTraining(lr=1.0)
+        known = scene.knows.defence
+        # `assumed` runs inside the lane: masks it reads off the observation are this lane's own.
+        defence = Defence() if known is None else known.assumed(scene, scene.task)
+        client = ClientState(buffers=scene.buffers, extras=scene.extras)
+        upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
+        return _visible(defence.reveal([upload], [upload.num_examples]), scene)
+
+
+def _visible(update: Params, scene: Scene) -> Params:
+    """Weigh coordinates by what the defence left of them: s / sqrt(s^2 + variance), s^2 the update's mean square.
+
+    Exact coordinates keep weight 1, dropped ones (infinite variance) get 0, noisy ones count by their signal.
+    """
+    known = scene.knows.defence
+    if known is None or not overrides(known, "noise_variance"):
+        return update
+    signal = tree.squared_norm(scene.update) / tree.size(scene.update)
+
+    def weigh(value: Tensor, variance: Tensor) -> Tensor:
+        return value * torch.where(variance > 0, (signal / (signal + variance)).sqrt(), 1.0)
+
+    return tree.map(weigh, update, known.noise_variance(scene))
+
+
+@dataclass(frozen=True)
+class Representation:
+    """The classifier's input h(x_k), to be compared with the row of the classifier's gradient that belongs to label k.
+
+    For mean cross-entropy that row is -((1 - p_k) / B) h_k plus a small mixture, so its NEGATIVE is the target.
+    Reference: Zhang et al. 2022; Lewis et al. 2024 compare |cos| with the row itself, which `signed=False` keeps.
+    """
+
+    signed: bool = True
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        return {}
+
+    def target(self, scene: Scene) -> Params:
+        rows = scene.update[scene.task.classifier.weight].index_select(0, scene.fields["y"])  # (B, features)
+        return {"features": -rows if self.signed else rows}
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        module = scene.task.classifier.module
+        caught = scene.task.inputs_of([module], scene.weights, batch, scene.buffers)
+        return {"features": caught[module]}  # (B, features)
+
+
+def gradient(scene: Scene) -> Params:
+    """The observed update as a mean gradient: divided by the learning rates of the client's steps, where known.
+
+    Exact for one step of plain SGD; for more steps it is the average of the gradients along the way.
+    """
+    training = scene.knows.training
+    if training is None:
+        return scene.update
+    steps = len(training.order(scene.num_examples))
+    return tree.scale(scene.update, 1 / (training.lr * sum(training.schedule(step, steps) for step in range(steps))))

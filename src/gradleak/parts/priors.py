@@ -1,0 +1,202 @@
+"""What makes a batch likely: image smoothness, statistics, agreement of restarts, labels, features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradleak import tree
+from gradleak.attack import Now, Scene
+from gradleak.parts.predictions import gradient
+from gradleak.task import Batch
+from gradleak.tree import Tree
+
+
+def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
+
+
+@dataclass(frozen=True)
+class TotalVariation:
+    """weight * (mean |dx| + mean |dy|), anisotropic, means over batch, channels and positions (IG, GIAS, GIFD)."""
+
+    weight: float
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        across, down = _differences(batch[self.field])
+        return self.weight * (across.abs().mean() + down.abs().mean())
+
+
+@dataclass(frozen=True)
+class OpponentVariation:
+    """weight * mean sqrt(dx^2 + dy^2 + eps) over the colours AND their differences (R-G, R-B, G-B): isotropic."""
+
+    weight: float
+    field: str = "x"
+    eps: float = 1e-8
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        x = batch[self.field]
+        if x.shape[-3] == 3:
+            red, green, blue = x.unbind(-3)
+            x = torch.cat([x, torch.stack([red - green, red - blue, green - blue], dim=-3)], dim=-3)
+        across, down = _differences(x)
+        return self.weight * (across[..., :-1, :].square() + down[..., :, :-1].square() + self.eps).sqrt().mean()
+
+
+@dataclass(frozen=True)
+class SummedVariation:
+    """first * sum |d| + second * sum d^2 over the whole batch (representation inversion): sums, not means."""
+
+    first: float = 0.0
+    second: float = 0.0
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        across, down = _differences(batch[self.field])
+        total = batch[self.field].new_zeros(())
+        if self.first:
+            total = total + self.first * (across.abs().sum() + down.abs().sum())
+        if self.second:
+            total = total + self.second * (across.square().sum() + down.square().sum())
+        return total
+
+
+@dataclass(frozen=True)
+class ImageNorm:
+    """weight * sum over images of ||x||_2, divided by height * width where `per_pixel`."""
+
+    weight: float
+    per_pixel: bool = False
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        x = batch[self.field]
+        area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
+        return self.weight * tree.safe_sqrt(x.flatten(1).square().sum(1)).sum() / area
+
+
+@dataclass(frozen=True)
+class BatchNormStatistics:
+    """weight * sum over BatchNorm layers of ||mean - running mean||_2 + ||var - running var||_2 of their inputs.
+
+    The buffers are those the server holds; with `returned` those that the client sent back (a stronger assumption:
+    they average in its own batch). The first layer counts `first` times (DeepInversion: 10). A network without
+    BatchNorm contributes nothing, and the attack says so.
+    """
+
+    weight: float
+    first: float = 1.0
+    returned: bool = False
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        names = batch_norms(scene.task.model)
+        total = next(tree.leaves(scene.weights)).new_zeros(())
+        if not names:
+            return total
+        buffers = scene.returned_buffers if self.returned and scene.returned_buffers else scene.buffers
+        assert buffers is not None
+        inputs = scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
+        for position, name in enumerate(names):
+            value = inputs[name].transpose(0, 1).flatten(1)  # (channels, batch * positions)
+            mean, var = value.mean(1), value.var(1, correction=0)
+            gap = {"mean": mean - buffers[f"{name}.running_mean"], "var": var - buffers[f"{name}.running_var"]}
+            total = total + (self.first if position == 0 else 1.0) * sum(tree.norm({"": d}) for d in gap.values())
+        return self.weight * total
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers that keep running statistics."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds) and module.track_running_stats]
+
+
+@dataclass(frozen=True)
+class GroupConsistency:
+    """weight * sum over images of ||x - E||_2 (/ height / width where `per_pixel`), E the consensus of a target's restarts.
+
+    E is the plain mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form); with
+    `register` each restart is first shifted by whole pixels to the mean, by phase correlation, where that brings it
+    nearer. The published registration (RANSAC-flow) needs a trained network and is not used.
+    """
+
+    weight: float
+    start: int = 500
+    interval: int = 100
+    register: bool = False
+    per_pixel: bool = False
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        x = batch[self.field]
+        area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
+        gap = tree.safe_sqrt((x - scene.shared["consensus"]).flatten(1).square().sum(1)).sum() / area
+        return self.weight * gap * (now.step >= self.start).to(x.dtype)
+
+    def due(self, step: int) -> bool:
+        return step >= self.start and (step - self.start) % self.interval == 0
+
+    def refresh(self, batch: Batch, groups: tuple[int, int]) -> Tree:
+        """(lanes, B, C, H, W) -> the consensus of each target, for each of its lanes."""
+        targets, restarts = groups
+        x = batch[self.field]
+        grouped = x.reshape(targets, restarts, *x.shape[1:])
+        mean = grouped.mean(1, keepdim=True)
+        if self.register:
+            mean = _shifted_to(grouped, mean.expand_as(grouped)).mean(1, keepdim=True)
+        return {"consensus": mean.expand_as(grouped).reshape(x.shape)}
+
+
+def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
+    """Translate each image by the whole-pixel shift that phase correlation finds, where that lowers the distance."""
+    height, width = x.shape[-2:]
+    cross = torch.fft.fft2(reference) * torch.fft.fft2(x).conj()
+    peak = torch.fft.ifft2(cross / cross.abs().clamp_min(1e-12)).real.sum(-3).flatten(-2).argmax(-1)
+    rows = (torch.arange(height, device=x.device) - (peak // width)[..., None]) % height
+    columns = (torch.arange(width, device=x.device) - (peak % width)[..., None]) % width
+    moved = x.gather(-2, rows[..., None, :, None].expand_as(x)).gather(-1, columns[..., None, None, :].expand_as(x))
+    gain = (moved - reference).flatten(-3).square().sum(-1) < (x - reference).flatten(-3).square().sum(-1)
+    return torch.where(gain[..., None, None, None], moved, x)
+
+
+@dataclass(frozen=True)
+class LabelDistance:
+    """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; the inferred label, never the true logits)."""
+
+    weight: float
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        call = scene.task.call(scene.weights, scene.buffers)
+        probabilities = call(batch["x"]).softmax(-1)
+        y = batch["y"]
+        wanted = y if y.is_floating_point() else one_hot(y, probabilities.shape[-1], probabilities.dtype)
+        return self.weight * (probabilities - wanted).square().sum()
+
+
+def one_hot(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """F.one_hot reads values on the host; a comparison does not."""
+    return (y[..., None] == torch.arange(classes, device=y.device)).to(dtype)
+
+
+@dataclass(frozen=True)
+class FeatureDistance:
+    """weight * mean (h(x) - h)^2, h the classifier's input as the classifier's own gradient gives it away (B = 1).
+
+    h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example.
+    """
+
+    weight: float
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        layer = scene.task.classifier
+        if layer.bias is None:
+            return next(tree.leaves(scene.weights)).new_zeros(())
+        seen = gradient(scene)
+        rows, deltas = seen[layer.weight], seen[layer.bias]
+        wanted = (deltas[:, None] * rows).sum(0) / deltas.square().sum().clamp_min(1e-30)
+        found = scene.task.inputs_of([layer.module], scene.weights, batch, scene.buffers)[layer.module]
+        return self.weight * F.mse_loss(found.mean(0), wanted)

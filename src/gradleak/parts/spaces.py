@@ -1,0 +1,185 @@
+"""Where the unknowns live: pixels from some start, soft labels, or several spaces together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradleak.attack import Now, Scene, Space
+from gradleak.draws import Draws
+from gradleak.task import Batch
+from gradleak.tree import Tree
+
+Start: TypeAlias = Callable[[Scene, Draws, str], Tensor]
+"""(scene, draws, field name) -> the first guess of a lane, in model-input space, (examples, ...)."""
+
+
+def _shape(scene: Scene, name: str) -> tuple[int, ...]:
+    return (scene.num_examples, *scene.task.fields[name].shape)
+
+
+def _from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
+    low, high = scene.limits[name]
+    return low + picture * (high - low)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(mean, std^2): in model-input space, or on [0, 1] pixels (`unit`), there optionally clipped."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    unit: bool = False
+    clip: bool = False
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        value = self.mean + self.std * draws.normal(_shape(scene, name), dtype=low.dtype)
+        if self.clip:
+            value = value.clamp(0, 1)
+        return _from_unit(scene, name, value) if self.unit else value
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """U[0, 1] pixels."""
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        return _from_unit(scene, name, draws.uniform(_shape(scene, name), dtype=low.dtype))
+
+
+@dataclass(frozen=True)
+class Solid:
+    """One colour, in [0, 1] per channel or one value for all: black 0, white 1, red (1, 0, 0)."""
+
+    colour: float | tuple[float, ...] = 0.0
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        shape = _shape(scene, name)
+        colours = self.colour if isinstance(self.colour, tuple) else (self.colour,) * shape[1]
+        if len(colours) != shape[1]:
+            raise ValueError(f"Solid has {len(colours)} colours for {shape[1]} channels.")
+        planes = [torch.full(shape[:1] + shape[2:], value, device=low.device, dtype=low.dtype) for value in colours]
+        return _from_unit(scene, name, torch.stack(planes, dim=1))
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A random tile, side / `fraction` wide, repeated over the image (CPL: fraction 2). U[0, 1] pixels or N(0, 1)."""
+
+    fraction: int = 2
+    normal: bool = False
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        examples, channels, height, width = _shape(scene, name)
+        tile = (examples, channels, -(-height // self.fraction), -(-width // self.fraction))
+        law = draws.normal if self.normal else draws.uniform
+        whole = law(tile, dtype=low.dtype).repeat(1, 1, self.fraction, self.fraction)[..., :height, :width]
+        return whole if self.normal else _from_unit(scene, name, whole)
+
+
+@dataclass(frozen=True)
+class Mosaic:
+    """A coarse random image whose pixels are enlarged to `block` x `block` squares."""
+
+    block: int = 8
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        examples, channels, height, width = _shape(scene, name)
+        coarse = draws.uniform((examples, channels, -(-height // self.block), -(-width // self.block)), dtype=low.dtype)
+        fine = coarse.repeat_interleave(self.block, dim=2).repeat_interleave(self.block, dim=3)
+        return _from_unit(scene, name, fine[..., :height, :width])
+
+
+@dataclass(frozen=True, eq=False)
+class Surrogate:
+    """Images of the attacker's own, (examples, ...) in [0, 1]. Optimistic where they are of the true class: say so."""
+
+    images: Tensor
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, _ = scene.limits[name]
+        if tuple(self.images.shape) != _shape(scene, name):
+            raise ValueError(f"Surrogate images have shape {tuple(self.images.shape)}; wanted {_shape(scene, name)}.")
+        return _from_unit(scene, name, self.images.to(low.device, low.dtype))
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The image itself, in model-input space. `boxed`: kept inside the field's bounds after every step."""
+
+    start: Start = Normal()
+    boxed: bool = False
+    field: str = "x"
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and self.field in before:
+            return {self.field: before[self.field]}
+        return {self.field: self.start(scene, draws, self.field)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {self.field: v[self.field]}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        if not self.boxed:
+            return v
+        low, high = scene.limits[self.field]
+        return {**v, self.field: v[self.field].clamp(low, high)}
+
+
+@dataclass(frozen=True)
+class SoftCategories:
+    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
+
+    field: str = "y"
+    stream: int = 1  # its random numbers are its own
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and self.field in before:
+            return {self.field: before[self.field]}
+        kind = scene.task.fields[self.field]
+        assert kind.classes is not None
+        dtype = next(iter(scene.weights.values())).dtype
+        shape = (scene.num_examples, *kind.shape, kind.classes)
+        return {self.field: draws.normal(shape, stream=self.stream, dtype=dtype)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {self.field: v[self.field].softmax(dim=-1)}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
+@dataclass(frozen=True)
+class Together:
+    """Several spaces at once; each contributes its own variables and its own fields of the batch."""
+
+    spaces: tuple[Space, ...]
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {name: v for space in self.spaces for name, v in space.variables(scene, draws, before).items()}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {name: c for space in self.spaces for name, c in space.constants(scene, draws, before).items()}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {name: value for space in self.spaces for name, value in space.decode(v, scene, now).items()}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        for space in self.spaces:
+            v = space.project(v, scene, now)
+        return v

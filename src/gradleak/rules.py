@@ -1,0 +1,114 @@
+"""Client optimisers as pure rules: `step(weights, gradient, state, lr) -> (decrease, state)`, differentiable throughout.
+
+A rule returns what is SUBTRACTED from the weights, so the update is summed without passing through the rounding of the
+weights; what a float32 client that returns weights would lose is added where it happens, in `observe(wire="weights")`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.tree import Params, Tree
+
+Schedule: TypeAlias = Callable[[int, int], float]
+"""(step, total steps) -> factor on the learning rate."""
+
+
+def constant(step: int, total: int) -> float:
+    return 1.0
+
+
+def cosine_decay(step: int, total: int) -> float:
+    """Half a cosine from 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * step / total))
+
+
+class Rule(Protocol):
+    def init(self, weights: Params) -> Tree: ...
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """Stochastic gradient descent as torch.optim.SGD defines it, with momentum, dampening, Nesterov, weight decay."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def init(self, weights: Params) -> Tree:
+        return {}
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
+        if self.weight_decay:
+            gradient = tree.add(gradient, weights, self.weight_decay)
+        if self.momentum:
+            # torch starts the buffer at the first gradient itself, undampened.
+            started = "velocity" in state
+            velocity = (
+                tree.add(tree.scale(state["velocity"], self.momentum), gradient, 1 - self.dampening)
+                if started
+                else gradient
+            )
+            state = {"velocity": velocity}
+            gradient = tree.add(gradient, velocity, self.momentum) if self.nesterov else velocity
+        return tree.scale(gradient, lr), state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam; `decoupled=True` is AdamW. Reference: Kingma and Ba, ICLR 2015; Loshchilov and Hutter, ICLR 2019."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    def init(self, weights: Params) -> Tree:
+        count = torch.zeros((), dtype=next(tree.leaves(weights)).dtype, device=next(tree.leaves(weights)).device)
+        return {"first": tree.zeros_like(weights), "second": tree.zeros_like(weights), "count": count}
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
+        if self.weight_decay and not self.decoupled:
+            gradient = tree.add(gradient, weights, self.weight_decay)
+        b1, b2 = self.betas
+        count = state["count"] + 1
+        first = tree.map(lambda m, g: b1 * m + (1 - b1) * g, state["first"], gradient)
+        second = tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state["second"], gradient)
+
+        def move(m: Tensor, v: Tensor) -> Tensor:
+            # safe_sqrt: a coordinate whose gradient is exactly zero must not make the replay's derivative infinite.
+            return lr * (m / (1 - b1**count)) / (tree.safe_sqrt(v / (1 - b2**count)) + self.eps)
+
+        decrease = tree.map(move, first, second)
+        if self.weight_decay and self.decoupled:
+            decrease = tree.add(decrease, weights, lr * self.weight_decay)
+        return decrease, {"first": first, "second": second, "count": count}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    """Sign of an interpolated momentum. Reference: Chen et al., "Symbolic discovery of optimization algorithms", 2023."""
+
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+
+    def init(self, weights: Params) -> Tree:
+        return {"momentum": tree.zeros_like(weights)}
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
+        b1, b2 = self.betas
+        momentum = state["momentum"]
+        decrease = tree.map(lambda m, g: lr * torch.sign(b1 * m + (1 - b1) * g), momentum, gradient)
+        if self.weight_decay:
+            decrease = tree.add(decrease, weights, lr * self.weight_decay)
+        return decrease, {"momentum": tree.map(lambda m, g: b2 * m + (1 - b2) * g, momentum, gradient)}

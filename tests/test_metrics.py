@@ -1,0 +1,283 @@
+"""Scores against known values, against torchmetrics and scikit-image, and the comparison as a whole."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradleak import metrics
+from gradleak.task import Field
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass
+class Found:
+    """What `compare` needs of a reconstruction."""
+
+    batch: dict[str, Tensor]
+    fields: dict[str, Any] = field(default_factory=dict)
+    diverged: Tensor | None = None
+
+
+NORMALISED = Field((3, 16, 16), mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+FIELDS = {"x": NORMALISED, "y": Field((), classes=10)}
+
+
+# --- image scores ----------------------------------------------------------------------------------------------------
+
+
+def test_psnr_of_a_tenth_is_twenty() -> None:
+    x = 0.9 * rand(4, 3, 8, 8)
+    torch.testing.assert_close(metrics.psnr(x + 0.1, x), torch.full((4,), 20.0, dtype=torch.float64))
+    torch.testing.assert_close(metrics.psnr_ggl(x + 0.1, x), metrics.psnr(x + 0.1, x) - 20 * math.log10(2))
+
+
+def test_psnr_is_capped_and_the_cap_is_counted() -> None:
+    x = 0.5 * rand(3, 1, 8, 8)
+    found = torch.stack([x[0], x[1] + 1e-7, x[2] + 1e-5])
+    assert metrics.psnr(found, x).tolist() == pytest.approx([120, 120, 100])
+    assert metrics.capped(found, x).tolist() == [True, True, False]
+
+
+def test_mean_psnr_exceeds_psnr_of_the_mean_mse() -> None:
+    x = torch.zeros(2, 1, 8, 8)
+    found = torch.stack([x[0] + 0.1, x[1] + 0.01])  # 20 and 40 dB
+    assert metrics.psnr(found, x).mean().item() == pytest.approx(30, abs=1e-4)
+    assert -10 * metrics.mse(found, x).mean().log10().item() == pytest.approx(22.967, abs=1e-3)
+
+
+def test_scores_are_clamped_and_differ_per_image() -> None:
+    x = torch.ones(2, 1, 8, 8)
+    found = torch.stack([x[0] * 7, x[1] * -3])
+    assert metrics.mse(found, x).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("score", [metrics.ssim, metrics.ssim_zero_pad_gauss, metrics.ssim_skimage])
+def test_ssim_of_itself_is_one_and_of_others_less(score: Any) -> None:
+    x, y = rand(3, 3, 16, 16), rand(3, 3, 16, 16, seed=1)
+    torch.testing.assert_close(score(x, x), torch.ones(3, dtype=torch.float64))
+    assert (score(x, y) < 0.9).all()
+    torch.testing.assert_close(score(x, y), score(y, x))
+
+
+@pytest.mark.parametrize("side", [1, 2, 5, 8, 10])
+def test_small_images_use_the_window_that_fits(side: int) -> None:
+    x, y = rand(2, 3, side, side + 1), rand(2, 3, side, side + 1, seed=1)
+    torch.testing.assert_close(metrics.ssim(x, x), torch.ones(2, dtype=torch.float64))
+    assert torch.isfinite(torch.stack([metrics.ssim(x, y), metrics.ssim_skimage(x, y)])).all()
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="equal shape"):
+        metrics.mse(rand(2, 3, 8, 8), rand(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 32, 32), (2, 1, 28, 40)])
+def test_agreement_with_torchmetrics(shape: tuple[int, ...]) -> None:
+    image = pytest.importorskip("torchmetrics.functional.image")
+    x = rand(*shape)
+    y = (x + 0.2 * rand(*shape, seed=1)).clamp(0, 1)
+    # Its mean includes a reflected border of 5 pixels; the map without it is ours.
+    full = image.structural_similarity_index_measure(y, x, data_range=1.0, reduction="none", return_full_image=True)[1]
+    torch.testing.assert_close(metrics.ssim(y, x), full[..., 5:-5, 5:-5].flatten(1).mean(1))
+    expected = image.peak_signal_noise_ratio(y, x, data_range=1.0, reduction="none", dim=(1, 2, 3))
+    torch.testing.assert_close(metrics.psnr(y, x), expected)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_agreement_with_skimage(channels: int) -> None:
+    reference = pytest.importorskip("skimage.metrics").structural_similarity
+    from skimage.color import rgb2gray
+
+    x = rand(3, channels, 20, 24)
+    y = (x + 0.2 * rand(3, channels, 20, 24, seed=1)).clamp(0, 1)
+    plain = lambda t: rgb2gray(t.permute(1, 2, 0).numpy()) if channels == 3 else t[0].numpy()  # noqa: E731
+    expected = [reference(plain(a), plain(b), data_range=1.0) for a, b in zip(x, y)]
+    assert metrics.ssim_skimage(y, x).tolist() == pytest.approx(expected, abs=1e-12)
+    if channels == 1:  # and the default is its Gaussian mode, cropped to the windows inside
+        options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "full": True}
+        maps = [reference(plain(a), plain(b), data_range=1.0, **options)[1] for a, b in zip(x, y)]
+        expected = [full[5:-5, 5:-5].mean() for full in maps]
+        assert metrics.ssim(y, x).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_zero_padding_against_a_plain_convolution() -> None:
+    x, y = rand(2, 3, 16, 12), rand(2, 3, 16, 12, seed=1)
+    line = torch.exp(-((torch.arange(11, dtype=torch.float64) - 5) ** 2) / 4.5)
+    window = torch.outer(line, line)[None, None] / line.sum() ** 2
+    blur = lambda t: torch.nn.functional.conv2d(t.reshape(6, 1, 16, 12), window, padding=5)  # noqa: E731
+    mx, my, c1, c2 = blur(x), blur(y), 1e-4, 9e-4
+    vx, vy, cov = blur(x * x) - mx**2, blur(y * y) - my**2, blur(x * y) - mx * my
+    expected = (2 * mx * my + c1) * (2 * cov + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))
+    torch.testing.assert_close(metrics.ssim_zero_pad_gauss(x, y), expected.reshape(2, -1).mean(1))
+
+
+def test_s004_scoring_takes_the_best_of_all_pairs_from_different_pairs() -> None:
+    skimage = pytest.importorskip("skimage.metrics")
+    from skimage.color import rgb2gray
+
+    x = 0.5 * rand(3, 3, 16, 16)
+    y = torch.stack([x[2] * 0.6, x[0] + 0.03, rand(3, 16, 16, seed=4)])
+
+    def reference(guess: np.ndarray) -> list[float]:
+        pairs = [(rgb2gray(a), rgb2gray(b)) for a in x.permute(0, 2, 3, 1).numpy() for b in guess]
+        best_psnr = max(skimage.peak_signal_noise_ratio(a, b, data_range=1.0) for a, b in pairs)
+        return [best_psnr, max(skimage.structural_similarity(a, b, data_range=1.0) for a, b in pairs)]
+
+    guess = y.permute(0, 2, 3, 1).numpy()
+    plain = reference(guess)
+    assert list(metrics.s004_compat(y, x).values()) == pytest.approx(plain, abs=1e-9)  # tuning does not help here
+    # Dark and low in contrast with zero mean kept by the clamp: here the tuning helps and is accepted.
+    dark = 0.1 * x
+    scaled = dark.numpy() * float(x.std(correction=0) / dark.std(correction=0))
+    tuned = np.clip(scaled + float(x.mean()) + scaled.mean(), 0, 1).transpose(0, 2, 3, 1)
+    both = reference(dark.permute(0, 2, 3, 1).numpy()), reference(tuned)
+    expected = both[1] if all(b > a for a, b in zip(*both)) else both[0]
+    assert list(metrics.s004_compat(dark, x).values()) == pytest.approx(expected, abs=1e-9)
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def test_label_scores_by_hand() -> None:
+    truth = torch.tensor([[0, 0, 1, 2], [3, 3, 3, 3]])
+    found = torch.tensor([[0, 1, 1, 4], [3, 3, 3, 3]])
+    # Counts of the first row: true (2, 1, 1, 0, 0), found (1, 2, 0, 0, 1).
+    scores = metrics.label_scores(found, truth, classes=5)
+    assert scores["multiset_accuracy"].tolist() == scores["irec"].tolist() == [0.5, 1.0]
+    assert scores["leacc"].tolist() == pytest.approx([3 / 5, 1.0])
+    assert scores["lnacc"].tolist() == pytest.approx([1 / 5, 1.0])
+    assert scores["lnacc_present"].tolist() == pytest.approx([0.0, 1.0])
+
+
+def test_label_scores_ignore_order_and_read_a_simplex() -> None:
+    truth = torch.tensor([2, 0, 1])
+    simplex = torch.eye(3)[torch.tensor([0, 1, 2])] * 0.8 + 0.1
+    assert all(float(value) == 1 for value in metrics.label_scores(simplex, truth).values())
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+
+def test_baselines() -> None:
+    truth, others = rand(2, 1, 8, 8), rand(6, 1, 8, 8, seed=1)
+    near = (truth[:1] + 0.05).clamp(0, 1)
+    gallery = torch.cat([truth, others, near])  # copies of the truth must not count as other images
+    labels = torch.tensor([7, 8]), torch.tensor([7, 8, 7, 0, 0, 0, 0, 0, 0])
+    scores = metrics.baselines(truth, gallery, labels=labels)
+    assert list(scores) == ["mid-grey", "mean image", "nearest other", "nearest of class"]
+    torch.testing.assert_close(scores["mid-grey"]["mse"], (truth - 0.5).square().flatten(1).mean(1))
+    torch.testing.assert_close(scores["mean image"]["mse"], (truth - gallery.mean(0)).square().flatten(1).mean(1))
+    torch.testing.assert_close(scores["nearest other"]["mse"][:1], metrics.mse(near, truth[:1]))
+    torch.testing.assert_close(scores["nearest of class"]["mse"][:1], metrics.mse(others[:1], truth[:1]))
+    assert scores["nearest of class"]["ssim"][1].isnan()  # no other image of class 8
+    assert list(metrics.baselines(truth)) == ["mid-grey"]
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+def scene(targets: int = 2, examples: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Pictures, labels, and an order per target."""
+    order = torch.stack([torch.randperm(examples, generator=torch.Generator().manual_seed(t)) for t in range(targets)])
+    return 0.9 * rand(targets, examples, 3, 16, 16), torch.arange(targets * examples).reshape(targets, examples), order
+
+
+def test_compare_matches_per_target_and_scores_in_pixel_space() -> None:
+    pictures, labels, order = scene()
+    row = torch.arange(2)[:, None]
+    shown = (pictures + 0.1)[row, order]
+    found = Found({"x": NORMALISED.model(shown), "y": labels[row, order]}, FIELDS)
+    scores = metrics.compare(found, {"x": NORMALISED.model(pictures), "y": labels})
+    torch.testing.assert_close(scores.psnr, torch.full((2, 3), 20.0, dtype=torch.float64))
+    torch.testing.assert_close(scores.assignment, order.argsort(1))
+    assert {name: value.tolist() for name, value in scores.labels.items()} == {
+        name: [1.0, 1.0] for name in ("multiset_accuracy", "leacc", "lnacc", "lnacc_present", "irec", "matched")
+    }
+    assert not scores.diverged.any()
+    assert scores.finite.all()
+
+
+def test_compare_reads_one_truth_for_all_targets_and_simplex_labels() -> None:
+    pictures, labels, _ = scene(1, 3)
+    found = Found({"x": pictures.repeat(4, 1, 1, 1, 1).float(), "y": torch.eye(10)[labels].repeat(4, 1, 1)})
+    fields = {"x": Field((3, 16, 16)), "y": FIELDS["y"]}
+    scores = metrics.compare(found, {"x": pictures[0].float(), "y": labels[0]}, fields=fields)
+    assert scores.psnr.tolist() == [[120.0] * 3] * 4
+    summary = scores.summary()
+    assert summary["capped"] == 12
+    assert summary["labels"]["matched"] == 1
+    wrong = metrics.compare(found, {"x": pictures[0].float(), "y": labels[0].roll(1)}, fields=fields)
+    assert wrong.summary()["labels"]["multiset_accuracy"] == 1  # the same set,
+    assert wrong.summary()["labels"]["matched"] == 0  # on the wrong images
+
+
+def test_compare_with_a_gallery() -> None:
+    pictures, labels, _ = scene(1, 3)
+    found = Found({"x": pictures.clone(), "y": labels}, {"x": Field((3, 16, 16)), "y": FIELDS["y"]})
+    found.batch["x"][0, 2] = rand(3, 16, 16, seed=9)  # one image is not recovered
+    gallery = {"x": 0.9 * rand(30, 3, 16, 16, seed=5), "y": torch.arange(30) % 10}
+    scores = metrics.compare(found, {"x": pictures, "y": labels}, gallery=gallery)
+    assert scores.rank is not None
+    assert scores.rank[0, :2].tolist() == [1, 1]
+    summary = scores.summary()
+    assert summary["chance"] == pytest.approx(1 / 31)
+    assert summary["rates"]["recovered"] == pytest.approx(2 / 3)
+    assert set(summary["baselines"]) == {"mid-grey", "mean image", "nearest other", "nearest of class"}
+    json.dumps(summary)
+    text = str(scores)
+    assert "nearest of class" in text
+    assert "rank 1 by chance 3.2%" in text
+
+
+def test_rates_by_hand() -> None:
+    values = torch.tensor([[17.0, 19.0, 21.0, 25.0]])
+    similar = torch.tensor([[0.4, 0.6, 0.4, 0.9]])
+    yes = torch.ones(1, 4, dtype=torch.bool)
+    rank = torch.tensor([[1, 1, 1, 2]])
+    scores = metrics.Scores(
+        10 ** (-values / 10), values, similar, torch.arange(4)[None], yes, ~yes[:, 0], rank=rank, gallery_size=rank + 9
+    )
+    rates = {"ssim>0.5": 0.5, "psnr>18": 0.75, "psnr>20": 0.5, "rank1": 0.75, "recovered": 0.25}
+    assert scores.summary()["rates"] == rates
+    assert scores.summary()["psnr"] == pytest.approx({"mean": 20.5, "std": np.std([17, 19, 21, 25]), "median": 20.0})
+
+
+def test_diverged_reconstructions_are_scored_and_flagged() -> None:
+    dark = 0.01 * rand(3, 2, 1, 16, 16)  # so dark that a black image scores well
+    shown = dark.clone()
+    shown[1, 0] = torch.nan
+    shown[1, 1, 0, 0, 0] = torch.inf
+    found = Found({"x": shown}, {"x": Field((1, 16, 16))}, diverged=torch.tensor([False, False, True]))
+    scores = metrics.compare(found, {"x": dark})
+    assert scores.diverged.tolist() == [False, True, True]
+    assert scores.finite.tolist() == [[True, True], [False, False], [True, True]]
+    assert torch.isfinite(scores.psnr).all()
+    assert torch.isfinite(scores.ssim).all()
+    assert scores.psnr[1, 0] > 20  # the black image,
+    assert not scores.hits()["psnr>20"][1].any()  # which is not a success
+    assert scores.summary()["diverged"] == pytest.approx(2 / 3)
+    assert scores.summary()["rates"]["psnr>20"] == pytest.approx(2 / 3)
+    assert scores.labels == {}
+    assert "labels" not in str(scores)
+
+
+def test_matching_by_another_distance_and_wrong_requests() -> None:
+    pictures, _, order = scene()
+    found = Found({"x": pictures[torch.arange(2)[:, None], order]}, {"x": Field((3, 16, 16))})
+    scores = metrics.compare(found, {"x": pictures}, matching="ssim")
+    torch.testing.assert_close(scores.assignment, order.argsort(1))
+    with pytest.raises(ValueError, match="lpips needs"):
+        metrics.compare(found, {"x": pictures}, matching="lpips")
+    with pytest.raises(ValueError, match="but the truth"):
+        metrics.compare(found, {"x": pictures[:, :2]})
+    with pytest.raises(ValueError, match="takes images"):
+        metrics.compare(Found({"x": rand(2, 3, 5)}, found.fields), {"x": rand(2, 3, 5)})
