@@ -47,9 +47,11 @@ $(BIN)/pip:
 	$(PYTHON) -m venv .venv
 
 $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing into .venv: a minute or more, torch is large'
 	$(INSTALL) -e '.[data]'
 	@touch $@
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing into .venv: a minute or more, torch is large'
 	$(INSTALL) -e '.[dev,data,metrics]'
 	@touch $(CORE) $@

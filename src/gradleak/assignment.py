@@ -29,16 +29,6 @@ def pairwise_mse(first: Tensor, second: Tensor) -> Tensor:
     return distance.square() / rows.shape[1]
 
 
-def pairwise(score: Distance, first: Tensor, second: Tensor, *, at_once: int = 4096) -> Tensor:
-    """Every pair (n, m) under a score of aligned images, (N, ...), (N, ...) -> (N,); some `at_once` pairs at a time."""
-    n = first.shape[0]
-    blocks = []
-    for block in second.split(max(1, at_once // n)):
-        m = block.shape[0]
-        blocks.append(score(first.repeat_interleave(m, 0), block.repeat(n, 1, 1, 1)).reshape(n, m))
-    return torch.cat(blocks, 1)
-
-
 def cost_matrix(
     first: Tensor, second: Tensor, *, distance: Distance = pairwise_mse, same_label: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:

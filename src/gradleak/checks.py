@@ -1,1 +1,233 @@
-def checks_of(r): return None
+"""Did the attack work as an optimiser, and can the observation be attacked at all?
+
+A defence must not look good because the attack diverged. Nothing here reads the truth: an attacker can run every check.
+
+name                 raised when                                                        severity
+diverged             lanes met a number that is not finite and were frozen              warning; error if all did
+flat                 the match never changed, or was zero from the start                error
+not fitted           the match stayed above half of where it began                      error
+not converged        the last tenth of the steps still lowered the match by over 5 %    warning
+restarts disagree    no other restart looks like the chosen one                         warning
+zero update          the update is zero everywhere                                      error
+constant update      every tensor of the update holds one value only                    error
+sparse update        over half of the update is exactly zero                            note
+tiny update          the update is within 1000 roundings of the weights                 warning
+unclear label        the classifier's bias does not single out one label (one example)  warning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.assignment import cost_matrix, match
+from gradleak.attack import Reconstruction
+from gradleak.observation import Observation
+from gradleak.task import Task, TaskError
+
+FITTED = 0.5  # of the match at the start: an attack that stays above has explained less than half of the update
+SOLVED = 1e-3  # of the match at the start: below, the search is done, however steeply the tail still falls
+STILL_FALLING = 0.05  # of the match, lost over the last tenth of the steps
+ALIKE = 0.15  # root mean square of pixels in [0, 1], about 16 dB: restarts nearer than this show the same picture
+
+SEVERITIES = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that limits what a result means. `target` is its number in the reconstruction, None: all of them."""
+
+    name: str
+    severity: str
+    text: str
+    fix: str
+    target: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.target is None else f"target {self.target}: "
+        return f"{self.severity}: {where}{self.text} -> {self.fix}"
+
+
+@dataclass(frozen=True)
+class Checks:
+    """All checks of a reconstruction, gravest first. `ok`: nothing worse than a note. `converged`: per target."""
+
+    found: tuple[Check, ...]
+    converged: tuple[bool, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.severity == "note" for check in self.found)
+
+    def of(self, target: int) -> tuple[Check, ...]:
+        """Those of one target."""
+        return tuple(check for check in self.found if check.target in (target, None))
+
+    def __str__(self) -> str:
+        head = f"checks: {sum(self.converged)} of {len(self.converged)} targets converged"
+        return "\n".join([head if self.found else f"{head}, nothing to report", *map(str, self.found)])
+
+
+def checks_of(reconstruction: Reconstruction) -> Checks:
+    """Every check of what an attack did, from its trace, its restarts and its frozen lanes."""
+    found: list[Check] = []
+    converged: list[bool] = []
+    for target in range(len(reconstruction.keys)):
+        own = list(_target(reconstruction, target))
+        found += own
+        converged.append(not any(check.severity == "error" or check.name == "not converged" for check in own))
+    return Checks(tuple(sorted(found, key=lambda check: SEVERITIES.index(check.severity))), tuple(converged))
+
+
+def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
+    chosen = int(reconstruction.chosen[target])
+    diverged = reconstruction.diverged[target]
+    curve = reconstruction.trace["match"][:, target, chosen]
+    end = float(reconstruction.match[target, chosen])
+    # The lane that was chosen may be frozen and still hold a good iterate, so only a lane without any match is lost.
+    if bool(diverged.all()):
+        yield Check(
+            "diverged",
+            "error",
+            f"all {len(diverged)} restarts met numbers that are not finite and were frozen there",
+            "lower the learning rate, or use Engine(precision='double')",
+            target,
+        )
+    elif bool(diverged.any()):
+        yield Check(
+            "diverged",
+            "warning",
+            f"{int(diverged.sum())} of {len(diverged)} restarts met numbers that are not finite",
+            "the others were used; lower the learning rate to have all of them",
+            target,
+        )
+    yield from _fall(curve[curve.isfinite()], end, target)
+    if reconstruction.candidates.get("x") is not None and diverged.shape[0] > 1:
+        yield from _agreement(reconstruction, target, chosen)
+
+
+def _fall(curve: Tensor, end: float, target: int) -> Iterator[Check]:
+    """From the match along the steps (finite points only) and the match of the iterate that was kept."""
+    if len(curve) < 2:
+        return  # a closed form: there was no search that could have gone wrong
+    start = float(curve[0])
+    if start == 0 or float(curve.max() - curve.min()) <= 1e-12 * abs(start):
+        yield Check(
+            "flat",
+            "error",
+            f"the match did not change from {start:.3g}: the search had no slope to follow",
+            "look at observation_checks(seen, task); the update may be zero, or not depend on the images",
+            target,
+        )
+        return
+    if not end < FITTED * start:  # also true where the kept match is not finite
+        yield Check(
+            "not fitted",
+            "error",
+            f"the match went from {start:.3g} to {end:.3g} only, so what was found does not explain the update",
+            "more steps or restarts, another attack, or Knowledge that fits the client (training, defence)",
+            target,
+        )
+        return
+    best = curve.cummin(0).values
+    late = float(best[-1 - max(1, len(best) // 10)])
+    if end > SOLVED * start and late - end > STILL_FALLING * late:
+        yield Check(
+            "not converged",
+            "warning",
+            f"the last tenth of the steps still lowered the match by {(late - end) / late:.0%}",
+            "more steps: the result is a lower bound of what leaks",
+            target,
+        )
+
+
+def _agreement(reconstruction: Reconstruction, target: int, chosen: int) -> Iterator[Check]:
+    examples = reconstruction.examples[target]
+    pictures = reconstruction.fields["x"].unit(reconstruction.candidates["x"][target, :, :examples]).clamp(0, 1)
+    ours = pictures[chosen].flatten(1).double()  # (B, pixels)
+    distances = []
+    for restart, other in enumerate(pictures.flatten(2).double()):
+        if restart == chosen or not bool(other.isfinite().all()) or not bool(ours.isfinite().all()):
+            continue
+        cost = cost_matrix(ours, other)  # a batch has no order
+        distances.append(float(cost[torch.arange(examples), match(cost)].mean().sqrt()))
+    if distances and min(distances) > ALIKE:
+        yield Check(
+            "restarts disagree",
+            "warning",
+            f"no other restart looks like the chosen one (root mean square at least {min(distances):.2f})",
+            "more restarts; where images differ but matches agree, the update does not determine the image",
+            target,
+        )
+
+
+def observation_checks(seen: Observation, task: Task) -> list[Check]:
+    """What is odd about an update before anything is attacked."""
+    return [check for test in (_empty, _sparse, _tiny, _label) for check in test(seen, task)]
+
+
+def _empty(seen: Observation, task: Task) -> Iterator[Check]:
+    if not any(bool(value.any()) for value in tree.leaves(seen.update)):
+        yield Check(
+            "zero update",
+            "error",
+            "the update is zero everywhere: there is nothing to invert",
+            "record a round in which the client trained; an update is weights sent minus weights returned",
+        )
+    elif all(bool((value == value.reshape(-1)[0]).all()) for value in tree.leaves(seen.update)):
+        yield Check(
+            "constant update",
+            "error",
+            "every tensor of the update holds a single value: it carries no picture",
+            "check how the update was recorded",
+        )
+
+
+def _sparse(seen: Observation, task: Task) -> Iterator[Check]:
+    zeros = sum(int((value == 0).sum()) for value in tree.leaves(seen.update)) / tree.size(seen.update)
+    if 0.5 < zeros < 1:
+        yield Check(
+            "sparse update",
+            "note",
+            f"{zeros:.0%} of the update is exactly zero: pruned before the upload, or many dead units",
+            "if the client prunes, name that defence in Knowledge(defence=...): the attack then weighs the zeros out",
+        )
+
+
+def _tiny(seen: Observation, task: Task) -> Iterator[Check]:
+    size = tree.size(seen.update)
+    update = float(tree.norm(seen.update)) / size**0.5
+    weights = float(tree.norm(seen.weights)) / size**0.5
+    rounding = torch.finfo(next(tree.leaves(seen.update)).dtype).eps * weights
+    if 0 < update < 1e3 * rounding:
+        yield Check(
+            "tiny update",
+            "warning",
+            f"the update ({update:.1e}) is only {update / rounding:.0f} times the rounding of the weights ({rounding:.1e})",
+            "if the client returned weights, digits are gone that no attack brings back; record updates, or a larger lr",
+        )
+
+
+def _label(seen: Observation, task: Task) -> Iterator[Check]:
+    """For one example the bias gradient is p - onehot(y): one negative entry, and all sum to zero."""
+    if seen.num_examples != 1:
+        return
+    try:
+        name = task.classifier.bias
+    except TaskError:
+        name = None
+    if name is None or name not in seen.update:
+        return
+    bias = seen.update[name].double()
+    negative = int((bias < 0).sum())
+    if negative != 1 and bool(bias.any()):
+        yield Check(
+            "unclear label",
+            "warning",
+            f"{negative} entries of the classifier's bias update are negative, where one example leaves exactly one",
+            "the label may be wrong: several local steps, label smoothing or a defence; try Knowledge(given={'y': ...})",
+        )

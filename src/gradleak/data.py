@@ -73,6 +73,10 @@ class Images:
             f"labels run from {least} to {most}, not within 0 .. {self.classes - 1}.",
         )
 
+    def __repr__(self) -> str:  # never the pixels: they are what is private
+        sizes = "x".join(str(side) for side in self.x.shape[1:])
+        return f"Images({len(self)} of {sizes}, {self.classes} classes, {self.source!r})"
+
     def __len__(self) -> int:
         return len(self.x)
 
@@ -196,12 +200,13 @@ def from_huggingface(
         raise DataError(f"{type(dataset).__name__} has no features. Give one split, as in load_dataset(name)['train'].")
 
     def column(given: str | None, kind: str) -> str:
-        found = [key for key, feature in features.items() if type(feature).__name__ == kind]
-        if given is None and not found:
-            raise DataError(
-                f"No column of type {kind}. Name the image and label columns. Columns: {', '.join(features)}."
-            )
-        return given or found[0]
+        found = [
+            key for key, feature in features.items() if (key == given if given else type(feature).__name__ == kind)
+        ]
+        if not found:
+            sought = repr(given) if given else f"of type {kind}"
+            raise DataError(f"No column {sought}. Give image= and label=. Columns: {', '.join(features)}.")
+        return found[0]
 
     image, label = column(image, "Image"), column(label, "ClassLabel")
     source = f"Hugging Face {getattr(getattr(dataset, 'info', None), 'dataset_name', None) or type(dataset).__name__}"
@@ -210,7 +215,7 @@ def from_huggingface(
         names = class_names(getattr(features[label], "names", None), labels, source)
         pool = Pool(labels, lambda rows: [pixels(dataset[int(row)][image]) for row in rows], names)
         return _images(pool, source, None, size, limit)
-    except (ImportError, RuntimeError, OSError, KeyError) as problem:
+    except (ImportError, RuntimeError, OSError) as problem:
         raise DataError(f"{source} could not be read: {problem}. Columns: {', '.join(features)}.") from problem
 
 

@@ -213,9 +213,7 @@ def overrides(defence: Defence, hook: str) -> bool:
 
 def _inside(client: Client, position: int) -> Client:
     """The client as one member of a chain sees it: its own memory, its own random stream."""
-    from gradleak.draws import Draws
-
-    draws = None if client.draws is None else Draws(client.draws.key + position * client.draws.key.new_tensor([0, 1]))
+    draws = None if client.draws is None else client.draws.child(position)
     return replace(client, memory=client.memory.get(str(position), {}), draws=draws)
 
 

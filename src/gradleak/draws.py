@@ -54,15 +54,22 @@ class Draws:
         zero = torch.zeros_like(index)
         return philox((index, zero + step, zero + stream, zero), (self.key[0] + zero, self.key[1] + zero))
 
+    def child(self, number: int) -> Draws:
+        """An independent source for a part of whoever owns this one. The last counter word, 0 in draws, is 1 here."""
+        zero = torch.zeros_like(self.key[0])
+        words = philox((zero + number, zero, zero, zero + 1), (self.key[0], self.key[1]))
+        return Draws(torch.stack(words[:2]))
+
     def uniform(
         self, shape: tuple[int, ...], *, stream: int = 0, step: Tensor | int = 0, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """U(0, 1), open at both ends; 32 random bits in float64, 24 in float32."""
+        """U(0, 1), open at both ends; 32 random bits in float64, 23 in float32."""
         count = math.prod(shape)
         words = torch.cat(self._words((count + 3) // 4, stream, step))[:count]
         if dtype == torch.float64:
             return ((words.to(dtype) + 0.5) / 2**32).reshape(shape)
-        return (((words >> 8).to(torch.float32) + 0.5) / 2**24).to(dtype).reshape(shape)
+        # 23 bits and the half fill the mantissa: with 24 the sum would round, at the upper end to 1.
+        return (((words >> 9).to(torch.float32) + 0.5) / 2**23).to(dtype).reshape(shape)
 
     def normal(
         self, shape: tuple[int, ...], *, stream: int = 0, step: Tensor | int = 0, dtype: torch.dtype = torch.float32

@@ -139,7 +139,7 @@ def solve(
 ) -> Iterator[Solved]:
     """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk."""
     restarts = len(keys[0])
-    lanes = engine.chunk or chunk_size(stages, scenes[0], engine)
+    lanes = engine.chunk or chunk_size(stages, max(scenes, key=lambda scene: scene.num_examples), engine)
     per_chunk = max(1, lanes // restarts)
     chunks = [
         bucket[start : start + per_chunk]
@@ -175,7 +175,7 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
 def _equal(a: Tree, b: Tree) -> bool:
     if a.keys() != b.keys():
         return False
-    return all(x is y or torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+    return all(_equal(a[name], b[name]) if isinstance(a[name], dict) else torch.equal(a[name], b[name]) for name in a)
 
 
 def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
@@ -222,7 +222,7 @@ def _solve_chunk(
     rows: tuple[int, ...],
 ) -> Solved:
     groups = (len(scenes), len(keys[0]))
-    template, lane = _lanes(scenes, keys)
+    template, lane = lanes_of(scenes, keys)
     device = next(tree.leaves(template.weights)).device
     total = sum(stage.optimiser.steps for stage in stages)
     before: Tree | None = None
@@ -258,7 +258,7 @@ def _best_of_target(best: Scored, groups: tuple[int, int]) -> Tree:
     return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), best.at)
 
 
-def _lanes(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
+def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
     """What all lanes share (the template scene), and what each lane has of its own, stacked target-major."""
     first, restarts = scenes[0], len(keys[0])
     device = next(tree.leaves(first.weights)).device
@@ -385,7 +385,7 @@ class Search:
         try:
             if self.engine.graph and self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable:
                 if steps > 2 * GRAPH_WARMUP:
-                    advance = self._captured()
+                    advance = self.captured()
             for step in range(steps):
                 for position, prior in enumerate(self.stage.priors):
                     if isinstance(prior, SharedPrior) and prior.due(step):
@@ -396,10 +396,12 @@ class Search:
                     self.traced[1, step // self.every].copy_(self.last.match)
                     if progress is not None:
                         progress(step + 1)
+            if progress is not None:
+                progress(steps)
         except RuntimeError as problem:
             raise _explained(problem, self.engine) from problem
 
-    def _captured(self) -> Callable[[], None]:
+    def captured(self) -> Callable[[], None]:
         """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""
         static = {"v": self.v, "state": self.state, "best": self.best.at, "scores": self._scores()}
         held = tree.detach(static)
@@ -452,8 +454,7 @@ def _own(values: Tree) -> Tree:
 
 
 def _assign(held: Tree, values: Tree) -> None:
-    for target, source in zip(tree.leaves(held), tree.leaves(values), strict=True):
-        target.copy_(source)
+    tree.map(lambda target, source: target.copy_(source), held, values)  # by name: an order of names means nothing
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -486,7 +487,7 @@ def _explained(problem: RuntimeError, engine: Engine) -> RuntimeError:
         return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({told.splitlines()[0]})")
     if not engine.batched or isinstance(problem, EngineError):
         return problem
-    if any(word in told for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent")):
+    if any(word in told for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent", "broadcast shape")):
         return EngineError(
             f"This model cannot run as lanes under vmap: {told.splitlines()[0]} Run task.check() for the cause; "
             "Engine(batched=False) attacks lane after lane instead (dropout must be off: model.eval())."

@@ -130,7 +130,7 @@ def observe(
     seed: int = 0,
     wire: str = "update",
 ) -> Observation:
-    """Run one client and keep what the server sees of it.
+    """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
 
     `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so the
     update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
@@ -138,7 +138,7 @@ def observe(
     if wire not in ("update", "weights"):
         raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
     defence = defence or Defence()
-    weights = task.weights() if weights is None else tree.detach(weights)
+    weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
     state = ClientState(extras=defence.broadcast(weights, {}), key=randomness.key("client", key, seed))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from gradleak.assignment import Distance, cost_matrix, identification_rank, match, pairwise, pairwise_mse
+from gradleak.assignment import Distance, cost_matrix, identification_rank, match, pairwise_mse
 
 if TYPE_CHECKING:
     from gradleak.perceptual import LPIPS
@@ -85,20 +85,26 @@ def _smoothing(window: Tensor, size: int, padding: int) -> Tensor:
 def _similarity(
     found: Tensor, truth: Tensor, window: Callable[[int], Tensor], size: int, same: bool = False, sample: bool = False
 ) -> Tensor:
-    """(2 mu_x mu_y + c1)(2 cov + c2) / ((mu_x^2 + mu_y^2 + c1)(var_x + var_y + c2)), averaged over an image."""
+    """(2 mu_x mu_y + c1)(2 cov + c2) / ((mu_x^2 + mu_y^2 + c1)(var_x + var_y + c2)), averaged over an image.
+
+    Images (..., C, H, W) with leading axes that broadcast: all pairs of two sets need only their products anew.
+    """
     height, width = truth.shape[-2:]
     if not same:
         short = min(size, height, width)
         size = short - 1 + short % 2  # the largest odd window that fits
     rows, columns = (_smoothing(window(size), side, size // 2 * same).to(truth) for side in (height, width))
-    moments = torch.stack([found, truth, found * found, truth * truth, found * truth])
-    mean_x, mean_y, xx, yy, xy = rows @ moments @ columns.T  # each (N, C, positions, positions)
+
+    def mean(images: Tensor) -> Tensor:  # (..., C, positions, positions), with these swapped: two plain matrix products
+        return (images @ columns.T).mT @ rows.T
+
+    mean_x, mean_y = mean(found), mean(truth)
     unbiased = size**2 / max(size**2 - 1, 1) if sample else 1.0
-    variances = unbiased * (xx - mean_x**2 + yy - mean_y**2)
-    covariance = unbiased * (xy - mean_x * mean_y)
+    variances = unbiased * ((mean(found**2) - mean_x**2) + (mean(truth**2) - mean_y**2))
+    covariance = unbiased * (mean(found * truth) - mean_x * mean_y)
     c1, c2 = 0.01**2, 0.03**2
     score = (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))
-    return score.flatten(1).mean(1)
+    return score.mean((-3, -2, -1))
 
 
 def ssim(found: Tensor, truth: Tensor) -> Tensor:
@@ -111,6 +117,13 @@ def ssim(found: Tensor, truth: Tensor) -> Tensor:
     return _similarity(*_pair(found, truth), _gaussian, 11)
 
 
+def pairwise_ssim_distance(first: Tensor, second: Tensor) -> Tensor:
+    """1 - SSIM of every pair, (n, m), in blocks of about a million pixels (64 million off the CPU)."""
+    first, second = to_unit(first)[:, None], to_unit(second)
+    block = max(1, 2 ** (20 if first.device.type == "cpu" else 26) // first.numel())
+    return 1 - torch.cat([_similarity(first, some, _gaussian, 11) for some in second.split(block)], 1)
+
+
 def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
     """`ssim` with zero padding, for parity with GIFD's code (which moreover feeds it normalised images)."""
     return _similarity(*_pair(found, truth), _gaussian, 11, same=True)
@@ -118,7 +131,8 @@ def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
 
 def ssim_skimage(found: Tensor, truth: Tensor) -> Tensor:
     """scikit-image's default on grey images, as S004 uses it: uniform 7 x 7, sample covariance, border of 3 cropped."""
-    return _similarity(*map(grey, _pair(found, truth)), _uniform, 7, sample=True)
+    found, truth = _pair(found, truth)
+    return _similarity(grey(found), grey(truth), _uniform, 7, sample=True)
 
 
 def grey(images: Tensor) -> Tensor:
@@ -136,9 +150,10 @@ def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
     """
 
     def best(images: Tensor) -> dict[str, float]:
-        pair = grey(to_unit(images)), grey(truth)
-        scores = {"oracle_psnr": psnr, "oracle_ssim": ssim_skimage}
-        return {name: float(pairwise(score, *pair).max()) for name, score in scores.items()}
+        guess, real = grey(to_unit(images)), grey(truth)
+        least = pairwise_mse(guess, real).min().clamp_min(EXACT)
+        similar = _similarity(guess[:, None], real, _uniform, 7, sample=True)  # (B, B)
+        return {"oracle_psnr": float(-10 * least.log10()), "oracle_ssim": float(similar.max())}
 
     found, truth = to_unit(found), to_unit(truth)
     scaled = found * (truth.std(correction=0) / found.std(correction=0))
@@ -150,11 +165,16 @@ def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def _indices(labels: Tensor) -> Tensor:
-    return labels.argmax(-1) if labels.is_floating_point() else labels.long()  # a simplex is told by its type
+    """Indices from indices or, told by the type, from a simplex; -1 stands for no label (padding, or NaN)."""
+    if not labels.is_floating_point():
+        return labels.long()
+    return labels.argmax(-1).masked_fill(labels.isnan().any(-1), -1)
 
 
 def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> dict[str, Tensor]:
     """Scores of the multiset of labels; arguments (..., B) indices or (..., B, classes) simplex, results (...).
+
+    An index of -1 is no label.
 
     With counts n and found counts m per class: `multiset_accuracy` = sum_c min(m_c, n_c) / B, which iLRG calls `irec`;
     `leacc`: share of classes whose presence is right; `lnacc`: share of classes with the right count, over all
@@ -162,7 +182,7 @@ def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> di
     """
     found, truth = _indices(found), _indices(truth)
     classes = max(classes or 0, int(found.max()) + 1, int(truth.max()) + 1)
-    guessed, true = (one_hot(y, classes).sum(-2) for y in (found, truth.to(found.device)))
+    guessed, true = (one_hot(y + 1, classes + 1)[..., 1:].sum(-2) for y in (found, truth.to(found.device)))
     recovered = torch.minimum(guessed, true).sum(-1) / true.sum(-1)
     present, exact = true > 0, guessed == true
     return {
@@ -176,7 +196,7 @@ def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> di
 
 # --- baselines -------------------------------------------------------------------------------------------------------
 
-DISTANCES: dict[str, Distance] = {"mse": pairwise_mse, "ssim": lambda first, second: 1 - pairwise(ssim, first, second)}
+DISTANCES: dict[str, Distance] = {"mse": pairwise_mse, "ssim": pairwise_ssim_distance}
 IMAGE_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mse": mse, "psnr": psnr, "ssim": ssim}
 
 
@@ -233,7 +253,10 @@ def baselines(
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of a reconstruction. Per-image tensors are (targets, examples), in the order of the private ones."""
+    """The scores of a reconstruction. Per-image tensors are (targets, examples), in the order of the private ones.
+
+    Where targets have different numbers of examples, `present` is false and the scores are NaN.
+    """
 
     mse: Tensor
     psnr: Tensor
@@ -242,11 +265,15 @@ class Scores:
     finite: Tensor  # whether that reconstruction had finite pixels only
     diverged: Tensor  # (targets,): said so by the attack, or non-finite pixels
     lpips: Tensor | None = None
-    rank: Tensor | None = None  # of the true image in the gallery; 1 = re-identified
+    rank: Tensor | None = None  # of the true image in the gallery; 1 = re-identified (a float, for NaN)
     gallery_size: Tensor | None = None
     labels: dict[str, Tensor] = field(default_factory=dict)  # each (targets,)
     baselines: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # baseline -> score -> (targets, examples)
     notes: tuple[str, ...] = ()
+
+    @property
+    def present(self) -> Tensor:
+        return ~self.mse.isnan()
 
     def images(self) -> dict[str, Tensor]:
         """The image scores that were taken, by name."""
@@ -267,12 +294,12 @@ class Scores:
         """Plain numbers, ready for JSON: mean, std and median of each score, rates, labels, baselines."""
         result: dict[str, Any] = {
             name: {"mean": float(v.mean()), "std": float(v.std(correction=0)), "median": float(v.quantile(0.5))}
-            for name, v in self.images().items()
+            for name, v in ((name, value[self.present]) for name, value in self.images().items())
         }
-        result["rates"] = {name: float(value.double().mean()) for name, value in self.hits().items()}
+        result["rates"] = {name: float(value[self.present].double().mean()) for name, value in self.hits().items()}
         if self.rank is not None and self.gallery_size is not None:
-            result["rank"] = {"median": float(self.rank.double().quantile(0.5))}
-            result["chance"] = float((1 / self.gallery_size).mean())
+            result["rank"] = {"median": float(self.rank.nanquantile(0.5))}
+            result["chance"] = float((1 / self.gallery_size).nanmean())
         result["diverged"] = float(self.diverged.double().mean())
         result["capped"] = int((self.mse < EXACT).sum())
         result["labels"] = {name: float(value.double().mean()) for name, value in self.labels.items()}
@@ -329,37 +356,45 @@ def compare(
         return to_unit(fields["x"].unit(_precise(images)))  # in double precision the conversion costs no digits
 
     guess, real = unit(raw), unit(exact).expand_as(raw)
+    targets, most = raw.shape[:2]
+    examples = getattr(found, "examples", (most,) * targets)  # the rest is padding
+    place = torch.arange(most, device=raw.device).expand(targets, most)
+    present = place < torch.tensor(examples, device=raw.device)[:, None]
     distance = _distance(matching, lpips)
-    # Rows are private images, so everything below is in their order.
-    assignment = torch.stack([match(cost_matrix(r, g, distance=distance)) for r, g in zip(real, guess)]).to(raw.device)
-    target = torch.arange(raw.shape[0], device=raw.device)[:, None]
-    finite = raw.isfinite().flatten(2).all(2)[target, assignment]
-    shape, flat, answers = assignment.shape, guess[target, assignment].flatten(0, 1), real.flatten(0, 1)
-    measured: dict[str, Any] = dict(image_scores(flat, answers, lpips=lpips))
-    others = unit(gallery["x"].detach().to(raw.device)) if gallery is not None else None
-    if others is not None:
-        measured["rank"], measured["gallery_size"] = identification_rank(
-            flat, answers, others, distance=_distance(identify_by, lpips)
-        )
+    assignment = place.clone()
+    for row, n in enumerate(examples):  # the cost's rows are private images, so everything below is in their order
+        assignment[row, :n] = match(cost_matrix(real[row, :n], guess[row, :n], distance=distance))
+    matched = torch.arange(targets, device=raw.device)[:, None], assignment
+    finite = raw.isfinite().flatten(2).all(2)[matched]
+    diverged = (~finite & present).any(1)
+    if (said := getattr(found, "diverged", None)) is not None:  # per target, or per target and restart
+        diverged |= (said if said.dim() == 1 else said.gather(1, found.chosen[:, None])[:, 0]).to(raw.device)
+
+    answers, others, both = real[present], None, None
+    measured = image_scores(guess[matched][present], answers, lpips=lpips)
+    if gallery is not None:
+        others = unit(gallery["x"].to(raw.device))
+        ranking = identification_rank(guess[matched][present], answers, others, distance=_distance(identify_by, lpips))
+        measured["rank"], measured["gallery_size"] = ranking
     labels: dict[str, Tensor] = {}
-    both = None  # labels of the private and of the gallery's images
     if "y" in found.batch and "y" in truth and (fields.get("y") is None or fields["y"].classes is not None):
         guessed, true = (_indices(y.to(raw.device)) for y in (found.batch["y"], truth["y"]))
-        true = true.expand(shape)
-        labels = label_scores(guessed, true, getattr(fields.get("y"), "classes", None))
-        labels["matched"] = (guessed.gather(1, assignment) == true).double().mean(1)
+        true = true.expand_as(assignment).masked_fill(~present, -1)
+        labels = label_scores(guessed.masked_fill(~present, -1), true, getattr(fields.get("y"), "classes", None))
+        labels["matched"] = ((guessed[matched] == true) & present).sum(1) / present.sum(1)
         if gallery is not None and "y" in gallery:
-            both = true.flatten(), _indices(gallery["y"])
+            both = true[present], _indices(gallery["y"])
+
+    def spread(value: Tensor) -> Tensor:
+        return real.new_full(present.shape, torch.nan).masked_scatter(present, value.to(real))
+
     compared = baselines(answers, others, labels=both, lpips=lpips)
-    diverged = ~raw.isfinite().flatten(1).all(1)
-    if (said := getattr(found, "diverged", None)) is not None:
-        diverged |= said.to(raw.device)
     return Scores(
-        **{name: value.reshape(shape) for name, value in measured.items()},
+        **{name: spread(value) for name, value in measured.items()},
         assignment=assignment,
         finite=finite,
         diverged=diverged,
         labels=labels,
-        baselines={name: {key: v.reshape(shape) for key, v in scores.items()} for name, scores in compared.items()},
+        baselines={name: {key: spread(value) for key, value in scores.items()} for name, scores in compared.items()},
         notes=() if lpips is None else (lpips.note(*raw.shape[-2:]),),
     )

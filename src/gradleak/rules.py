@@ -82,12 +82,14 @@ class Adam:
             gradient = tree.add(gradient, weights, self.weight_decay)
         b1, b2 = self.betas
         count = state["count"] + 1
+        # In float64: 1 - 0.999 ** count in float32 is off by 5e-5 at the first step, and torch.optim's is not.
+        c1, c2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
         first = tree.map(lambda m, g: b1 * m + (1 - b1) * g, state["first"], gradient)
         second = tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state["second"], gradient)
 
         def move(m: Tensor, v: Tensor) -> Tensor:
             # safe_sqrt: a coordinate whose gradient is exactly zero must not make the replay's derivative infinite.
-            return lr * (m / (1 - b1**count)) / (tree.safe_sqrt(v / (1 - b2**count)) + self.eps)
+            return lr * (m / c1) / (tree.safe_sqrt(v / c2) + self.eps)
 
         decrease = tree.map(move, first, second)
         if self.weight_decay and self.decoupled:

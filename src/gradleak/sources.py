@@ -213,7 +213,7 @@ def _samples(title: str, prefix: str, names: tuple[str, ...], size: Size | None 
 
 def _pack(name: str, stem: str, title: str, licence: str) -> Source:
     mini = name.endswith("-mini")
-    file = f"mini/{stem}_mini.npz" if mini else f"{stem}.npz"
+    file = f"mini/{stem}_mini.npz" if mini else f"{stem}.npz (or mini/{stem}_mini.npz)"
     fetch = f"run `gradleak data get {name}`, or " if name in DOWNLOADS else ""
     needs = f"{fetch}set GRADLEAK_DATA to a folder that holds {file}"
     return Source(title, licence, needs, partial(_in_pack, name, stem, mini), open_npz)

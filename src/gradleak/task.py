@@ -50,8 +50,9 @@ class Field:
         if min(self.std) <= 0:
             raise TaskError(f"std must be positive in every channel; given {self.std}.")
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) not in (1, self.shape[0] if self.shape else 1):
-                raise TaskError(f"{name} needs one value or one per channel ({self.shape[0]}); given {len(values)}.")
+            channels = self.shape[0] if self.shape else 1
+            if len(values) not in (1, channels):
+                raise TaskError(f"{name} needs one value or one per channel ({channels}); given {len(values)}.")
 
     def _channels(self, values: Sequence[float], like: Tensor) -> Tensor:
         return torch.tensor(values, device=like.device, dtype=like.dtype).reshape(-1, *[1] * (len(self.shape) - 1))

@@ -72,7 +72,7 @@ def zeros_like(a: Mapping[str, Any]) -> Tree:
 def dot(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tensor:
     """Inner product over the concatenation of all tensors."""
     # Not a matrix product: under vmap that could run in TF32 and lose the digits that matching lives on.
-    return torch.stack([(x * y).sum() for x, y in zip(leaves(a), leaves(b), strict=True)]).sum()
+    return torch.stack(list(leaves(map(lambda x, y: (x * y).sum(), a, b)))).sum()
 
 
 def squared_norm(a: Mapping[str, Any]) -> Tensor:

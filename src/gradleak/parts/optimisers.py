@@ -30,7 +30,8 @@ class StepDecay:
     factor: float = 0.1
 
     def __call__(self, now: Now) -> Tensor:
-        passed = sum((now.step >= math.floor(now.total / divisor)).to(now.step.dtype) for divisor in self.divisors)
+        # `//`, as the authors' code has it: 4800 // 1.6 is 2999, floor(4800 / 1.6) is 3000.
+        passed = sum((now.step >= now.total // divisor).to(now.step.dtype) for divisor in self.divisors)
         return torch.pow(self.factor, passed)  # type: ignore[arg-type, call-overload, no-any-return]
 
 
@@ -144,7 +145,8 @@ class Adam(FirstOrder):
         b1, b2 = self.betas
         first = b1 * memory["first"] + (1 - b1) * gradient
         second = b2 * memory["second"] + (1 - b2) * gradient * gradient
-        step = (first / (1 - torch.pow(b1, count))) / ((second / (1 - torch.pow(b2, count))).sqrt() + self.eps)
+        c1, c2 = 1 - torch.pow(b1, count.double()), 1 - torch.pow(b2, count.double())  # float32 would lose 5e-5 of c2
+        step = (first / c1) / ((second / c2).sqrt() + self.eps)
         return step, {"first": first, "second": second}
 
 

@@ -170,7 +170,8 @@ class LabelDistance:
     weight: float
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
-        call = scene.task.call(scene.weights, scene.buffers)
+        # Copies: BatchNorm in training mode writes into the buffers it is given.
+        call = scene.task.call(scene.weights, {name: value.clone() for name, value in (scene.buffers or {}).items()})
         probabilities = call(batch["x"]).softmax(-1)
         y = batch["y"]
         wanted = y if y.is_floating_point() else one_hot(y, probabilities.shape[-1], probabilities.dtype)

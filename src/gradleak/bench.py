@@ -1,0 +1,104 @@
+"""How fast is the engine? Images x iterations per second of gradient matching, and lanes beside one at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradleak import attacks, draws, models
+from gradleak.attack import Composed, Scene
+from gradleak.engine import Engine, Search, lanes_of
+from gradleak.local import LocalTraining, observe
+from gradleak.observation import Knowledge
+from gradleak.task import Task
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "lenet": lambda: models.lenet_zhu(),
+    "convnet64": lambda: models.convnet(norm="batch").eval(),
+    "resnet18": lambda: models.resnet18(norm="group"),
+}
+
+
+def search(network: str, lanes: int, engine: Engine) -> Search:
+    """IG on random images of one network, ready to tick. What the images show does not change the speed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        task = Task.supervised(
+            NETWORKS[network](), nn.functional.cross_entropy, like=(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())
+        )
+        x, y = torch.rand(lanes, 1, 3, 32, 32), torch.randint(10, (lanes, 1))
+    work = task.to(engine.where, engine.dtype)
+    x, y = x.to(engine.where, engine.dtype), y.to(engine.where)
+    training, weights = LocalTraining(lr=1.0), work.weights()
+    seen = [observe(work, {"x": x[i], "y": y[i]}, training, weights=weights, key=f"lane{i}") for i in range(lanes)]
+    attack = attacks.get("ig", steps=10_000)
+    assert isinstance(attack, Composed)
+    scenes = [Scene.of(work, target, Knowledge()) for target in seen]
+    scenes = [replace(scene, fields={"y": y[i]}) for i, scene in enumerate(scenes)]
+    template, lane = lanes_of(scenes, [[draws.key("bench", i)] for i in range(lanes)])
+    return Search(attack.stages[0], template, lane, (lanes, 1), engine, None)
+
+
+def rate(network: str, lanes: int, engine: Engine, seconds: float = 2.0) -> dict[str, Any]:
+    """Images x iterations per second: steps are timed in three equal parts, and the median part counts."""
+    cuda = engine.where.type == "cuda"
+    with engine.settings():
+        held = search(network, lanes, engine)
+        advance = held.captured() if cuda and engine.graph else held.tick
+
+        def run(steps: int) -> float:
+            began = time.perf_counter()
+            for _ in range(steps):
+                advance()
+            if cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        run(2)
+        steps = max(2, int(seconds / 3 / (run(2) / 2)))
+        spent = sorted(run(steps) for _ in range(3))
+    return {
+        "network": network,
+        "lanes": lanes,
+        "precision": engine.precision,
+        "batched": engine.batched,
+        "rate": lanes * steps / spent[1],
+        "spread": spent[2] / spent[0] - 1,
+        "gigabytes": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+    }
+
+
+def engine(
+    networks: Sequence[str] = tuple(NETWORKS),
+    lanes: Sequence[int] = (1, 32, 128, 512),
+    precisions: Sequence[str] = ("fast", "strict"),
+    out: str | Path | None = None,
+    seconds: float = 2.0,
+    show: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[dict[str, Any]]:
+    """Measure every network at every number of lanes and precision; rows are written as JSON where `out` is given."""
+    rows: list[dict[str, Any]] = []
+    for network in networks:
+        for precision in precisions:
+            for count in lanes:
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                try:
+                    row = rate(network, count, Engine(precision=precision), seconds)
+                except torch.OutOfMemoryError:
+                    row = {"network": network, "lanes": count, "precision": precision, "rate": None, "why": "memory"}
+                rows.append(row)
+                show(row)
+    if out is not None:
+        from gradleak.environment import environment
+
+        Path(out).write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    return rows

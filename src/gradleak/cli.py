@@ -1,0 +1,245 @@
+"""The command `gradleak`. Commands are thin: they turn words into objects, call the library and print what it says.
+
+Exit codes: 0 done; 1 a stated threshold was crossed, or `check` found errors; 2 it could not run, and the message says
+why; 70 a defect of gradleak itself; 130 interrupted.
+
+Everything that needs torch is imported inside the commands.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+DEFECT = 70  # EX_SOFTWARE of sysexits.h: must not be taken for a crossed threshold (1)
+
+
+class Commands(TyperGroup):
+    """Turns every expected error into one message and exit code 2. GRADLEAK_DEBUG=1 shows where it was raised."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # `gradleak list | head`: typer knows
+        except KeyboardInterrupt:
+            _tell(ctx.obj or "Interrupted.")
+            raise typer.Exit(130) from None
+        except (ValueError, LookupError, TypeError, OSError, RuntimeError, ImportError) as problem:
+            if not _expected(problem):
+                raise
+            if os.environ.get("GRADLEAK_DEBUG"):
+                traceback.print_exc()
+            _tell(f"gradleak: {_message(problem)}")
+            raise typer.Exit(2) from None
+
+
+def _expected(problem: Exception) -> bool:
+    """Errors of what was given. The rest are ours: they keep their traceback."""
+    from gradleak.engine import EngineError
+    from gradleak.registry import BadSetting, UnknownName
+
+    return isinstance(problem, (ValueError, OSError, UnknownName, BadSetting, EngineError, ModuleNotFoundError))
+
+
+def _message(problem: Exception) -> str:
+    from gradleak.observation import MissingKnowledge
+
+    if isinstance(problem, OSError) and problem.strerror:
+        return f"{problem.filename}: {problem.strerror}." if problem.filename else f"{problem.strerror}."
+    if isinstance(problem, MissingKnowledge):
+        return f"{problem} On the command line: --lr with --steps or --epochs for the recipe, --labels for the labels."
+    if isinstance(problem, ModuleNotFoundError):
+        return f"{problem}. Install it, or the extra of gradleak that brings it (see README.md)."
+    return str(problem)
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+app = typer.Typer(
+    name="gradleak",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="What can a federated-learning server see of its clients' data?",
+    epilog="Audit only models, data and clients that you are authorised to audit.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Real images: what there is, and how to get the full sets.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
+
+Reference = Annotated[str, typer.Option("--task", "-t", metavar="FILE.py:NAME", help="The Task of the model that was sent.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... ; auto takes CUDA where there is one.")]
+Precision = Annotated[str, typer.Option(help="strict (float32), fast (TF32 allowed) or double (float64).")]
+LearningRate = Annotated[float | None, typer.Option("--lr", help="The client's learning rate.")]
+LocalSteps = Annotated[int | None, typer.Option("--steps", min=1, help="Local steps of the client in a round.")]
+Epochs = Annotated[int | None, typer.Option(min=1, help="Local epochs, instead of --steps.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Size of the client's local batches.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from gradleak import __version__
+
+        typer.echo(f"gradleak {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None: ...
+
+
+@app.command()
+def attack(
+    context: typer.Context,
+    observations: Annotated[list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")],
+    task: Reference,
+    attack: Annotated[str, typer.Option("--attack", "-a", help="Its name, with settings: ig:steps=2000,restarts=8.")] = "ig",
+    lr: LearningRate = None,
+    steps: LocalSteps = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    labels: Annotated[str, typer.Option(help="The labels, where the threat model grants them: 3,5,5,9.")] = "",
+    defence: Annotated[str, typer.Option(help="The defence, where the threat model grants it.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the attack's random starts.")] = 0,
+    device: Device = "auto",
+    precision: Precision = "strict",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path("runs/attack"),
+) -> None:
+    """Attack updates that were recorded anywhere. Needs no private data, so it says how well it fitted, not how close."""
+    from gradleak import loading, registry
+    from gradleak.observation import Observation
+    from gradleak.progress import shown
+    from gradleak.report import reconstruction
+
+    seen = [Observation.load(path) for path in observations]
+    method = registry.parse("attack", attack)
+    model = loading.task(task)
+    knows = loading.knowledge(lr, steps, epochs, batch_size, labels, defence)
+    engine = loading.engine(device, precision)
+    context.obj = "Interrupted; nothing was written."
+    with shown() as progress:
+        progress.start(1)
+        progress.cell(f"{attack} on {len(seen)} target{'s' * (len(seen) > 1)}", 0)
+        found = method.run(model, seen, knows, seed=seed, engine=engine, progress=progress.share)
+    typer.echo(reconstruction.describe(found))
+    for path in reconstruction.write(found, out):
+        typer.echo(f"wrote {path}")
+
+
+@app.command()
+def check(
+    reference: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Task; FILE.py alone means FILE.py:task.")],
+) -> None:
+    """Can this model be attacked as it stands? Every problem at once, each with a fix; exit code 1 on errors."""
+    from gradleak import loading
+
+    problems = loading.task(reference).check()
+    for problem in problems:
+        typer.echo(f"{problem.severity:8}{problem.what}\n{'':8}-> {problem.fix}")
+    errors = sum(problem.severity == "error" for problem in problems)
+    typer.echo(f"{reference}: {len(problems)} findings, {errors} errors." if problems else f"{reference}: no problems found.")
+    if errors:
+        raise typer.Exit(1)
+
+
+@app.command(name="list")
+def list_methods(
+    kind: Annotated[str, typer.Argument(help="attacks, defences, models, labels or data; nothing lists all names.")] = "",
+    pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
+) -> None:
+    """What there is by name: its paper, whether its figures were checked, its settings."""
+    from gradleak import loading, registry
+
+    if not kind:
+        for plural, singular in loading.KINDS.items():
+            typer.echo(f"{plural + ':':10}{', '.join(entry.name for entry in registry.entries(singular)) or 'none'}")
+        typer.echo("\nMore about each: gradleak list attacks, gradleak list defences, ...; images: gradleak list data")
+        return
+    if kind == "data":
+        data_list(pattern)
+        return
+    found = [entry for entry in registry.entries(loading.kind(kind)) if fnmatch.fnmatch(entry.name, pattern)]
+    for entry in found:
+        settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings.items() if name != "generator")
+        typer.echo(f"{entry.name}  [{entry.status}]")
+        for line in filter(None, (entry.summary, entry.paper, settings)):
+            typer.echo(f"    {line}")
+    if not found:
+        typer.echo(f"No {kind} {f'match {pattern!r}' if pattern != '*' else 'are registered'}.")
+
+
+@data_app.command("list")
+def data_list(pattern: Annotated[str, typer.Argument(help="Only names that match.")] = "*") -> None:
+    """Every name that --data takes, whether it is on this machine and, if not, what to do."""
+    from gradleak.data import available
+
+    for entry in available():
+        if fnmatch.fnmatch(entry.name, pattern):
+            typer.echo(f"{entry.name}  [{'present' if entry.present else 'absent'}]")
+            advice = f"to have it: {entry.advice}" if entry.advice else ""
+            for line in filter(None, (entry.description, f"terms: {entry.licence}", advice)):
+                typer.echo(f"    {line}")
+
+
+@data_app.command("get")
+def data_get(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="cifar10 or mnist.")],
+    into: Annotated[Path | None, typer.Option(help="Folder to keep it in; default: the cache folder.")] = None,
+) -> None:
+    """Fetch a full public data set once, checked by SHA-256; running it again resumes or does nothing."""
+    from gradleak.data import get
+    from gradleak.progress import shown
+
+    context.obj = f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}"
+    with shown() as progress:
+        progress.start(1)
+        progress.cell(f"fetching {name}", 0)
+        path = get(name, into, lambda have, size: progress.share(have / size))
+    typer.echo(f"{name} is at {path}")
+
+
+@bench_app.command("engine")
+def bench_engine(
+    networks: Annotated[str, typer.Option(help="lenet,convnet64,resnet18")] = "lenet,convnet64,resnet18",
+    lanes: Annotated[str, typer.Option(help="Reconstructions solved together, one measurement for each.")] = "1,32,128,512",
+    precision: Annotated[str, typer.Option(help="fast, strict, double")] = "fast,strict",
+    seconds: Annotated[float, typer.Option(help="How long to measure each.")] = 2.0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the rows as JSON.")] = None,
+) -> None:
+    """Images x iterations per second of gradient matching, over networks, lanes and precision."""
+    from gradleak import bench, loading
+
+    bench.engine(
+        loading.methods([networks]),
+        loading.numbers(lanes, "--lanes"),
+        loading.methods([precision]),
+        out,
+        seconds,
+        show=lambda row: typer.echo(loading.measured(row)),
+    )
+
+
+def main() -> None:
+    """The entry point. What the commands let through is a defect of gradleak, and must not look like a leak in CI."""
+    try:
+        app()
+    except Exception:
+        traceback.print_exc()
+        _tell("gradleak: this is a defect of gradleak, not of your model. Please report it with the lines above.")
+        sys.exit(DEFECT)

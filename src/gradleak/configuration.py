@@ -1,0 +1,82 @@
+"""A stable description of what was configured: equal settings give equal text, on every machine and in every process.
+
+`repr` will not do: it prints addresses of functions and rounds tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits that name a configuration."""
+    text = json.dumps(described(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def described(value: Any) -> Any:
+    """Plain JSON that tells two configurations apart. Tensors and networks are named by a hash of their contents."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return repr(value)  # JSON has no infinities
+    for kind, describe in _DESCRIPTIONS:
+        if isinstance(value, kind):
+            return describe(value)
+    if is_dataclass(value):
+        return {"": _name(type(value)), **{f.name: described(getattr(value, f.name)) for f in fields(value)}}
+    return {"": _name(type(value)), **{name: described(held) for name, held in sorted(vars_of(value).items())}}
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _function(value: FunctionType) -> Any:
+    """By name; what a closure holds, and the code of a lambda, are part of the configuration too."""
+    held = [described(cell.cell_contents) for cell in value.__closure__ or () if cell.cell_contents is not value]
+    defaults = described([value.__defaults__, value.__kwdefaults__])
+    code = hashlib.sha256(value.__code__.co_code).hexdigest()[:8] if "<" in value.__qualname__ else ""
+    constants = [str(c) for c in value.__code__.co_consts if isinstance(c, (int, float, str))] if code else []
+    return {"": _name(value), "closure": held, "defaults": defaults, "code": code, "constants": constants}
+
+
+def _tensor(value: Tensor) -> str:
+    plain = value.detach().cpu().contiguous()
+    content = hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return f"{plain.dtype} {tuple(plain.shape)} {content}"
+
+
+def _module(value: nn.Module) -> Any:
+    training = [name for name, module in value.named_modules() if module.training]
+    frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
+    return {"": str(value), "training": training, "frozen": frozen, "state": described(dict(value.state_dict()))}
+
+
+# The first that fits.
+_DESCRIPTIONS: tuple[tuple[Any, Any], ...] = (
+    (Tensor, _tensor),
+    (nn.Module, _module),
+    (FunctionType, _function),
+    (MethodType, lambda value: [described(value.__self__), _name(value.__func__)]),
+    (BuiltinFunctionType, lambda value: f"{value.__module__}.{value.__name__}"),
+    (functools.partial, lambda value: described([value.func, value.args, value.keywords])),
+    (type, _name),
+    ((torch.dtype, torch.device), str),
+    (Mapping, lambda value: {str(name): described(held) for name, held in value.items()}),
+    ((set, frozenset), lambda value: sorted(json.dumps(described(held), sort_keys=True) for held in value)),
+    (Sequence, lambda value: [described(held) for held in value]),
+)

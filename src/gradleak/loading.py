@@ -1,0 +1,206 @@
+"""From what a person types to objects: `train.py:task`, `ig,dlg:steps=10`, `cifar10`, `0,50`.
+
+A reference runs the file it names, as `python train.py` would (with `__name__` other than "__main__"): give only files
+that you would run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from gradleak.engine import Engine
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge
+from gradleak.registry import BadSetting, UnknownName, did_you_mean, parse
+from gradleak.task import Task
+
+
+class LoadError(ValueError):
+    """A reference, a file or a number on the command line that does not give what is wanted."""
+
+
+def methods(given: Iterable[str]) -> tuple[str, ...]:
+    """`["ig,dlg:steps=10,history=5", "gi"]` -> `("ig", "dlg:steps=10,history=5", "gi")`.
+
+    A comma separates methods, and settings of one method: a piece that reads `setting=value` belongs to the method
+    before it. Commas inside brackets belong to a value.
+    """
+    found: list[str] = []
+    for text in given:
+        for position, piece in enumerate(_pieces(text)):
+            name, equals, _ = piece.partition("=")
+            if not equals or ":" in name:
+                found.append(piece)
+            elif position == 0:
+                raise BadSetting(f"{piece!r} is a setting without a method. Write method:{piece}.")
+            else:
+                found[-1] += f"{',' if ':' in found[-1] else ':'}{piece}"
+    return tuple(found)
+
+
+def _pieces(text: str) -> list[str]:
+    """Split at commas outside brackets; empty pieces are dropped."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
+    """`"0,50"` -> `(0, 50)`; `"0-3"` -> `(0, 1, 2, 3)`; with `unique`, each once."""
+    found: list[int] = []
+    try:
+        for piece in _pieces(text):
+            low, dash, high = piece.partition("-")
+            found.extend(range(int(low), int(high) + 1) if dash else [int(low)])
+    except ValueError:
+        raise LoadError(f"{what} must be whole numbers such as 0,50 or 0-3; given {text!r}.") from None
+    if not found:
+        raise LoadError(f"{what} is empty: give whole numbers such as 0,50 or 0-3.")
+    return tuple(dict.fromkeys(found)) if unique else tuple(found)
+
+
+KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "labels": "labels"}
+
+
+def kind(plural: str) -> str:
+    """`attacks` -> the registry's word `attack`; the singular is understood too."""
+    if plural in KINDS.values():
+        return plural
+    if plural not in KINDS:
+        raise UnknownName(f"Nothing to list under {plural!r}.{did_you_mean(plural, [*KINDS, 'data'])}")
+    return KINDS[plural]
+
+
+def recipe(lr: float | None, steps: int | None, epochs: int | None, batch_size: int | None) -> LocalTraining | None:
+    """The client's training rule, where its learning rate is given."""
+    if lr is not None:
+        return LocalTraining(lr=lr, steps=steps, epochs=epochs, batch_size=batch_size)
+    if steps or epochs or batch_size:
+        raise LoadError("--steps, --epochs and --batch-size describe the client's training, which needs --lr too.")
+    return None
+
+
+def knowledge(
+    lr: float | None, steps: int | None, epochs: int | None, batch_size: int | None, labels: str, defence: str
+) -> Knowledge:
+    """The threat model that the options of `gradleak attack` grant."""
+    return Knowledge(
+        given={"y": torch.tensor(numbers(labels, "--labels", unique=False))} if labels else {},
+        training=recipe(lr, steps, epochs, batch_size),
+        defence=parse("defence", defence) if defence else None,
+    )
+
+
+def engine(device: str, precision: str) -> Engine:
+    """An Engine whose device exists."""
+    made = Engine(device=device, precision=precision)
+    try:
+        torch.empty(0, device=made.where)
+    except (RuntimeError, AssertionError) as problem:  # torch without CUDA asserts
+        raise LoadError(f"The device {device!r} cannot be used: {str(problem).splitlines()[0]} Try --device cpu.") from None
+    return made
+
+
+def measured(row: dict[str, Any]) -> str:
+    """One row of `gradleak bench engine` as a line."""
+    speed = f"{row['rate']:12,.1f} a second" if row["rate"] is not None else f"no result ({row['why']})"
+    return f"{row['network']:10} {row['lanes']:5d} lanes  {row['precision']:7} {speed}"
+
+
+def task(reference: str) -> Task:
+    """The Task that `FILE.py:name` or `module:name` names (`FILE.py` alone means `FILE.py:task`)."""
+    found = named_object(reference, "task")
+    if isinstance(found, Task):
+        return found
+    raise LoadError(
+        f"{reference} is a {type(found).__name__}, not a gradleak.Task. In that file write: "
+        "task = gradleak.Task.supervised(model, torch.nn.functional.cross_entropy, like=(x, y))."
+    )
+
+
+def is_reference(text: str) -> bool:
+    """Does this read as `FILE.py`, `FILE.py:name` or `module:name` rather than as a name or a path to data?"""
+    place, colon, name = text.rpartition(":")
+    return text.endswith(".py") or (bool(colon) and name.isidentifier() and (place.endswith(".py") or _dotted(place)))
+
+
+def named_object(reference: str, default: str) -> Any:
+    """The object a reference names; a function of no arguments is called for it, so that a file may build it late."""
+    place, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():  # also C:\train.py, where the colon belongs to the path
+        place, name = reference, default
+    module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place, reference)
+    if not hasattr(module, name):
+        public = [key for key in vars(module) if not key.startswith("_")]
+        raise LoadError(f"{place} has no {name!r}.{_some_names(name, public)}")
+    found = getattr(module, name)
+    return _guarded(found, place) if inspect.isfunction(found) else found
+
+
+def _some_names(name: str, public: list[str]) -> str:
+    return did_you_mean(name, public) if len(public) <= 40 else did_you_mean(name, [])
+
+
+def _dotted(text: str) -> bool:
+    return bool(text) and all(part.isidentifier() for part in text.split("."))
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LoadError(f"There is no file {path} (looked from {Path.cwd()}).")
+    path = path.resolve()
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # the file may import its neighbours, as it can when Python runs it
+    name = f"gradleak_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look their module up there
+    loader = spec.loader
+    _guarded(lambda: loader.exec_module(module), str(path))
+    return module
+
+
+def _from_name(name: str, reference: str) -> ModuleType:
+    if not _dotted(name):
+        raise LoadError(f"{reference!r} names neither a file nor a module. Write FILE.py:name, such as train.py:task.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None:
+        raise LoadError(f"There is no module {name!r} (for {reference!r}). For a file, write FILE.py:name.")
+    module = _guarded(lambda: importlib.import_module(name), name)
+    assert isinstance(module, ModuleType)
+    return module
+
+
+def _guarded(run: Any, place: str) -> Any:
+    """Run the user's code; whatever it raises becomes one message that says where in the user's file it happened."""
+    try:
+        return run()
+    except (Exception, SystemExit) as problem:
+        frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename != __file__]
+        own = [frame for frame in frames if Path(frame.filename).name == Path(place).name]
+        line = problem.lineno if isinstance(problem, SyntaxError) else own[-1].lineno if own else None
+        where = f"{place}, line {line}" if line else place
+        raise LoadError(f"{where} raised {type(problem).__name__}: {problem}") from problem

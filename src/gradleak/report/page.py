@@ -1,0 +1,434 @@
+"""What the report shows, as plain values: read off an AuditResult here, laid out by the template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gradleak.progress import duration
+from gradleak.report import pictures
+
+if TYPE_CHECKING:
+    from gradleak.results import AuditResult, Row, Summary
+
+TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
+SHOWN = 6  # pictures of each defence at once; the others fold away
+MOST = 24  # pictures of each defence in all, so that the file stays small enough to send
+FORMS = {
+    "undefended": "undefended",
+    "naive": "by attackers who ignore it",
+    "masked": "by attackers who weigh out what it noised or dropped",
+    "adaptive": "by attackers who know it and predict through it",
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One table cell; with a tone it is drawn as a tag."""
+
+    text: str
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    cells: tuple[Value, ...]
+    hatched: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    name: str
+    alt: str
+    uri: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A private image, what was recovered of it, and the difference."""
+
+    title: str
+    detail: str
+    panels: tuple[Panel, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The pictures of one defence, best recovered first."""
+
+    name: str
+    verdict: Value
+    text: str
+    shots: tuple[Shot, ...]
+    more: tuple[Shot, ...]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Banner:
+    word: str
+    tone: str
+    paragraph: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Control:
+    word: str
+    tone: str
+    text: str
+    shots: tuple[Shot, ...]
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str
+    status: str
+    paper: str
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    subtitle: str
+    version: str
+    verdict: Banner
+    threat: str
+    results: Table
+    gallery: tuple[Group, ...]
+    control: Control
+    baselines: Table | None
+    checks: Table | None
+    untested: tuple[str, ...]
+    command: str
+    settings: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+    references: tuple[Reference, ...] = field(default=())
+
+    @staticmethod
+    def of(result: AuditResult) -> Page:
+        from gradleak import __version__
+
+        verdict, summaries = result.verdict, result.summaries
+        grid = [row for row in result.rows if not row.get("control")]
+        name = result.folder.name if result.folder is not None else "audit"
+        return Page(
+            title=f"Gradient-leakage audit: {name}",
+            subtitle=_subtitle(summaries, result),
+            version=__version__,
+            verdict=Banner(verdict.word, _tone(verdict.word), verdict.paragraph, verdict.rule),
+            threat=_threat(grid, result.settings),
+            results=_results(summaries),
+            gallery=tuple(_gallery(result, grid)),
+            control=_control(result),
+            baselines=_baselines(grid),
+            checks=_checks(grid),
+            untested=tuple(_untested(grid, summaries)),
+            command=_command(result),
+            settings=tuple(_flat(result.settings)),
+            environment=tuple(_flat(result.environment)),
+            references=tuple(_references(grid)),
+        )
+
+    @property
+    def sections(self) -> tuple[tuple[str, str], ...]:
+        """Anchor and name of each section that is there, in order."""
+        every = (
+            ("results", "Results", True),
+            ("gallery", "Pictures", self.gallery),
+            ("control", "Positive control", True),
+            ("baselines", "Without any gradient", self.baselines),
+            ("checks", "Checks", self.checks),
+            ("untested", "Not tested", True),
+            ("repeat", "To repeat", True),
+            ("references", "References", self.references),
+        )
+        return tuple((anchor, name) for anchor, name, there in every if there)
+
+
+def _tone(word: str) -> str:
+    return TONES.get(word, "void")
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f} %"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def _subtitle(summaries: Sequence[Summary], result: AuditResult) -> str:
+    attacks, defences = {s.attack for s in summaries}, {s.defence for s in summaries if s.defence != "none"}
+    spent = sum(float(row.get("seconds") or 0.0) for row in result.rows)
+    when = result.environment.get("time") or result.environment.get("date") or ""
+    parts = [_plural(len(attacks), "attack"), _plural(len(defences), "defence"), f"{duration(spent)} of attacks", str(when)]
+    if not result.complete:
+        parts.insert(0, "INCOMPLETE: cells are missing")
+    return " · ".join(filter(None, parts))
+
+
+def _threat(grid: Sequence[Row], settings: Mapping[str, Any]) -> str:
+    sizes = sorted({int(row["examples"]) for row in grid if row.get("examples")})
+    levels = sorted({str(row["knows"]) for row in grid if row.get("knows")})
+    forms = [FORMS[form] for form in FORMS if form != "undefended" and any(row.get("form") == form for row in grid)]
+    counted = " or ".join(map(str, sizes)) or "?"
+    sentence = (
+        "A passive, honest-but-curious server sees the model it sent and one client's update, computed on "
+        f"{counted} private example{'' if sizes == [1] else 's'}, and changes nothing."
+    )
+    if levels:
+        sentence += f" What else it is granted: level {' or '.join(levels)} of Carletti et al. (USENIX Security 2025)."
+    if forms:
+        sentence += f" Defences are attacked {'; '.join(forms)}."
+    return sentence
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _results(summaries: Sequence[Summary]) -> Table:
+    names = ("attack", "defence", "attacker", "round", "batch", "verdict", "recovered", "above baseline")
+    names += ("PSNR mean (worst)", "SSIM mean (worst)", "rank 1 (chance)", "labels", "converged")
+    words = {"attack", "defence", "attacker", "verdict"}
+    order = sorted(summaries, key=lambda s: (s.defence != "none", s.defence, s.round, -_sortable(s.recovered.value)))
+    return Table(
+        "One line per attack, defence and attacker, all targets and seeds together. Intervals are 95 %, by bootstrap over "
+        "targets. Worst: the best recovered image, the worst case for a client.",
+        tuple(Column(name, name not in words) for name in names),
+        tuple(_result(summary) for summary in order),
+    )
+
+
+def _sortable(value: float) -> float:
+    return value if math.isfinite(value) else -1.0
+
+
+def _result(line: Summary) -> Line:
+    def pair(name: str, digits: int) -> str:
+        return f"{_number(line.means.get(name), digits)} ({_number(line.worst.get(name), digits)})"
+
+    excess = line.excess.value
+    rank = line.rates.get("rank1")
+    values = (
+        *(Value(line.attack), Value(line.defence), Value(line.form), Value(str(line.round)), Value(str(line.examples))),
+        Value("failed" if line.errors and not line.targets else line.word, _tone(line.word)),
+        Value(f"{_percent(line.recovered.value)} [{_percent(line.recovered.low)}, {_percent(line.recovered.high)}]"),
+        Value(f"{100 * excess:+.0f} %" if math.isfinite(excess) else "-"),
+        *(Value(pair("psnr", 1)), Value(pair("ssim", 2))),
+        Value(f"{_percent(rank.value)} ({_percent(line.chance)})" if rank else "-"),
+        *(Value(_percent(line.means.get("labels"))), Value(_percent(line.converged))),
+    )
+    return Line(values, hatched=line.word in ("inconclusive", "void") or bool(line.errors))
+
+
+def _baselines(grid: Sequence[Row]) -> Table | None:
+    """Per baseline, its mean scores; these do not depend on the attack, but for the unrelated update."""
+    gathered: dict[str, dict[str, list[float]]] = {}
+    for row in grid:
+        for baseline, scores in (row.get("baselines") or {}).items():
+            if baseline == "unrelated update":
+                baseline = f"{baseline}, {row['attack']}"
+            for score in ("psnr", "ssim"):
+                gathered.setdefault(baseline, {}).setdefault(score, []).extend(_numbers(scores.get(score)))
+    if not gathered:
+        return None
+    explained = {
+        "mid-grey": "a grey image",
+        "mean image": "the mean of other real images",
+        "nearest other": "the nearest of other real images, chosen with the truth",
+        "nearest of class": "the nearest of the same class, chosen with the truth",
+    }
+    rows = [
+        Line((Value(name), *(Value(_number(_mean(scores["psnr"]), 1)), Value(_number(_mean(scores["ssim"]), 2))),
+              Value(explained.get(name, "the same attack on the update of somebody else"))))
+        for name, scores in sorted(gathered.items())
+    ]  # fmt: skip
+    columns = (Column("baseline", False), Column("PSNR"), Column("SSIM"), Column("what it is", False))
+    return Table("Mean over all targets.", columns, tuple(rows))
+
+
+def _numbers(values: Any) -> list[float]:
+    values = values if isinstance(values, Sequence) and not isinstance(values, str) else [values]
+    return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _checks(grid: Sequence[Row]) -> Table | None:
+    """Every finding once per cell, with the number of its targets; failed cells first."""
+    found: dict[tuple[str, str, str, str], tuple[int, str, str]] = {}
+    for row in grid:
+        where = f"{row['attack']} / {row['defence']} / {row['form']} / round {row['round']}"
+        if row.get("status") == "failed":
+            text = str(row.get("error") or "no message")
+            found[where, "failed", "error", text] = (1, text, "see the traceback in rows.jsonl; the same command retries it")
+            continue
+        for check in row.get("checks") or ():
+            key = (where, str(check["name"]), str(check["severity"]), "")
+            count, text, fix = found.get(key, (0, str(check["text"]), str(check["fix"])))
+            found[key] = (count + 1, text, fix)
+    if not found:
+        return None
+    tones = {"error": "bad", "warning": "warn", "note": "void"}
+    order = sorted(found.items(), key=lambda item: (list(tones).index(item[0][2]) if item[0][2] in tones else 9, item[0]))
+    rows = [
+        Line((Value(where), Value(severity, tones.get(severity, "void")), Value(name), Value(str(count)), Value(text), Value(fix)))
+        for (where, name, severity, _), (count, text, fix) in order
+    ]
+    names = (("cell", False), ("", False), ("check", False), ("targets", True), ("what, for the first of them", False))
+    columns = tuple(Column(*name) for name in (*names, ("what to do", False)))
+    return Table("Findings about the attacks and the observations; none of them uses the private data.", columns, tuple(rows))
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
+    """Per defence: each private image once, as the strongest attack recovered it, best recovered first."""
+    best: dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]] = {}
+    for row in grid:
+        for example, psnr in enumerate((row.get("scores") or {}).get("psnr") or ()):
+            image = (row["round"], row["seed"], row["observation"], example)
+            held = best.setdefault(str(row["defence"]), {})
+            if psnr is not None and (image not in held or psnr > held[image][0]):
+                held[image] = (psnr, row, example)
+    for defence in sorted(best, key=lambda name: (name != "none", name)):
+        order = sorted(best[defence].values(), key=lambda entry: -entry[0])
+        shots = [shot for _, row, example in order[:MOST] if (shot := _shot(result, row, example)) is not None]
+        if not shots:
+            continue
+        verdict = result.verdicts.get(defence)
+        yield Group(
+            "Undefended" if defence == "none" else f"Defence: {defence}",
+            Value(verdict.word, _tone(verdict.word)) if verdict else Value(""),
+            verdict.paragraph if verdict and len(best) > 1 else "",
+            tuple(shots[:SHOWN]),
+            tuple(shots[SHOWN:]),
+            max(0, len(order) - MOST),
+        )
+
+
+def _shot(result: AuditResult, row: Row, example: int) -> Shot | None:
+    try:
+        images = result.images(row["cell"])
+    except (FileNotFoundError, KeyError):
+        return None  # the arrays were deleted, which is a sensible thing to do with private images
+    target = int(row["target"])
+    true, found = images["true"][target, example], images["found"][target, example]
+    if not pictures.drawable(true.shape):
+        return None
+    scores = {name: values[example] for name, values in row["scores"].items() if values}
+    hits = row.get("hits") or {}
+    recovered = hits["recovered"][example] if hits.get("recovered") else None
+    told = f"PSNR {_number(scores.get('psnr'), 1)} dB, SSIM {_number(scores.get('ssim'), 2)}"
+    detail = told + {True: ", recovered", False: ", not recovered", None: ""}[recovered]
+    if row.get("converged") is False:
+        detail += ", attack did not converge"
+    attacker = "" if row["form"] == "undefended" else f" ({row['form']})"
+    what = f"example {example + 1} of target {row['observation']}"
+    panels = (
+        ("true", f"private image, {what}", true),
+        ("recovered", f"what {row['attack']} recovered of {what}: {told}", found),
+        ("difference", f"absolute difference of the two, {what}", pictures.difference(true, found)),
+    )
+    height, width = true.shape[-2:]
+    return Shot(
+        f"{row['attack']}{attacker}",
+        f"{detail}; {row['observation']}" + (f", round {row['round']}" if row["round"] else ""),
+        tuple(Panel(name, alt, pictures.data_uri(image), width, height) for name, alt, image in panels),
+    )
+
+
+def _control(result: AuditResult) -> Control:
+    control = result.positive_control
+    rows = [row for row in result.rows if row.get("cell") == control.cell and row.get("status") != "failed"]
+    shots = [shot for row in rows[:3] if (shot := _shot(result, row, 0)) is not None]
+    word, tone = ("passed", "good") if control.passed else ("failed: this run shows nothing", "bad")
+    return Control(word, tone, control.text, tuple(shots))
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def _untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str]:
+    """What a reader might take for covered and is not. An audit that does not say this misleads."""
+    from gradleak import registry
+
+    used = {str(row["attack"]).partition(":")[0] for row in grid}
+    idle = [entry.name for entry in registry.entries("attack") if entry.name not in used]
+    rounds = sorted({int(row["round"]) for row in grid})
+    sizes = sorted({int(row["examples"]) for row in grid})
+    yield "Active servers, which change weights, plant traps in the model or pick clients: they see more."
+    yield "Other leakage than reconstruction, such as who took part (membership) or properties of the data as a whole."
+    if idle:
+        yield f"{_plural(len(idle), 'attack')} that this version has: {', '.join(idle)}."
+    if not any(row["defence"] != "none" for row in grid):
+        yield "Any defence."
+    elif not any(row["form"] == "adaptive" for row in grid):
+        yield "Attackers who know the defence: a defence that only stops those who do not know it does not protect."
+    if rounds == [0]:
+        yield "Trained models: only round 0 was attacked, and leakage changes with training."
+    if sizes:
+        yield f"Batches of other sizes than {', '.join(map(str, sizes))}."
+    if not any(str(row.get("knows", "")).startswith(("D", "E")) for row in grid):
+        yield "Attackers with data or generators like the clients' (levels D and E): they recover more."
+    count = max((summary.targets * summary.seeds for summary in summaries), default=0)
+    if count < 150:
+        yield f"Enough targets for a published claim: this run has {count} per line; 50 targets with 3 seeds are a floor."
+    yield "A longer search: what was not found may be found with more steps, more restarts or a better attack."
+
+
+def _command(result: AuditResult) -> str:
+    place = f"{result.folder.name}/run.toml" if result.folder is not None else "run.toml"
+    return f"gradleak audit --config {place} --out {result.folder.name if result.folder is not None else 'run'}-again"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested settings as `name.inner` and text."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield f"{prefix}{name}", ", ".join(map(str, value)) or "none"
+        else:
+            yield f"{prefix}{name}", "none" if value is None else str(value)
+
+
+def _references(grid: Iterable[Row]) -> Iterator[Reference]:
+    from gradleak import registry
+
+    used = {("attack", str(row["attack"])) for row in grid} | {("defence", str(row["defence"])) for row in grid}
+    names = sorted({(kind, name.partition(":")[0]) for kind, name in used if name != "none"})
+    for kind, name in names:
+        known = next((entry for entry in registry.entries(kind) if entry.name == name), None)
+        if known is not None:
+            yield Reference(name, known.status, known.paper or known.summary)
+    yield Reference(
+        "threat levels",
+        "taxonomy",
+        "Carletti et al., SoK: Gradient Inversion Attacks in Federated Learning, USENIX Security 2025",
+    )

@@ -1,0 +1,72 @@
+"""Pictures for people: tensors in [0, 1] to PNG bytes, data URIs and contact sheets."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+LARGEST = 128  # pixels; a report shows larger images reduced to this side, so that it stays small enough to send
+
+
+def picture(image: Tensor, largest: int | None = None) -> Image.Image:
+    """One image (C, H, W) in [0, 1], grey or colour, as 8 bits; what is not finite is shown as black."""
+    if image.dim() != 3 or image.shape[0] not in (1, 3):
+        raise ValueError(f"A picture needs shape (1 or 3, height, width); given {tuple(image.shape)}.")
+    values = image.detach().cpu().double().nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round().byte()
+    array = values.permute(1, 2, 0).numpy()
+    drawn = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+    if largest is not None and max(drawn.size) > largest:
+        drawn.thumbnail((largest, largest))
+    return drawn
+
+
+def png(drawn: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    drawn.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def data_uri(image: Tensor) -> str:
+    """One image as `data:image/png;base64,...`."""
+    return "data:image/png;base64," + base64.b64encode(png(picture(image, LARGEST))).decode("ascii")
+
+
+def difference(first: Tensor, second: Tensor) -> Tensor:
+    """|first - second| as a grey image (1, H, W): black where they agree."""
+    return (first.double() - second.double()).abs().nan_to_num(1.0).clamp(0, 1).mean(0, keepdim=True)
+
+
+def drawable(shape: Sequence[int]) -> bool:
+    """Can a field of this shape (without the batch axis) be shown as a picture?"""
+    return len(shape) == 3 and shape[0] in (1, 3)
+
+
+def sheet(rows: Sequence[tuple[str, Sequence[Tensor]]], scale: int | None = None) -> Image.Image:
+    """A contact sheet: one labelled row of images (C, H, W) after another, enlarged without smoothing."""
+    images = [image for _, row in rows for image in row]
+    if not images:
+        raise ValueError("A sheet needs at least one image.")
+    height, width = images[0].shape[-2:]
+    scale = scale or max(1, 96 // max(height, width))
+    gap, columns = 6, max(len(row) for _, row in rows)
+    wide, high = width * scale, height * scale
+    label = max((8 * len(text) for text, _ in rows), default=0) + gap
+    size = (label + columns * (wide + gap) + gap, gap + len(rows) * (high + gap))
+    drawn = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(drawn)
+    for row, (text, members) in enumerate(rows):
+        top = gap + row * (high + gap)
+        pen.text((gap, top + high // 2 - 6), text, fill="black")
+        for column, image in enumerate(members):
+            enlarged = picture(image).resize((wide, high), Image.Resampling.NEAREST)
+            drawn.paste(enlarged, (label + gap + column * (wide + gap), top))
+    return drawn
+
+
+def blank(shape: Sequence[int]) -> Tensor:
+    return torch.zeros(tuple(shape))
