@@ -109,6 +109,10 @@ class Match(Protocol):
 
     def reduce(self, residual: Params) -> Tensor: ...
 
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        """reduce(residual(predicted, observed)); a match may compute it in fewer passes."""
+        ...
+
 
 class Prior(Protocol):
     """A scalar that says how unlikely a batch is. One that looks across restarts also has `refresh` and `due`."""

@@ -29,8 +29,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # `gradleak list | head`: typer knows
-        except KeyboardInterrupt:
-            _tell(ctx.obj or "Interrupted.")
+        except KeyboardInterrupt as stop:
+            from gradleak.loading import command_line
+
+            kept = f"{stop} Go on with: {command_line()}" if str(stop) else ctx.obj or "Interrupted."
+            _tell(kept)
             raise typer.Exit(130) from None
         except (ValueError, LookupError, TypeError, OSError, RuntimeError, ImportError) as problem:
             if not _expected(problem):
@@ -80,9 +83,15 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machin
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
-Reference = Annotated[str, typer.Option("--task", "-t", metavar="FILE.py:NAME", help="The Task of the model that was sent.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... ; auto takes CUDA where there is one.")]
-Precision = Annotated[str, typer.Option(help="strict (float32), fast (TF32 allowed) or double (float64).")]
+Reference = Annotated[
+    str, typer.Option("--task", "-t", metavar="FILE.py:NAME", help="The Task of the model that was sent.")
+]
+DEVICES = "cpu, cuda, cuda:1, ... ; auto takes CUDA where there is one."
+PRECISIONS = "strict (float32), fast (TF32 allowed) or double (float64)."
+Device = Annotated[str, typer.Option(help=DEVICES)]
+Precision = Annotated[str, typer.Option(help=PRECISIONS)]
+OtherDevice = Annotated[str | None, typer.Option("--device", help=DEVICES)]  # None: the configuration's
+OtherPrecision = Annotated[str | None, typer.Option("--precision", help=PRECISIONS)]
 LearningRate = Annotated[float | None, typer.Option("--lr", help="The client's learning rate.")]
 LocalSteps = Annotated[int | None, typer.Option("--steps", min=1, help="Local steps of the client in a round.")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Local epochs, instead of --steps.")]
@@ -99,16 +108,122 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None: ...
+
+
+@app.command()
+def audit(
+    context: typer.Context,
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="[FILE.py:NAME]", help="A Task, an Audit or a model's name; nothing: the built-in audit."
+        ),
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="A run.toml to repeat; other options change it.")] = None,
+    attack: Annotated[
+        list[str] | None, typer.Option("--attack", "-a", help="ig,dlg:steps=300 (gradleak list attacks).")
+    ] = None,
+    defence: Annotated[
+        list[str] | None, typer.Option("--defence", "-d", help="none,NAME:setting=value (gradleak list defences).")
+    ] = None,
+    rounds: Annotated[str, typer.Option(help="Rounds at which to attack: 0,50.")] = "",
+    targets: Annotated[int | None, typer.Option(min=1, help="Updates attacked in each cell.")] = None,
+    seeds: Annotated[str, typer.Option(help="Of the attacks' random starts: 0,1,2 or 0-2.")] = "",
+    data: Annotated[
+        str, typer.Option(help="Images by name (gradleak data list), an .npz, a folder or FILE.py:NAME.")
+    ] = "",
+    clients: Annotated[int | None, typer.Option(min=1, help="Clients that share the data.")] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round.")] = None,
+    lr: LearningRate = None,
+    steps: LocalSteps = None,
+    epochs: Epochs = None,
+    batch_size: BatchSize = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two steps on one target: does everything run?")] = False,
+    device: OtherDevice = None,
+    precision: OtherPrecision = None,
+    fail_above: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit 1 where more than this share is recovered."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the run; the same one resumes.")] = None,
+) -> None:
+    """Attack a training set-up with every attack, against every defence, and say what leaks.
+
+    Without any argument: the built-in audit on real images, on a CPU in about two minutes.
+    """
+    from gradleak import loading
+    from gradleak.audit import estimate
+    from gradleak.progress import shown
+    from gradleak.report import threshold
+    from gradleak.request import Request
+
+    request = Request(
+        reference=reference,
+        config=config,
+        attacks=loading.methods(attack or ()),
+        defences=loading.methods(defence or ()),
+        rounds=loading.numbers(rounds, "--rounds") if rounds else (),
+        seeds=loading.numbers(seeds, "--seeds") if seeds else (),
+        targets=targets,
+        data=data,
+        clients=clients,
+        examples=examples,
+        training=loading.recipe(lr, steps, epochs, batch_size),
+        device=device or "",
+        precision=precision or "",
+        quick=quick,
+    )
+    context.find_root().obj = "Interrupted before the first cell; nothing was written."
+    planned = request.audit()
+    _tell(f"{estimate(planned)}\nInto {out or request.folder}. Ctrl-C is safe: the same command resumes.")
+    with shown() as progress:
+        result = request.run(planned, out, progress)
+    typer.echo(result.table())
+    typer.echo(f"\n{result.verdict}")
+    typer.echo(f"\nReport: {result.report((result.folder or Path()) / 'report.html')}")
+    if fail_above is not None and (reason := threshold.crossed(result, fail_above)):
+        _tell(f"gradleak: {reason}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The HTML file; default: report.html in the folder.")
+    ] = None,
+) -> None:
+    """Write a run's report again. Runs no attack."""
+    from gradleak.results import AuditResult
+
+    typer.echo(AuditResult.load(run).report(out or run / "report.html"))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of another.")],
+) -> None:
+    """What changed from one run to another, line by line."""
+    from gradleak.results import AuditResult
+
+    typer.echo(str(AuditResult.load(first).compare(AuditResult.load(second))))
 
 
 @app.command()
 def attack(
     context: typer.Context,
-    observations: Annotated[list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")],
+    observations: Annotated[
+        list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")
+    ],
     task: Reference,
-    attack: Annotated[str, typer.Option("--attack", "-a", help="Its name, with settings: ig:steps=2000,restarts=8.")] = "ig",
+    attack: Annotated[
+        str, typer.Option("--attack", "-a", help="Its name, with settings: ig:steps=2000,restarts=8.")
+    ] = "ig",
     lr: LearningRate = None,
     steps: LocalSteps = None,
     epochs: Epochs = None,
@@ -118,9 +233,11 @@ def attack(
     seed: Annotated[int, typer.Option(help="Of the attack's random starts.")] = 0,
     device: Device = "auto",
     precision: Precision = "strict",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path("runs/attack"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path(
+        "runs/attack"
+    ),
 ) -> None:
-    """Attack updates that were recorded anywhere. Needs no private data, so it says how well it fitted, not how close."""
+    """Attack updates recorded anywhere. Needs no private data, so it tells how well it fitted, not how close it is."""
     from gradleak import loading, registry
     from gradleak.observation import Observation
     from gradleak.progress import shown
@@ -131,7 +248,7 @@ def attack(
     model = loading.task(task)
     knows = loading.knowledge(lr, steps, epochs, batch_size, labels, defence)
     engine = loading.engine(device, precision)
-    context.obj = "Interrupted; nothing was written."
+    context.find_root().obj = "Interrupted; nothing was written."
     with shown() as progress:
         progress.start(1)
         progress.cell(f"{attack} on {len(seen)} target{'s' * (len(seen) > 1)}", 0)
@@ -152,14 +269,18 @@ def check(
     for problem in problems:
         typer.echo(f"{problem.severity:8}{problem.what}\n{'':8}-> {problem.fix}")
     errors = sum(problem.severity == "error" for problem in problems)
-    typer.echo(f"{reference}: {len(problems)} findings, {errors} errors." if problems else f"{reference}: no problems found.")
+    typer.echo(
+        f"{reference}: {len(problems)} findings, {errors} errors." if problems else f"{reference}: no problems found."
+    )
     if errors:
         raise typer.Exit(1)
 
 
 @app.command(name="list")
 def list_methods(
-    kind: Annotated[str, typer.Argument(help="attacks, defences, models, labels or data; nothing lists all names.")] = "",
+    kind: Annotated[
+        str, typer.Argument(help="attacks, defences, models, labels or data; nothing lists all names.")
+    ] = "",
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
 ) -> None:
     """What there is by name: its paper, whether its figures were checked, its settings."""
@@ -206,7 +327,7 @@ def data_get(
     from gradleak.data import get
     from gradleak.progress import shown
 
-    context.obj = f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}"
+    context.find_root().obj = f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}"
     with shown() as progress:
         progress.start(1)
         progress.cell(f"fetching {name}", 0)
@@ -217,7 +338,9 @@ def data_get(
 @bench_app.command("engine")
 def bench_engine(
     networks: Annotated[str, typer.Option(help="lenet,convnet64,resnet18")] = "lenet,convnet64,resnet18",
-    lanes: Annotated[str, typer.Option(help="Reconstructions solved together, one measurement for each.")] = "1,32,128,512",
+    lanes: Annotated[
+        str, typer.Option(help="Reconstructions solved together, one measurement for each.")
+    ] = "1,32,128,512",
     precision: Annotated[str, typer.Option(help="fast, strict, double")] = "fast,strict",
     seconds: Annotated[float, typer.Option(help="How long to measure each.")] = 2.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the rows as JSON.")] = None,

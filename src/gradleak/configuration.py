@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,11 +35,7 @@ def described(value: Any) -> Any:
             return describe(value)
     if is_dataclass(value):
         return {"": _name(type(value)), **{f.name: described(getattr(value, f.name)) for f in fields(value)}}
-    return {"": _name(type(value)), **{name: described(held) for name, held in sorted(vars_of(value).items())}}
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    return dict(getattr(value, "__dict__", {}))
+    return {"": _name(type(value)), **{name: described(held) for name, held in getattr(value, "__dict__", {}).items()}}
 
 
 def _name(value: Any) -> str:
@@ -76,7 +73,45 @@ _DESCRIPTIONS: tuple[tuple[Any, Any], ...] = (
     (functools.partial, lambda value: described([value.func, value.args, value.keywords])),
     (type, _name),
     ((torch.dtype, torch.device), str),
+    (np.ndarray, lambda value: [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()[:16]]),
     (Mapping, lambda value: {str(name): described(held) for name, held in value.items()}),
     ((set, frozenset), lambda value: sorted(json.dumps(described(held), sort_keys=True) for held in value)),
     (Sequence, lambda value: [described(held) for held in value]),
 )
+
+
+# --- TOML -----------------------------------------------------------------------------------------------------------
+
+
+def to_toml(settings: Mapping[str, Any], comment: str = "") -> str:
+    """Nested tables as text; None is left out, since TOML has no such value."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+
+    def table(name: str, held: Mapping[str, Any]) -> None:
+        if name:
+            lines.extend(["", f"[{name}]"])
+        inner = {key: value for key, value in held.items() if isinstance(value, Mapping)}
+        lines.extend(f"{key} = {_toml(value)}" for key, value in held.items() if key not in inner and value is not None)
+        for key, value in inner.items():
+            table(f"{name}.{key}" if name else key, value)
+
+    table("", settings)
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    return repr(value)  # int and float: TOML spells them as Python does
+
+
+def from_toml(text: str) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ImportError:  # Python 3.10
+        import tomli as tomllib  # type: ignore[no-redef]
+    return tomllib.loads(text)

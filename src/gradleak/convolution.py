@@ -110,8 +110,11 @@ class _Convolution(torch.autograd.Function):
             )
         ]
         to_input = F.conv_transpose2d(grad, weight, None, window.stride, window.padding, tuple(rest))
-        columns = Patches.apply(x, window)  # (B, K, P)
-        to_weight = (grad.flatten(2) @ columns.transpose(1, 2)).sum(0)  # (B, O, P) @ (B, P, K), summed over examples
+        rows, columns = grad.flatten(2), Patches.apply(x, window)  # (B, O, P), (B, K, P)
+        if rows.shape[0] == 1:  # one example is the common case, and a sum over one row would still be a pass
+            to_weight = rows[0] @ columns[0].T
+        else:
+            to_weight = (rows @ columns.transpose(1, 2)).sum(0)
         return to_input, to_weight.reshape(weight.shape), None
 
 
@@ -119,9 +122,7 @@ class LaneConvolutions(TorchFunctionMode):
     """While active, ordinary two-dimensional convolutions are computed as above; all others are left alone."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.conv2d:
-            return func(*args, **(kwargs or {}))
-        return _conv2d(*args, **(kwargs or {}))
+        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
 
 
 def _conv2d(
@@ -139,6 +140,29 @@ def _conv2d(
     window = Window(*sides, (weight.shape[2], weight.shape[3]), _pair(stride), _pair(padding))
     out: Tensor = _Convolution.apply(input, weight, window)
     return out if bias is None else out + bias[:, None, None]
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """In evaluation mode BatchNorm is one scale and one shift per channel, whose second derivative is short."""
+    if training or running_mean is None or running_var is None:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    scale = (running_var + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    shape = (-1, *[1] * (input.dim() - 2))
+    return input * scale.reshape(shape) + shift.reshape(shape)
+
+
+_INSTEAD: dict[Any, Any] = {F.conv2d: _conv2d, F.batch_norm: _batch_norm}
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ far) is captured once as a graph and replayed; the step number is a device tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.func import grad_and_value, vmap
 
 from gradleak import tree
 from gradleak.attack import Now, Progress, Scene, Scored, SharedPrior, Stage
+from gradleak.convolution import LaneConvolutions
 from gradleak.draws import Draws
 from gradleak.observation import stack
 from gradleak.task import Batch, double_backward_safe
@@ -69,8 +70,10 @@ class Engine:
         """The precision and the attention kernels this engine asks for; the user's settings come back afterwards."""
         matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "fast"
+        # On a GPU lanes gain severalfold from convolutions as matrix products; a CPU runs grouped ones well enough.
+        layers = LaneConvolutions() if self.batched and self.where.type == "cuda" else nullcontext()
         try:
-            with double_backward_safe():
+            with double_backward_safe(), layers:
                 yield
         finally:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, conv
@@ -101,16 +104,15 @@ class LaneProblem:
     def batch(self, v: Tree) -> Batch:
         return {**self.scene.fields, **self.stage.space.decode(v, self.scene, self.now)}
 
-    def _residual(self, v: Tree, batch: Batch) -> Params:
-        predicted = self.stage.predict(batch, v, self.scene, self.now)
-        return self.stage.match.residual(predicted, self.observed)
+    def predicted(self, v: Tree) -> Params:
+        return self.stage.predict(self.batch(v), v, self.scene, self.now)
 
     def residual(self, v: Tree) -> Tree:
-        return self._residual(v, self.batch(v))
+        return self.stage.match.residual(self.predicted(v), self.observed)
 
     def value(self, v: Tree) -> Scored:
         batch = self.batch(v)
-        match = self.stage.match.reduce(self._residual(v, batch))
+        match = self.stage.match.distance(self.stage.predict(batch, v, self.scene, self.now), self.observed)
         objective = match
         for position, prior in enumerate(self.stage.priors):
             scene = replace(self.scene, shared=self.scene.shared.get(str(position), {}))
@@ -175,7 +177,8 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
 def _equal(a: Tree, b: Tree) -> bool:
     if a.keys() != b.keys():
         return False
-    return all(_equal(a[name], b[name]) if isinstance(a[name], dict) else torch.equal(a[name], b[name]) for name in a)
+    same = lambda x, y: x is y or (_equal(x, y) if isinstance(x, dict) else torch.equal(x, y))  # noqa: E731
+    return all(same(a[name], b[name]) for name in a)
 
 
 def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
@@ -323,6 +326,9 @@ class Search:
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
         self.v = _own(self.lift(variables)(begin))
+        if self.step.is_cuda:
+            predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
+            self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
         for position, prior in enumerate(stage.priors):
             if isinstance(prior, SharedPrior):
                 self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
@@ -451,6 +457,11 @@ def _draws(scene: Scene) -> Draws:
 def _own(values: Tree) -> Tree:
     """Memory of its own for every tensor: vmap returns expanded views, and static tensors are written in place."""
     return tree.map(lambda value: value.detach().clone(memory_format=torch.contiguous_format), values)
+
+
+def _laid_out_like(value: Tensor, other: Tensor) -> Tensor:
+    """The same values in the memory order of `other`: comparing two orders costs a GPU several times the bandwidth."""
+    return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
 
 
 def _assign(held: Tree, values: Tree) -> None:

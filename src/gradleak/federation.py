@@ -98,12 +98,14 @@ class Federation:
         wanted = set(rounds)
         defence = defence or Defence()
         now = Snapshot(defence.initial(task.weights(), {}), task.buffers())
-        kept = {0: now}
+        kept = {}
         states = [ClientState() for _ in range(self.clients)]
-        for number in range(max(wanted, default=0)):
-            now = self._round(task, data, number, defence, now, states)
-            kept[number + 1] = now
-        return {number: kept[number] for number in sorted(wanted)}
+        for number in range(max(wanted, default=-1) + 1):
+            if number in wanted:
+                kept[number] = now
+            if number < max(wanted):
+                now = self._round(task, data, number, defence, now, states)
+        return kept
 
     def _round(
         self, task: Task, data: Examples, number: int, defence: Defence, now: Snapshot, states: list[ClientState]

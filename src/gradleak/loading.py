@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from gradleak import data
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge
@@ -37,7 +39,7 @@ def methods(given: Iterable[str]) -> tuple[str, ...]:
     """
     found: list[str] = []
     for text in given:
-        for position, piece in enumerate(_pieces(text)):
+        for position, piece in enumerate(pieces(text)):
             name, equals, _ = piece.partition("=")
             if not equals or ":" in name:
                 found.append(piece)
@@ -48,7 +50,7 @@ def methods(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _pieces(text: str) -> list[str]:
+def pieces(text: str) -> list[str]:
     """Split at commas outside brackets; empty pieces are dropped."""
     pieces, depth = [""], 0
     for character in text:
@@ -64,7 +66,7 @@ def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
     """`"0,50"` -> `(0, 50)`; `"0-3"` -> `(0, 1, 2, 3)`; with `unique`, each once."""
     found: list[int] = []
     try:
-        for piece in _pieces(text):
+        for piece in pieces(text):
             low, dash, high = piece.partition("-")
             found.extend(range(int(low), int(high) + 1) if dash else [int(low)])
     except ValueError:
@@ -112,8 +114,22 @@ def engine(device: str, precision: str) -> Engine:
     try:
         torch.empty(0, device=made.where)
     except (RuntimeError, AssertionError) as problem:  # torch without CUDA asserts
-        raise LoadError(f"The device {device!r} cannot be used: {str(problem).splitlines()[0]} Try --device cpu.") from None
+        raise LoadError(
+            f"The device {device!r} cannot be used: {str(problem).splitlines()[0]} Try --device cpu."
+        ) from None
     return made
+
+
+def images(text: str) -> Any:
+    """Data by name or path (`gradleak.data.load`), or the object that FILE.py:name names."""
+    if is_reference(text):
+        return named_object(text, "data")
+    return data.load(text)
+
+
+def command_line() -> str:
+    """What was typed, to be typed again."""
+    return shlex.join(["gradleak", *sys.argv[1:]])
 
 
 def measured(row: dict[str, Any]) -> str:
@@ -124,7 +140,11 @@ def measured(row: dict[str, Any]) -> str:
 
 def task(reference: str) -> Task:
     """The Task that `FILE.py:name` or `module:name` names (`FILE.py` alone means `FILE.py:task`)."""
-    found = named_object(reference, "task")
+    return a_task(named_object(reference, "task"), reference)
+
+
+def a_task(found: Any, reference: str) -> Task:
+    """What a reference led to, if it is a Task."""
     if isinstance(found, Task):
         return found
     raise LoadError(
@@ -194,7 +214,7 @@ def _from_name(name: str, reference: str) -> ModuleType:
     return module
 
 
-def _guarded(run: Any, place: str) -> Any:
+def _guarded(run: Callable[[], Any], place: str) -> Any:
     """Run the user's code; whatever it raises becomes one message that says where in the user's file it happened."""
     try:
         return run()

@@ -99,7 +99,8 @@ class LocalTraining:
         for step, rows in enumerate(plan):
             part = batch if rows is None else {name: value[rows.to(value.device)] for name, value in batch.items()}
             if self.augmentation is not None:
-                part = self.augmentation(part, _required(source, "augmentation"), step)
+                # A child: a defence that draws from the client's source must not meet the same numbers.
+                part = self.augmentation(part, _required(source, "augmentation").child(1 << 16), step)
 
             def compute(at: Params, on: Batch) -> Params:
                 nonlocal buffers  # every forward pass of a real client updates the running statistics

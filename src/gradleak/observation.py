@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "gradleak.observation", 1
 _GROUPS = ("weights", "update", "buffers", "returned_buffers")  # tensor names in a file start with one, or "extras"
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 and smaller know no arithmetic
 
 
 class BadObservation(ValueError):
@@ -53,6 +54,8 @@ class Observation:
                 raise BadObservation(f"{name} must be a whole number of at least {least}; given {value!r}.")
         if not isinstance(self.key, str):
             raise BadObservation(f"key must be text; given {type(self.key).__name__}.")
+        if self.key.encode("utf-8", "replace").decode() != self.key:
+            raise BadObservation(f"key must be text that can be written; given {self.key!a}, half a surrogate pair.")
         if not self.weights:
             raise BadObservation("weights are empty: give the model that was sent to the client, by parameter name.")
         _same_names_and_shapes(self.weights, self.update)
@@ -114,6 +117,8 @@ class Observation:
             )
         except BadObservation as problem:
             raise BadObservation(f"{path}: {problem}") from None
+        except RuntimeError as problem:  # such as 70 axes
+            raise BadObservation(f"{path} holds tensors that torch cannot compute with: {problem}.") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,8 +186,12 @@ def _same_names_and_shapes(weights: Mapping[str, Tensor], update: Mapping[str, T
             raise BadObservation(
                 f"{name!r} has shape {tuple(weights[name].shape)} in weights and {tuple(update[name].shape)} in update."
             )
-        if not (weights[name].is_floating_point() and update[name].is_floating_point()):
-            raise BadObservation(f"{name!r} is not floating point; integer tensors belong into buffers.")
+        for value in (weights[name], update[name]):
+            if value.dtype not in _FLOATS:
+                raise BadObservation(
+                    f"{name!r} is {value.dtype}, not floating point of 16, 32 or 64 bits; integer tensors belong into "
+                    "buffers, and compressed ones are unpacked first."
+                )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Params]:

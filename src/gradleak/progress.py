@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: bars on a terminal, one line per cell anywhere else.
 
-An audit calls `start`, then for each cell `cell`, any number of `share` and `finished`; `note` whenever there is
-something to say. Nothing here changes what is computed.
+An audit calls `start`, then for each cell `cell`, any number of `share` and `finished` (only `finished` for cells that
+an earlier run completed), and `note` whenever there is something to say. Nothing here changes what is computed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
@@ -43,30 +43,37 @@ def duration(seconds: float) -> str:
 
 
 class _Clock:
-    """How long a run has taken and how long it may still take, by the share of its cells that is done.
+    """Where a run stands, and how long it may still take by what it has done so far.
 
-    Cells that were already there when the run was resumed take no time, so they count in neither number.
+    Cells that an earlier run left finished take no time, so they count in neither number.
     """
 
     def __init__(self) -> None:
-        self.total = 0
+        self.total = self.done = self.kept = 0
         self.began = self.cell_began = time.monotonic()
-        self.position = 0
-        self.first: int | None = None
+        self.running: Any = None
 
     def start(self, total: int) -> None:
         self.total, self.began = total, time.monotonic()
 
-    def enter(self, position: int) -> None:
-        self.position, self.cell_began = position, time.monotonic()
-        if self.first is None:
-            self.first = position
+    def enter(self, cell: Any) -> None:
+        self.running, self.cell_began = cell, time.monotonic()
 
-    def remaining(self, share: float) -> float | None:
-        done = self.position - (self.first or 0) + share
-        if done <= 0.0:
-            return None
-        return (time.monotonic() - self.began) / done * (self.total - self.position - share)
+    def leave(self, cell: Any) -> str:
+        """Count a finished cell; the time it took in words, or that it was there before."""
+        self.done += 1
+        if self.running is not cell:
+            self.kept += 1
+            return "kept from before"
+        self.running = None
+        return f"in {duration(time.monotonic() - self.cell_began)}"
+
+    def left(self, share: float) -> str:
+        """The time left in words, or nothing while it cannot be told."""
+        worked = self.done - self.kept + share
+        if worked <= 0.0:
+            return ""
+        return f"about {duration((time.monotonic() - self.began) / worked * (self.total - self.done - share))} left"
 
 
 class Lines:
@@ -76,35 +83,31 @@ class Lines:
         self.stream = stream
         self.clock = _Clock()
         self.spoken = 0.0
-        self.current = ""
-
-    def _say(self, text: str) -> None:
-        print(text, file=self.stream or sys.stderr, flush=True)
-
-    def _place(self) -> str:
-        width = len(str(self.clock.total))
-        return f"[{self.clock.position + 1:{width}d}/{self.clock.total}]"
 
     def start(self, total_cells: int) -> None:
         self.clock.start(total_cells)
 
     def cell(self, cell: Any, index: int) -> None:
-        self.clock.enter(index)
-        self.current, self.spoken = str(cell), time.monotonic()
+        self.clock.enter(cell)
+        self.spoken = time.monotonic()
 
     def share(self, fraction: float) -> None:
         if time.monotonic() - self.spoken < SPEAK_EVERY:
             return
         self.spoken = time.monotonic()
-        left = self.clock.remaining(fraction)
-        hint = f", about {duration(left)} left" if left is not None else ""
-        self._say(f"{self._place()} {self.current}: {fraction:.0%}{hint}")
+        self.note(
+            f"{self._place(self.clock.done + 1)} {self.clock.running}: {fraction:.0%}, {self.clock.left(fraction)}"
+        )
 
     def finished(self, cell: Any, rows: Sequence[Any]) -> None:
-        self._say(f"{self._place()} {cell}: {_outcome(rows)} in {duration(time.monotonic() - self.clock.cell_began)}")
+        when = self.clock.leave(cell)
+        self.note(f"{self._place(self.clock.done)} {cell}: {outcome(rows)}, {when}")
 
     def note(self, text: str) -> None:
-        self._say(text)
+        print(text, file=self.stream or sys.stderr, flush=True)
+
+    def _place(self, number: int) -> str:
+        return f"[{number:{len(str(self.clock.total))}d}/{self.clock.total}]"
 
 
 class Bars:
@@ -115,32 +118,31 @@ class Bars:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
         self.console = Console(file=stream or sys.stderr)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self.bars = Progress(*columns, TextColumn("{task.fields[left]}", markup=False), console=self.console, transient=True)
+        name, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}", markup=False)
+        columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left)
+        self.bars = Progress(*columns, console=self.console, transient=True)
         self.clock = _Clock()
-        self.overall: Any = None
-        self.present: Any = None
+        self.overall = self.bars.add_task("", total=None, left="")
+        self.present = self.bars.add_task("", total=1.0, left="", visible=False)
 
     def start(self, total_cells: int) -> None:
         self.clock.start(total_cells)
-        self.overall = self.bars.add_task("audit", total=max(total_cells, 1), left="")
-        self.present = self.bars.add_task("", total=1.0, left="")
+        self.bars.update(self.overall, total=max(total_cells, 1))
         self.bars.start()
 
     def cell(self, cell: Any, index: int) -> None:
-        self.clock.enter(index)
-        self.bars.update(self.overall, completed=index, description=f"cell {index + 1} of {self.clock.total}")
-        self.bars.reset(self.present, total=1.0, description=str(cell), left="")
+        self.clock.enter(cell)
+        self.bars.update(self.overall, description=f"cell {self.clock.done + 1} of {self.clock.total}")
+        self.bars.reset(self.present, total=1.0, description=str(cell), left="", visible=True)
 
     def share(self, fraction: float) -> None:
-        left = self.clock.remaining(fraction)
-        self.bars.update(self.overall, completed=self.clock.position + fraction)
-        self.bars.update(self.present, completed=fraction, left="" if left is None else f"{duration(left)} left in all")
+        self.bars.update(self.overall, completed=self.clock.done + fraction, left=self.clock.left(fraction))
+        self.bars.update(self.present, completed=fraction)
 
     def finished(self, cell: Any, rows: Sequence[Any]) -> None:
-        self.bars.update(self.overall, completed=self.clock.position + 1)
-        spent = duration(time.monotonic() - self.clock.cell_began)
-        self.console.print(f"{cell}: {_outcome(rows)} in {spent}", markup=False, highlight=False)
+        when = self.clock.leave(cell)
+        self.bars.update(self.overall, completed=self.clock.done)
+        self.note(f"{cell}: {outcome(rows)}, {when}")
 
     def note(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
@@ -168,15 +170,11 @@ def shown(stream: TextIO | None = None) -> Iterator[Progress]:
         bars.close()
 
 
-def _outcome(rows: Sequence[Any]) -> str:
-    """One cell's rows in a few words: failed, or how many targets and their mean PSNR."""
-    failed = [row for row in rows if _entry(row, "status") == "failed"]
+def outcome(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One cell's rows in a few words: failed and why, or how many targets and their mean PSNR."""
+    failed = [row for row in rows if row.get("status") == "failed"]
     if failed:
-        return f"FAILED ({_entry(failed[0], 'error') or 'see rows.jsonl'})"
-    scores = [value for row in rows if isinstance(value := _entry(row, "psnr"), (int, float))]
+        return f"FAILED ({failed[0].get('error')})"
+    scores = [value for row in rows for value in (row.get("scores") or {}).get("psnr") or () if value is not None]
     mean = f", mean PSNR {sum(scores) / len(scores):.1f} dB" if scores else ""
-    return f"{len(rows)} targets{mean}"
-
-
-def _entry(row: Any, name: str) -> Any:
-    return row.get(name) if isinstance(row, dict) else getattr(row, name, None)
+    return f"{len(rows)} target{'' if len(rows) == 1 else 's'}{mean}"

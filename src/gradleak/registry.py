@@ -45,7 +45,7 @@ _entries: dict[tuple[str, str], Entry] = {}
 _homes = {
     "attack": "gradleak.attacks",
     "defence": "gradleak.defences",
-    "labels": "gradleak.parts.fields",
+    "labels": "gradleak.parts.labels",
     "model": "gradleak.models",
 }
 _loaded: set[str] = set()

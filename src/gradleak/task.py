@@ -146,17 +146,13 @@ class Task:
         return tree.detach({**frozen, **dict(self.model.named_buffers())})
 
     def call(self, weights: Params, buffers: Params | None = None) -> Callable[..., Any]:
-        state = {**(self._buffers if buffers is None else buffers), **weights}
+        state = {**(self.buffers() if buffers is None else buffers), **weights}
         return lambda *args, **kwargs: functional_call(self.model, state, args, kwargs)
-
-    @cached_property
-    def _buffers(self) -> Params:
-        return self.buffers()
 
     def loss(self, weights: Params, batch: Batch, buffers: Params | None = None) -> tuple[Tensor, Params]:
         """The objective and the buffers after the forward pass (BatchNorm in training mode changes them)."""
         # Cloned inside the differentiated function, so that in-place buffer updates stay in this call and this lane.
-        after = {name: value.clone() for name, value in (self._buffers if buffers is None else buffers).items()}
+        after = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
         return self.objective(self.call(weights, after), batch), after
 
     def gradient(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Params:

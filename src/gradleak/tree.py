@@ -53,6 +53,8 @@ def multiply(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:
 
 
 def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
+    if not isinstance(factor, Tensor) and factor == 1:
+        return dict(a)  # a pass over every lane's parameters is worth saving
     return map(lambda x: x * factor, a)
 
 

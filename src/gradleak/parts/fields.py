@@ -1,26 +1,30 @@
-"""Fields read off the observation before anything is optimised: labels and their counts."""
+"""Fields read off the observation before anything is optimised: labels, by one of the rules of `parts.labels`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradleak import registry
+from gradleak import registry, tree
 from gradleak.attack import Needs, Scene
 from gradleak.parts.predictions import gradient
-from gradleak.registry import named
 from gradleak.task import Batch
 
 
 class LabelRule(Protocol):
-    """A rule that reads the label counts off an observation: `counts(scene)` -> (classes,) whole numbers that sum to B."""
+    """Reads the label counts off an observation: `counts(scene)` -> (classes,) whole numbers that sum to B."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs: ...
 
     def counts(self, scene: Scene) -> Tensor: ...
+
+
+class RuleDoesNotApply(ValueError):
+    """A label rule outside its premises; the message names rules that do apply."""
 
 
 @dataclass(frozen=True)
@@ -48,32 +52,33 @@ class Labels:
         return {"y": torch.arange(counts.shape[0], device=counts.device).repeat_interleave(counts)}
 
 
-def label_rule(name: str) -> LabelRule:
-    """The named label rule, from the registry."""
-    rule: LabelRule = registry.get("labels", name)
+def label_rule(name: str, **settings: Any) -> LabelRule:
+    """The named label rule with these settings, from the registry."""
+    rule: LabelRule = registry.get("labels", name, **settings)
     return rule
 
 
-@named("auto", kind="labels", paper="")
-def auto() -> LabelRule:
-    """The strongest rule that applies."""
-    return BiasMinimum()
+@dataclass(frozen=True, eq=False)
+class LastLayer:
+    """The classifier, logits = W h + b, and its mean gradient, on the CPU in double precision: rules are small."""
+
+    weight: Tensor  # W, (classes, features)
+    rows: Tensor  # dL/dW
+    bias: Tensor | None  # b, (classes,); None where there is none or the client does not train it
+    deltas: Tensor | None  # dL/db
 
 
-@dataclass(frozen=True)
-class BiasMinimum:
-    """Rule A: y = argmin of the classifier's bias gradient. Exact for one example with a hard label."""
-
-    needs: Needs = frozenset()
-
-    def counts(self, scene: Scene) -> Tensor:
-        bias = gradient(scene)[scene.task.classifier.bias]
-        counts = torch.zeros(bias.shape[0], dtype=torch.long, device=bias.device)
-        counts[bias.argmin()] = scene.num_examples
-        return counts
-
-
-@named("row-minimum", kind="labels", paper="")
-def row_minimum() -> LabelRule:
-    """Stub."""
-    return BiasMinimum()
+def last_layer(scene: Scene) -> LastLayer:
+    """What the server knows of the client's classifier."""
+    layer = scene.task.classifier
+    if layer.weight not in scene.update:
+        raise RuleDoesNotApply(
+            f"The client does not train the classifier {layer.weight!r}, so labels cannot be read off its gradient: "
+            "give them in Knowledge(given={'y': ...}), or use an attack that optimises them (dlg)."
+        )
+    names = [name for name in (layer.weight, layer.bias) if name in scene.update]
+    seen = gradient(replace(scene, update={name: scene.update[name] for name in names}))
+    sent = {name: scene.weights[name] for name in names}
+    sent, seen = (tree.to(tree.detach(params), "cpu", torch.float64) for params in (sent, seen))
+    weight, bias = names[0], names[-1] if len(names) > 1 else ""
+    return LastLayer(sent[weight], seen[weight], sent.get(bias), seen.get(bias))

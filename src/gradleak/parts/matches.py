@@ -1,8 +1,13 @@
-"""Distances between a predicted and the observed update."""
+"""Distances between a predicted and the observed update.
+
+A lane's update is as long as the network has parameters, so passes over it are what a step pays for. `distance` is
+`reduce(residual(...))` in few passes, with its derivative written out; `residual` is what least-squares solvers take.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,44 +17,51 @@ from gradleak.attack import Match
 from gradleak.tree import Params
 
 
+class _Difference:
+    """What plain differences share: the residual is predicted - observed."""
+
+    def prepare(self, observed: Params) -> Params:
+        return observed
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        return tree.subtract(predicted, observed)
+
+    def reduce(self, residual: Params) -> Tensor:
+        raise NotImplementedError
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.reduce(self.residual(predicted, observed))
+
+
 @dataclass(frozen=True)
-class SquaredError:
+class SquaredError(_Difference):
     """sum over all entries of (predicted - observed)^2; no mean, no weights."""
 
     squares: bool = True
     scale_free: bool = False
 
-    def prepare(self, observed: Params) -> Params:
-        return observed
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(predicted, observed)
-
     def reduce(self, residual: Params) -> Tensor:
         return tree.squared_norm(residual)
 
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        pairs = zip(tree.leaves(predicted), tree.leaves(observed), strict=True)
+        return torch.stack([_SquaredDistance.apply(p, o) for p, o in pairs]).sum()
+
 
 @dataclass(frozen=True)
-class LayerNorms:
+class LayerNorms(_Difference):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 
     squares: bool = False
     scale_free: bool = False
 
-    def prepare(self, observed: Params) -> Params:
-        return observed
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(predicted, observed)
-
     def reduce(self, residual: Params) -> Tensor:
         return torch.stack([tree.norm({"": value}) for value in tree.leaves(residual)]).sum()
 
 
-def _unit(params: Params) -> Params:
-    """Divided by the norm over all tensors; an all-zero tree stays zero."""
-    length = tree.norm(params)
-    return tree.scale(params, torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0))
+def _inverse(length: Tensor) -> Tensor:
+    """1 / length; an all-zero tree stays zero."""
+    return torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -64,25 +76,26 @@ class Cosine:
     scale_free: bool = True
 
     def prepare(self, observed: Params) -> Params:
-        return _unit(observed)
+        return tree.scale(observed, _inverse(tree.norm(observed)))
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(_unit(predicted), observed)
+        return tree.subtract(self.prepare(predicted), observed)
 
     def reduce(self, residual: Params) -> Tensor:
         return 0.5 * tree.squared_norm(residual)
 
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        result: Tensor = _CosineDistance.apply(*tree.leaves(predicted), *tree.leaves(observed))[0]
+        return result
+
 
 @dataclass(frozen=True)
-class RowCosine:
+class RowCosine(_Difference):
     """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row per example."""
 
     absolute: bool = False
     squares: bool = False
     scale_free: bool = True
-
-    def prepare(self, observed: Params) -> Params:
-        return observed
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         def rows(p: Tensor, o: Tensor) -> Tensor:
@@ -119,3 +132,54 @@ class Scaled:
 
     def reduce(self, residual: Params) -> Tensor:
         return self.factor * self.match.reduce(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.factor * self.match.distance(predicted, observed)
+
+
+class _SquaredDistance(torch.autograd.Function):
+    """sum (p - o)^2 of one tensor; o is constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(p: Tensor, o: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(p - o).square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        p, o = ctx.saved_tensors
+        return (p - o) * (2 * grad), None
+
+
+class _CosineDistance(torch.autograd.Function):
+    """1/2 ||p/|p| - o||^2 over several tensors; the o are constant and together of length one (or zero).
+
+    With u = p/|p| and d the distance, du-ward: d/dp = ((1 - <u, u - o>) u - o) / |p|, and <u, u - o> = d for unit o.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        predicted, observed = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        inverse = _inverse(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p) for p in predicted])))
+        apart = [torch.linalg.vector_norm(torch.addcmul(o, p, inverse, value=-1)) for p, o in zip(predicted, observed)]
+        return 0.5 * torch.stack(apart).square().sum(), inverse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        *tensors, distance, inverse = ctx.saved_tensors
+        half = len(tensors) // 2
+        along, across = (1 - distance) * inverse.square() * grad, -inverse * grad
+        down = [torch.addcmul(o * across, p, along) for p, o in zip(tensors[:half], tensors[half:])]
+        return (*down, *[None] * half)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from gradleak.progress import duration
 from gradleak.report import pictures
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult, Row, Summary
+    from gradleak.results import AuditResult, Rate, Row, Summary
 
 TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
 SHOWN = 6  # pictures of each defence at once; the others fold away
 MOST = 24  # pictures of each defence in all, so that the file stays small enough to send
+HIDDEN = ("plan", "fields")  # bookkeeping of run.toml that tells a reader nothing
 FORMS = {
     "undefended": "undefended",
     "naive": "by attackers who ignore it",
@@ -26,10 +30,11 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Value:
-    """One table cell; with a tone it is drawn as a tag."""
+    """One table cell; with a tone it is drawn as a tag, and a note stands below in small print."""
 
     text: str
     tone: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class Page:
             checks=_checks(grid),
             untested=tuple(_untested(grid, summaries)),
             command=_command(result),
-            settings=tuple(_flat(result.settings)),
+            settings=tuple(_flat({name: held for name, held in result.settings.items() if name not in HIDDEN})),
             environment=tuple(_flat(result.environment)),
             references=tuple(_references(grid)),
         )
@@ -183,7 +188,12 @@ def _subtitle(summaries: Sequence[Summary], result: AuditResult) -> str:
     attacks, defences = {s.attack for s in summaries}, {s.defence for s in summaries if s.defence != "none"}
     spent = sum(float(row.get("seconds") or 0.0) for row in result.rows)
     when = result.environment.get("time") or result.environment.get("date") or ""
-    parts = [_plural(len(attacks), "attack"), _plural(len(defences), "defence"), f"{duration(spent)} of attacks", str(when)]
+    parts = [
+        _plural(len(attacks), "attack"),
+        _plural(len(defences), "defence"),
+        f"{duration(spent)} of attacks",
+        str(when),
+    ]
     if not result.complete:
         parts.insert(0, "INCOMPLETE: cells are missing")
     return " · ".join(filter(None, parts))
@@ -209,15 +219,15 @@ def _threat(grid: Sequence[Row], settings: Mapping[str, Any]) -> str:
 
 
 def _results(summaries: Sequence[Summary]) -> Table:
-    names = ("attack", "defence", "attacker", "round", "batch", "verdict", "recovered", "above baseline")
-    names += ("PSNR mean (worst)", "SSIM mean (worst)", "rank 1 (chance)", "labels", "converged")
-    words = {"attack", "defence", "attacker", "verdict"}
+    varied = [name for name in ("round", "examples") if len({getattr(s, name) for s in summaries}) > 1]
+    words = {"attack", "defence", "verdict"}
+    names = ["attack", "defence", *varied, "verdict", "recovered", "above baseline", "PSNR", "SSIM", "rank 1", "labels"]
+    names.append("converged")
     order = sorted(summaries, key=lambda s: (s.defence != "none", s.defence, s.round, -_sortable(s.recovered.value)))
     return Table(
-        "One line per attack, defence and attacker, all targets and seeds together. Intervals are 95 %, by bootstrap over "
-        "targets. Worst: the best recovered image, the worst case for a client.",
+        "One line per attack, defence and attacker; all targets and seeds together.",
         tuple(Column(name, name not in words) for name in names),
-        tuple(_result(summary) for summary in order),
+        tuple(_result(summary, varied) for summary in order),
     )
 
 
@@ -225,22 +235,30 @@ def _sortable(value: float) -> float:
     return value if math.isfinite(value) else -1.0
 
 
-def _result(line: Summary) -> Line:
-    def pair(name: str, digits: int) -> str:
-        return f"{_number(line.means.get(name), digits)} ({_number(line.worst.get(name), digits)})"
+def _result(line: Summary, varied: Sequence[str]) -> Line:
+    def score(name: str, digits: int) -> Value:
+        return Value(_number(line.means.get(name), digits), note=f"worst {_number(line.worst.get(name), digits)}")
 
-    excess = line.excess.value
-    rank = line.rates.get("rank1")
+    rank, excess = line.rates.get("rank1"), line.excess.value
+    name, _, settings = line.attack.partition(":")
     values = (
-        *(Value(line.attack), Value(line.defence), Value(line.form), Value(str(line.round)), Value(str(line.examples))),
+        Value(name, note=settings),
+        Value(line.defence, note=line.form if line.defence != "none" else ""),
+        *(Value(str(getattr(line, column))) for column in varied),
         Value("failed" if line.errors and not line.targets else line.word, _tone(line.word)),
-        Value(f"{_percent(line.recovered.value)} [{_percent(line.recovered.low)}, {_percent(line.recovered.high)}]"),
-        Value(f"{100 * excess:+.0f} %" if math.isfinite(excess) else "-"),
-        *(Value(pair("psnr", 1)), Value(pair("ssim", 2))),
-        Value(f"{_percent(rank.value)} ({_percent(line.chance)})" if rank else "-"),
-        *(Value(_percent(line.means.get("labels"))), Value(_percent(line.converged))),
+        Value(_percent(line.recovered.value), note=_interval(line.recovered)),
+        Value(f"{100 * excess:+.0f} %" if math.isfinite(excess) else "-", note=_interval(line.excess)),
+        score("psnr", 1),
+        score("ssim", 2),
+        Value(_percent(rank.value), note=f"chance {_percent(line.chance)}") if rank else Value("-"),
+        Value(_percent(line.means.get("labels"))),
+        Value(_percent(line.converged)),
     )
     return Line(values, hatched=line.word in ("inconclusive", "void") or bool(line.errors))
+
+
+def _interval(rate: Rate) -> str:
+    return f"[{100 * rate.low:.0f}, {100 * rate.high:.0f}]" if math.isfinite(rate.low) else ""
 
 
 def _baselines(grid: Sequence[Row]) -> Table | None:
@@ -285,7 +303,11 @@ def _checks(grid: Sequence[Row]) -> Table | None:
         where = f"{row['attack']} / {row['defence']} / {row['form']} / round {row['round']}"
         if row.get("status") == "failed":
             text = str(row.get("error") or "no message")
-            found[where, "failed", "error", text] = (1, text, "see the traceback in rows.jsonl; the same command retries it")
+            found[where, "failed", "error", text] = (
+                1,
+                text,
+                "see the traceback in rows.jsonl; the same command retries it",
+            )
             continue
         for check in row.get("checks") or ():
             key = (where, str(check["name"]), str(check["severity"]), "")
@@ -294,14 +316,27 @@ def _checks(grid: Sequence[Row]) -> Table | None:
     if not found:
         return None
     tones = {"error": "bad", "warning": "warn", "note": "void"}
-    order = sorted(found.items(), key=lambda item: (list(tones).index(item[0][2]) if item[0][2] in tones else 9, item[0]))
+    order = sorted(
+        found.items(), key=lambda item: (list(tones).index(item[0][2]) if item[0][2] in tones else 9, item[0])
+    )
     rows = [
-        Line((Value(where), Value(severity, tones.get(severity, "void")), Value(name), Value(str(count)), Value(text), Value(fix)))
+        Line(
+            (
+                Value(where),
+                Value(severity, tones.get(severity, "void")),
+                Value(name),
+                Value(str(count)),
+                Value(text),
+                Value(fix),
+            )
+        )
         for (where, name, severity, _), (count, text, fix) in order
     ]
     names = (("cell", False), ("", False), ("check", False), ("targets", True), ("what, for the first of them", False))
     columns = tuple(Column(*name) for name in (*names, ("what to do", False)))
-    return Table("Findings about the attacks and the observations; none of them uses the private data.", columns, tuple(rows))
+    return Table(
+        "Findings about the attacks and the observations; none of them uses the private data.", columns, tuple(rows)
+    )
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
@@ -309,6 +344,7 @@ def _checks(grid: Sequence[Row]) -> Table | None:
 
 def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
     """Per defence: each private image once, as the strongest attack recovered it, best recovered first."""
+    read = _reader(result)
     best: dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]] = {}
     for row in grid:
         for example, psnr in enumerate((row.get("scores") or {}).get("psnr") or ()):
@@ -318,7 +354,7 @@ def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
                 held[image] = (psnr, row, example)
     for defence in sorted(best, key=lambda name: (name != "none", name)):
         order = sorted(best[defence].values(), key=lambda entry: -entry[0])
-        shots = [shot for _, row, example in order[:MOST] if (shot := _shot(result, row, example)) is not None]
+        shots = [shot for _, row, example in order[:MOST] if (shot := _shot(read, row, example)) is not None]
         if not shots:
             continue
         verdict = result.verdicts.get(defence)
@@ -332,15 +368,26 @@ def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
         )
 
 
-def _shot(result: AuditResult, row: Row, example: int) -> Shot | None:
-    try:
-        images = result.images(row["cell"])
-    except (FileNotFoundError, KeyError):
-        return None  # the arrays were deleted, which is a sensible thing to do with private images
+def _reader(result: AuditResult) -> Callable[[str], dict[str, Tensor] | None]:
+    """The images of a cell, read once; None where there are none."""
+    from gradleak.rows import BadRun
+
+    @cache
+    def images(cell: str) -> dict[str, Tensor] | None:
+        try:
+            return result.images(cell)
+        except BadRun:
+            return None  # the arrays were deleted, which is a sensible thing to do with private images
+
+    return images
+
+
+def _shot(read: Callable[[str], dict[str, Tensor] | None], row: Row, example: int) -> Shot | None:
+    images = read(row["cell"])
+    if images is None or not pictures.drawable(images["true"].shape[2:]):
+        return None
     target = int(row["target"])
     true, found = images["true"][target, example], images["found"][target, example]
-    if not pictures.drawable(true.shape):
-        return None
     scores = {name: values[example] for name, values in row["scores"].items() if values}
     hits = row.get("hits") or {}
     recovered = hits["recovered"][example] if hits.get("recovered") else None
@@ -366,7 +413,8 @@ def _shot(result: AuditResult, row: Row, example: int) -> Shot | None:
 def _control(result: AuditResult) -> Control:
     control = result.positive_control
     rows = [row for row in result.rows if row.get("cell") == control.cell and row.get("status") != "failed"]
-    shots = [shot for row in rows[:3] if (shot := _shot(result, row, 0)) is not None]
+    read = _reader(result)
+    shots = [shot for row in rows[:3] if (shot := _shot(read, row, 0)) is not None]
     word, tone = ("passed", "good") if control.passed else ("failed: this run shows nothing", "bad")
     return Control(word, tone, control.text, tuple(shots))
 
@@ -398,7 +446,7 @@ def _untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str
         yield "Attackers with data or generators like the clients' (levels D and E): they recover more."
     count = max((summary.targets * summary.seeds for summary in summaries), default=0)
     if count < 150:
-        yield f"Enough targets for a published claim: this run has {count} per line; 50 targets with 3 seeds are a floor."
+        yield f"Enough targets for a published claim: this run has {count} per line; 50 targets x 3 seeds are a floor."
     yield "A longer search: what was not found may be found with more steps, more restarts or a better attack."
 
 

@@ -52,7 +52,12 @@ def write(found: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
 
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
-    header: dict[str, Any] = {"keys": found.keys, "examples": found.examples, "seconds": found.seconds, **found.settings}
+    header: dict[str, Any] = {
+        "keys": found.keys,
+        "examples": found.examples,
+        "seconds": found.seconds,
+        **found.settings,
+    }
     tensors = {**found.batch, "objective": found.objective, "match": found.match, "chosen": found.chosen}
     place = home / "reconstruction.safetensors"
     metadata = {"format": "gradleak.reconstruction", "version": "1", "reconstruction": json.dumps(header, default=str)}

@@ -1,0 +1,225 @@
+"""The private side of an audit: the data, the attacked batches, the clients' uploads. Attack code never imports this.
+
+Private tensors leave it in two ways only: as `Observation`s, which the attacker gets, and as truth, which metrics get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradleak import draws as randomness
+from gradleak.configuration import digest
+from gradleak.data import Images
+from gradleak.defence import Defence
+from gradleak.federation import Examples, Federation, Snapshot
+from gradleak.observation import Observation
+from gradleak.task import Batch, Task
+
+GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200
+
+
+class AuditError(ValueError):
+    """An audit that cannot be run as it was configured."""
+
+
+# --- data in model-input space --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Examples held as tensors."""
+
+    tensors: Batch
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def batch(self, rows: Tensor) -> Batch:
+        return {name: value[rows.to(value.device)] for name, value in self.tensors.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return digest(self.tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Examples read from a dataset of (x, y) when they are needed, as its own transforms give them."""
+
+    dataset: Any
+    names: tuple[str, ...]
+    like: Tensor
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, rows: Tensor) -> Batch:
+        items = [self.dataset[int(row)] for row in rows]
+        for item in items:
+            if not isinstance(item, (tuple, list)) or len(item) != len(self.names) or not isinstance(item[0], Tensor):
+                raise AuditError(
+                    f"The data set gives {type(item).__name__} of {[type(part).__name__ for part in item][:4]}; wanted "
+                    f"({', '.join(self.names)}) with x a tensor. For pictures use gradleak.data.from_dataset(data)."
+                )
+        columns = {name: torch.stack([torch.as_tensor(item[i]) for item in items]) for i, name in enumerate(self.names)}
+        return {name: _placed(value, self.like) for name, value in columns.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Reading everything may take hours, so 64 examples stand for all."""
+        rows = torch.linspace(0, len(self) - 1, min(64, len(self))).long()
+        return digest([type(self.dataset).__name__, len(self), self.batch(rows)])
+
+
+def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
+    """Data in any of the accepted forms, in model-input space, on the device and in the type of the model.
+
+    `Images` hold [0, 1] pixels and are normalised here; tensors and datasets are taken as the client's pipeline gives
+    them, so a task whose mean and std were forgotten is found by their range.
+    """
+    like = next(iter(task.weights().values()))
+    names = tuple(task.fields)
+    if isinstance(data, Images):
+        x = _placed(data.x, like)
+        return Stored({"x": task.fields["x"].model(x), "y": data.y.to(like.device)})
+    if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
+        data = dict(zip(names, data, strict=False))
+    if isinstance(data, Mapping):
+        tensors = {name: _placed(value, like) for name, value in data.items()}
+        if "x" not in tensors or len({len(value) for value in tensors.values()}) != 1:
+            shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+            raise AuditError(f"{what} needs x, and as many of every field; given {shapes}.")
+        return Stored(tensors)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return Read(data, names, like)
+    raise AuditError(f"{what} is {type(data).__name__}; give Images, tensors {{'x': ..., 'y': ...}}, (x, y) or a Dataset.")
+
+
+def _placed(value: Tensor, like: Tensor) -> Tensor:
+    return value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
+
+
+def _demand_range(x: Tensor, task: Task, what: str) -> None:
+    shape = task.fields["x"].shape
+    if tuple(x.shape[1:]) != shape:
+        raise AuditError(f"{what} has examples of shape {tuple(x.shape[1:])}; the task wants {shape}.")
+    unit = task.fields["x"].unit(x)
+    low, high = float(unit.min()), float(unit.max())
+    if not (low > -1e-3 and high < 1 + 1e-3):
+        raise AuditError(
+            f"{what} leaves the bounds of the task: in units of those bounds it runs from {low:.3g} to {high:.3g}. "
+            "Tell Task.supervised the mean, std and bounds of the client's input pipeline, or give Images in [0, 1]."
+        )
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Victims:
+    """What one cell attacks: the observations of its targets, those of unrelated clients, and the truth beside them."""
+
+    seen: list[Observation]
+    unrelated: list[Observation]
+    truth: Batch  # (targets, examples, ...); for metrics only
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateSide:
+    """Draws targets, trains where later rounds are audited, and lets clients upload."""
+
+    task: Task
+    data: Stored | Read
+    targets: int
+    unrelated: int
+    given_gallery: Stored | Read | None = None
+    _trained: dict[Any, dict[int, Snapshot]] = field(default_factory=dict)
+
+    def truth(self, federation: Federation) -> Batch:
+        """The batches of all targets, (targets, examples, ...)."""
+        rows = torch.stack([federation.target(len(self.data), index).rows for index in range(self.targets)])
+        flat = self.data.batch(rows.flatten())
+        _demand_range(flat["x"], self.task, "data")
+        return {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
+
+    def rest(self, *federations: Federation) -> Tensor:
+        """Rows that no target of these federations uses, in random order."""
+        used = [f.target(len(self.data), index).rows for f in federations for index in range(self.targets)]
+        free = torch.ones(len(self.data), dtype=torch.bool)
+        free[torch.cat(used)] = False
+        rows = free.nonzero().flatten()
+        return rows[torch.randperm(len(rows), generator=_generator("rest"))]
+
+    def gallery(self, *federations: Federation) -> Batch:
+        """Real images that are not the clients', for re-identification: those given, else the rest of the data."""
+        if self.given_gallery is not None:
+            held = self.given_gallery.batch(torch.arange(len(self.given_gallery)))
+        else:
+            held = self.data.batch(rows) if len(rows := self.rest(*federations)[:GALLERY]) else {}
+        if not held:
+            raise AuditError(
+                f"All {len(self.data)} examples are targets, so none is left to look reconstructions up among. Pass "
+                "gallery= (real images that are not the clients'), or fewer targets."
+            )
+        _demand_range(held["x"], self.task, "gallery")
+        return held
+
+    def victims(
+        self, federation: Federation, defence: Defence | None, round: int, rounds: tuple[int, ...], seed: int
+    ) -> Victims:
+        """Let every target upload once. Keys name client, round and target; they say nothing about the data."""
+        snapshot = self._snapshots(federation, defence, rounds)[round]
+        truth = self.truth(federation)
+
+        def upload(batch: Batch, key: str) -> Observation:
+            return federation.observe(self.task, batch, snapshot, defence, key=key, round=round, seed=seed)
+
+        owners = [federation.target(len(self.data), index).client for index in range(self.targets)]
+        seen = [
+            upload({name: value[index] for name, value in truth.items()}, f"client{owner}/round{round}/target{index}")
+            for index, owner in enumerate(owners)
+        ]
+        others = [upload(batch, f"unrelated{i}/round{round}") for i, batch in enumerate(self._unrelated(federation, truth))]
+        return Victims(seen, others, truth)
+
+    def _snapshots(self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]) -> dict[int, Snapshot]:
+        key = digest([federation, defence, rounds])
+        if key not in self._trained:
+            self._trained[key] = federation.weights_at(self.task, self.data, rounds, defence)
+        return self._trained[key]
+
+    def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
+        """Batches of images that are nobody's target: what an attack makes of them owes nothing to the target's update."""
+        size, pool = federation.examples, self._pool(federation, truth)
+        count = min(self.unrelated, len(pool) // size)
+        if count < min(1, self.unrelated):
+            raise AuditError(
+                f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a larger "
+                "gallery=, more data, or unrelated=0 to go without the baseline."
+            )
+        return [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
+
+    def _pool(self, federation: Federation, truth: Batch) -> Examples:
+        rows = self.rest(federation)
+        if len(rows) >= federation.examples or self.given_gallery is None or self.data_fields - {"x", "y"}:
+            return Stored(self.data.batch(rows[: self.unrelated * federation.examples])) if len(rows) else Stored({"x": rows})
+        # All data are targets: use the gallery, less copies of the targets. Its labels may be of other classes, so draw.
+        x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
+        x = x[torch.cdist(x.flatten(1), truth["x"].flatten(0, 1).flatten(1)).amin(1) > 0]
+        classes = self.task.fields["y"].classes if "y" in self.task.fields else None
+        y = torch.randint(classes or 1, (len(x),), generator=_generator("unrelated labels")).to(x.device)
+        return Stored({"x": x, "y": y} if classes else {"x": x})
+
+    @property
+    def data_fields(self) -> set[str]:
+        return set(self.task.fields)
+
+
+def _generator(*purpose: object) -> torch.Generator:
+    return torch.Generator().manual_seed(int(randomness.key("audit", *purpose)[0]))

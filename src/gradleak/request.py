@@ -1,0 +1,173 @@
+"""What `gradleak audit` was asked for, and the audit that it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradleak import audit, registry
+from gradleak.audit import Audit
+from gradleak.configuration import from_toml
+from gradleak.data import Images
+from gradleak.engine import Engine
+from gradleak.loading import LoadError, a_task, images, is_reference, named_object, pieces
+from gradleak.local import LocalTraining
+from gradleak.progress import Progress
+from gradleak.results import AuditResult
+from gradleak.store import FolderInUse
+from gradleak.task import Task
+
+BUILTIN = "builtin"  # the task of the audit that runs without any argument, as run.toml names it
+BUILTIN_MODEL = "lenet-zhu"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `gradleak audit`. None, or empty: not said, so the configuration's or the default holds."""
+
+    reference: str = ""  # FILE.py:name, the name of a model, or nothing
+    config: Path | None = None
+    attacks: tuple[str, ...] = ()
+    defences: tuple[str, ...] = ()
+    rounds: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
+    targets: int | None = None
+    data: str = ""
+    clients: int | None = None
+    examples: int | None = None
+    training: LocalTraining | None = None
+    device: str = ""
+    precision: str = ""
+    quick: bool = False
+
+    def audit(self) -> Audit:
+        """A file's audit, a configuration's or the built-in one, with all that was said put in."""
+        made = self._from_config(self.config) if self.config is not None else self._from_words()
+        federation = _said({"clients": self.clients, "examples": self.examples, "training": self.training})
+        engine = _said({"device": self.device, "precision": self.precision})
+        names = ("attacks", "defences", "rounds", "seeds", "targets")
+        made = replace(
+            made,
+            federation=replace(made.federation, **federation),
+            engine=_usable(replace(made.engine, **engine)),
+            **_said({name: getattr(self, name) for name in names}),
+        )
+        return _quick(made) if self.quick else made
+
+    def run(self, planned: Audit, out: Path | None, progress: Progress) -> AuditResult:
+        """Run into `out`; without it into the folder of these words or, if that holds another run, the next one."""
+        if out is not None:
+            return planned.run(out, progress=progress)
+        for number in count(2):
+            try:
+                return planned.run(self.folder if number == 2 else self._next(number - 1), progress=progress)
+            except FolderInUse:
+                progress.note(f"There is another run already; this one goes into {self._next(number)}.")
+        raise AssertionError("count does not end")
+
+    @property
+    def folder(self) -> Path:
+        """Where the run is kept when nothing was said: the same words find, and resume, the same run."""
+        if self.config is not None:
+            return self.config.parent if self.config.name == "run.toml" else Path("runs") / self.config.stem
+        place = self.reference.rpartition(":")[0] or self.reference
+        return Path("runs") / ((Path(place).stem if place else BUILTIN) + ("-quick" if self.quick else ""))
+
+    def _next(self, number: int) -> Path:
+        return self.folder.with_name(f"{self.folder.name}-{number}")
+
+    def _from_words(self) -> Audit:
+        if not self.reference and not self.data:
+            return audit.builtin()
+        if not is_reference(self.reference):  # the name of a model, or none: then the built-in one, for these data
+            return self._of_model(self.reference or BUILTIN)
+        found = named_object(self.reference, "task")
+        if isinstance(found, Audit):
+            return replace(found, data=images(self.data), gallery=None) if self.data else found
+        task = a_task(found, self.reference)
+        if not self.data:
+            raise LoadError(
+                f"{self.reference} is a Task, which holds no data. Say which examples its clients hold: --data NAME, a "
+                "folder, an .npz file or FILE.py:name (gradleak data list shows the names)."
+            )
+        return self._plain(task, images(self.data))
+
+    def _of_model(self, name: str) -> Audit:
+        if not self.data:
+            raise LoadError(f"Say which images {name} is trained on: --data NAME (gradleak data list shows the names).")
+        held = images(self.data)
+        return self._plain(_fitting(name, held), held)
+
+    def _plain(self, task: Task, data: Any) -> Audit:
+        origin = {"task": self.reference or BUILTIN, "data": self.data}
+        return Audit(task, data, audit.builtin().attacks, origin=origin)
+
+    def _from_config(self, path: Path) -> Audit:
+        """From a run.toml; the task and the data are those it names, or those given beside it."""
+        try:
+            settings = from_toml(path.read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise LoadError(f"{path} is not TOML: {problem}.") from None
+        origin: dict[str, str] = settings.get("origin") or {}
+        if not isinstance(origin, dict) or not all(isinstance(text, str) for text in origin.values()):
+            raise LoadError(f"{path}: [origin] should name task and data; it is {origin!r:.80}.")
+        reference, data = self.reference or origin.get("task", ""), self.data or origin.get("data", "")
+        if not reference or not data:
+            raise LoadError(
+                f"{path} does not say where its {'data are' if reference else 'task is'} found: the run was started "
+                "from Python. Give them: gradleak audit FILE.py:task --data NAME --config ..."
+            )
+        held = images(data)
+        task = (
+            a_task(named_object(reference, "task"), reference) if is_reference(reference) else _fitting(reference, held)
+        )
+        kept = {name: value for name, value in origin.items() if name != "gallery" or not self.data}
+        try:
+            made = audit.from_settings({**settings, "origin": kept}, task=task, data=held)
+        except (TypeError, AttributeError) as problem:  # a hand-written file with entries that nobody knows
+            raise LoadError(f"{path} is not a configuration of an audit: {problem}.") from None
+        return replace(made, origin={**kept, "task": reference, "data": data})
+
+
+def _fitting(name: str, data: Any) -> Task:
+    """A model of the registry for these images, untrained; the same weights every time."""
+    if not isinstance(data, Images):
+        raise LoadError(
+            f"The model {name} is built to fit images; --data gives {type(data).__name__}. Name a set of images."
+        )
+    seed = torch.Generator().manual_seed(0)
+    shape = tuple(data.x.shape[1:])
+    known = BUILTIN_MODEL if name == BUILTIN else name
+    network = registry.get("model", known, shape=shape, classes=data.classes, generator=seed)
+    return Task.supervised(network, torch.nn.functional.cross_entropy, like=(data.x[:1], data.y[:1]))
+
+
+def _said(changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if value not in (None, (), "")}
+
+
+def _usable(engine: Engine) -> Engine:
+    from gradleak.loading import engine as checked
+
+    checked(engine.device, engine.precision)
+    return engine
+
+
+def _quick(planned: Audit) -> Audit:
+    """Every cell with two steps on one target: does everything run? The numbers mean nothing."""
+    attacks = [_with_steps(attack, 2) if isinstance(attack, str) else attack for attack in planned.attacks]
+    return replace(planned, attacks=attacks, targets=1, seeds=tuple(planned.seeds)[:1])
+
+
+def _with_steps(method: str, steps: int) -> str:
+    """`ig:steps=4800,lr=1` with fewer steps; a method without steps stays as it is."""
+    name, _, settings = method.partition(":")
+    if "steps" not in registry.entry("attack", name).settings:
+        return method
+    others = [piece for piece in pieces(settings) if not piece.startswith("steps=")]
+    return f"{name}:{','.join([f'steps={steps}', *others])}"

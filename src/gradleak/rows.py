@@ -1,0 +1,134 @@
+"""A row: what one cell found out about one target. `rows.jsonl` has one per line; numbers are finite or null.
+
+version      1
+cell         key of the cell, 16 hexadecimal digits; names arrays/<cell>.safetensors
+status       "done", or "failed": then `target` is null, `error` is one line, `traceback` the rest, and there are no scores
+control      true where the cell is only the positive control and not part of the grid
+attack, defence, form, round, seed, examples
+             the cell; defence "none" has the form "undefended", every other "naive", "masked" or "adaptive"
+targets, target, observation
+             how many targets the cell has, the number of this one, and the key of its observation
+knows        the threat model, such as "C (training details)"
+scores       {"psnr": [...], "ssim": [...], "mse": [...], "rank": [...]}, with "lpips" where asked for: one per example
+gallery_size [...]: the chance of rank 1 is 1 / gallery_size
+hits         {"ssim>0.5": [true, ...], "psnr>18": ..., "psnr>20": ..., "rank1": ..., "recovered": ...}
+assignment   [...]: which reconstruction was matched to each private example
+labels       {"multiset_accuracy": ..., "matched": ..., ...}, empty where there are none
+baselines    {"mid-grey": {"psnr": [...], "ssim": [...], ...}, "mean image": ..., "nearest other": ...}: without any update
+             "unrelated update": the same attack on somebody else's update, scored on this target; also rank1, recovered
+match, match_start, objective, restart
+             of the chosen restart
+diverged, converged
+             true or false; see checks.py
+checks       [{"name", "severity", "text", "fix"}], severity "error", "warning" or "note"
+analyses     {name: number}
+seconds      of the cell, divided by its targets
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+ROW_VERSION = 1
+FORMS = ("undefended", "naive", "masked", "adaptive")  # from the least to the most informed
+_KEY = re.compile(r"[0-9a-f]{16}")
+_REQUIRED: dict[str, Any] = {
+    "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str,
+    "round": int, "seed": int, "examples": int, "targets": int,
+}  # fmt: skip
+_SCORED: dict[str, Any] = {
+    "target": int, "scores": dict, "gallery_size": list, "hits": dict, "labels": dict, "baselines": dict,
+    "assignment": list, "diverged": bool, "converged": bool, "checks": list, "match": (float, int, type(None)),
+    "seconds": (float, int),
+}  # fmt: skip
+
+
+class BadRun(ValueError):
+    """A folder that is not a run, or is damaged."""
+
+
+def encode(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """The same structure with null for every number that is not finite: JSON has no such numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: finite(held) for name, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(held) for held in value]
+    return value
+
+
+def read_object(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object from outside; every defect becomes one BadRun."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a finite number")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as problem:
+        raise BadRun(f"{where} is not JSON as gradleak writes it: {problem}.") from None
+    if not isinstance(value, dict):
+        raise BadRun(f"{where} holds {type(value).__name__}, not an object.")
+    return value
+
+
+def decode(line: bytes, where: str) -> Row:
+    """One line, checked so far that no table or verdict can stumble over it."""
+    row = read_object(line, where)
+    if row.get("version") != ROW_VERSION:
+        raise BadRun(f"{where} has version {row.get('version')!r}; this gradleak reads {ROW_VERSION}.")
+    if row.get("status") not in ("done", "failed"):
+        raise BadRun(f"{where}: status should be 'done' or 'failed'; it is {row.get('status')!r:.60}.")
+    wanted = _REQUIRED | (_SCORED if row.get("status") == "done" else {"error": str})
+    for name, kind in wanted.items():
+        if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
+            raise BadRun(f"{where}: {name} is {row.get(name)!r:.60}, which is not of its kind.")
+    if row["form"] not in FORMS:
+        raise BadRun(f"{where}: form should be one of {', '.join(FORMS)}; it is {row['form']!r:.60}.")
+    if not _KEY.fullmatch(row["cell"]):  # it becomes a file name
+        raise BadRun(f"{where}: cell {row['cell']!r:.60} is not a key of 16 hexadecimal digits.")
+    if row["status"] == "done":
+        _check_scores(row, where)
+    return row
+
+
+def _check_scores(row: Row, where: str) -> None:
+    """One finite number or null, or one truth value, per example."""
+    examples = row["examples"]
+
+    def listed(name: str, values: Any, kinds: tuple[type, ...]) -> None:
+        fit = isinstance(values, list) and len(values) == examples and all(type(v) in kinds for v in values)
+        if not fit or not all(v is None or abs(v) < 1e300 for v in values):  # 1e999 is JSON, and infinite
+            raise BadRun(f"{where}: {name} should list {examples} values; it is {values!r:.60}.")
+
+    number = (int, float, type(None))
+    for name in ("psnr", "ssim", "mse", "rank"):
+        listed(f"scores.{name}", row["scores"].get(name), number)
+    for name in ("ssim>0.5", "psnr>18", "psnr>20", "rank1", "recovered"):
+        listed(f"hits.{name}", row["hits"].get(name), (bool,))
+    listed("gallery_size", row["gallery_size"], (int,))
+    listed("assignment", row["assignment"], (int,))
+    if sorted(row["assignment"]) != list(range(examples)) or min(row["gallery_size"]) < 1 or examples < 1:
+        raise BadRun(f"{where}: assignment or gallery_size holds impossible values.")
+    for check in row["checks"]:
+        texts = [check.get(name) for name in ("name", "severity", "text", "fix")] if isinstance(check, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRun(f"{where}: a check should have name, severity, text and fix; it is {check!r:.60}.")
+    for baseline, scores in row["baselines"].items():
+        if not isinstance(scores, dict):
+            raise BadRun(f"{where}: baselines.{baseline} should be an object of scores.")
+        for name, values in scores.items():
+            listed(f"baselines.{baseline}.{name}", values, (*number, bool))
+    for name, value in row["labels"].items():
+        if type(value) not in number or (value is not None and not abs(value) < 1e300):
+            raise BadRun(f"{where}: labels.{name} should be a number.")

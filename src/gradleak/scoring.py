@@ -1,0 +1,74 @@
+"""From arrays to scores: the same function scores a cell when it is run and when its folder is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradleak import metrics
+from gradleak.rows import finite
+from gradleak.task import Batch, Field
+
+if TYPE_CHECKING:
+    from gradleak.perceptual import LPIPS
+
+UNRELATED = "unrelated update"
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What `metrics.compare` needs to know of a reconstruction."""
+
+    batch: Batch
+    fields: Mapping[str, Field]
+    diverged: Tensor  # (targets,)
+
+
+def scores_of(
+    found: Batch,
+    truth: Batch,
+    unrelated: Tensor | None,
+    gallery: Batch,
+    fields: Mapping[str, Field],
+    diverged: Tensor,
+    lpips: LPIPS | None = None,
+) -> list[dict[str, Any]]:
+    """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
+
+    `unrelated` (any number, examples, ...) are reconstructions from updates of other people's images, by the same attack
+    in the same lanes. Target t is compared with number t modulo their number: what an attack shows without having seen
+    anything of the target, by its prior, its start and luck alone.
+    """
+    scores = metrics.compare(Found(found, fields, diverged), truth, gallery=gallery, lpips=lpips)
+    hits = scores.hits()
+    assert scores.rank is not None  # there is always a gallery
+    assert scores.gallery_size is not None
+    baselines = {name: dict(values) for name, values in scores.baselines.items()}
+    if unrelated is not None and len(unrelated):
+        nothing = unrelated[torch.arange(len(truth["x"])) % len(unrelated)]
+        quiet = torch.zeros(len(nothing), dtype=torch.bool)
+        blind = metrics.compare(Found({"x": nothing}, fields, quiet), truth, gallery=gallery, lpips=lpips)
+        told = blind.hits()
+        baselines[UNRELATED] = {**blind.images(), "rank1": told["rank1"], "recovered": told["recovered"]}
+    return [
+        finite(
+            {
+                "scores": {**_at(scores.images(), target), "rank": scores.rank[target].tolist()},
+                "gallery_size": scores.gallery_size[target].tolist(),
+                "hits": _at(hits, target),
+                "assignment": scores.assignment[target].tolist(),
+                "labels": _at(scores.labels, target),
+                "baselines": {name: _at(values, target) for name, values in baselines.items()},
+                "diverged": bool(scores.diverged[target]),
+            }
+        )
+        for target in range(len(truth["x"]))
+    ]
+
+
+def _at(values: Mapping[str, Tensor], target: int) -> dict[str, Any]:
+    return {name: value[target].tolist() for name, value in values.items()}

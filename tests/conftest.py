@@ -1,0 +1,72 @@
+"""Tiny tasks in float64 that every test can afford, and the ways to observe and attack them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import gradleak as gl
+from gradleak import draws, tree
+from gradleak.attack import Now, Scene
+from gradleak.task import Batch
+
+torch.set_num_threads(1)  # two test workers share two cores
+
+SHAPE, CLASSES = (1, 4, 4), 3
+
+
+def network(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Convolution, sigmoid, linear: 99 weights, smooth, with bias. `norm`: None, "eval" or "train" BatchNorm."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, stride=2, padding=1)]
+        if norm is not None:
+            layers.append(nn.BatchNorm2d(4))
+        model = nn.Sequential(*layers, nn.Sigmoid(), nn.Flatten(), nn.Linear(16, CLASSES)).to(dtype)
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5)
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                nn.init.uniform_(buffer, 0.5 if name.endswith("var") else -0.2, 1.5 if name.endswith("var") else 0.2)
+    return model.train(norm == "train")
+
+
+def tiny(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> gl.Task:
+    """A classification task of 1 x 4 x 4 images in 3 classes."""
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(network(norm=norm, seed=seed, dtype=dtype), cross_entropy, like=like, **settings)
+
+
+def private(examples: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
+    """Images in (0, 1) and labels that belong to nobody."""
+    source = draws.Draws(draws.key("private", seed))
+    y = (torch.arange(examples) + seed) % CLASSES
+    return {"x": source.uniform((examples, *SHAPE), dtype=dtype), "y": y}
+
+
+def scene_of(task: gl.Task, seen: gl.Observation, knows: gl.Knowledge | None = None, **fields: Tensor) -> Scene:
+    """What one lane's parts look at, outside the engine."""
+    from dataclasses import replace
+
+    scene = Scene.of(task, seen, knows or gl.Knowledge())
+    return replace(scene, fields=fields, draws=draws.Draws(draws.key("lane", 0)))
+
+
+def moment(step: int = 0, total: int = 10) -> Now:
+    return Now(torch.tensor(float(step)), total)
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """The largest absolute difference between two trees or tensors."""
+    if isinstance(a, Tensor):
+        a, b = {"": a}, {"": b}
+    return max(float(gap.detach().abs().max()) if gap.numel() else 0.0 for gap in tree.leaves(tree.subtract(a, b)))
+
+
+@pytest.fixture
+def double() -> gl.Engine:
+    return gl.Engine(device="cpu", precision="double")

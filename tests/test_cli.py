@@ -1,0 +1,445 @@
+"""The command line: what it prints, refuses and returns. `python tests/test_cli.py` writes docs/cli.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import gradleak as gl
+from gradleak import loading, progress
+from gradleak.cli import app
+
+ROOT = Path(__file__).parents[1]
+USER_FILE = """
+import torch
+import gradleak as gl
+
+model = gl.models.lenet_zhu(shape=(3, 8, 8), classes=4, generator=torch.Generator().manual_seed(0))
+like = (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long))
+task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)
+
+def late():
+    return task
+
+def broken():
+    raise KeyError("no such layer")
+
+number = 3
+generator = torch.Generator().manual_seed(1)
+images = gl.data.Images(torch.rand(24, 3, 8, 8, generator=generator), torch.arange(24) % 4, 4, tuple("abcd"), "made up")
+audit = gl.Audit(task, images, ["ig:steps=3"], targets=2)
+"""
+
+
+class Answer:
+    """What a command printed and returned."""
+
+    def __init__(self, *words: object) -> None:
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception  # what gradleak.cli.main would report as a defect
+        self.code, self.out, self.errors = result.exit_code, result.stdout, result.stderr
+
+    def __repr__(self) -> str:
+        return f"exit {self.code}\n{self.out}\n{self.errors}"
+
+
+def refused(*words: object) -> str:
+    """Expect exit code 2 and one message without a traceback; returns it, with its whitespace made plain."""
+    answer = Answer(*words)
+    assert answer.code == 2, answer
+    assert "Traceback" not in answer.errors, answer
+    assert answer.errors.strip(), answer
+    return re.sub(r"[\s│]+", " ", answer.errors)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test in a folder with a user's file; the user's modules do not stay."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GRADLEAK_DEBUG", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "train.py").write_text(USER_FILE)
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in [name for name in sys.modules if name.startswith("gradleak_user_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    """An observation of the user's model, in a file."""
+    task = loading.task("train.py")
+    x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    return gl.observe(task, {"x": x, "y": torch.tensor([2])}, gl.LocalTraining(lr=0.1)).save(
+        tmp_path / "seen.safetensors"
+    )
+
+
+# --- the outside -----------------------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert Answer("--version").out == f"gradleak {gl.__version__}\n"
+    assert Answer("--help").code == 0
+    assert "audit" in Answer("--help").out
+
+
+def test_importing_the_commands_is_quick() -> None:
+    """Beyond `import gradleak` itself, which brings torch, `--help` must cost little."""
+    code = "import gradleak, time; start = time.perf_counter(); import gradleak.cli; print(time.perf_counter() - start)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    answers = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True).stdout
+        for _ in range(2)
+    ]
+    assert min(map(float, answers)) < 0.8
+
+
+def test_a_defect_keeps_its_traceback_and_its_own_exit_code() -> None:
+    code = (
+        "import sys, gradleak.cli, gradleak.data\n"
+        "def broken(): raise ZeroDivisionError('ours')\n"
+        "gradleak.data.available = broken\n"
+        "sys.argv = ['gradleak', 'data', 'list']\n"
+        "gradleak.cli.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert answer.returncode == 70
+    assert "ZeroDivisionError: ours" in answer.stderr
+    assert "defect of gradleak" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["audti"], ["list", "attcks"], ["audit", "--targets", "0"], ["attack"], ["data", "gte"]]
+)
+def test_words_that_nobody_knows(words: list[str]) -> None:
+    refused(*words)
+
+
+# --- list, data, check -----------------------------------------------------------------------------------------------
+
+
+def test_list_shows_paper_status_and_settings() -> None:
+    out = Answer("list", "attacks", "ig*").out
+    assert "ig  [unverified]" in out
+    assert "Geiping" in out
+    assert "steps=4800" in out
+    assert "dlg" not in out
+    assert "lenet-zhu  [verified]" in Answer("list", "models").out
+    assert "auto" in Answer("list", "labels").out
+    assert Answer("list", "defences").code == 0
+    assert "attacks:" in Answer("list").out
+    assert "No attacks match 'zzz'" in Answer("list", "attacks", "zzz").out
+    assert "Did you mean 'attacks'" in refused("list", "atacks")
+
+
+def test_data_is_listed_with_its_terms() -> None:
+    for answer in (Answer("list", "data"), Answer("data", "list")):
+        assert "cifar10-samples  [present]" in answer.out
+        assert "terms: " in answer.out
+    assert "cannot be fetched. Did you mean 'cifar10'?" in refused("data", "get", "cifar")
+
+
+def test_data_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "mnist.npz").write_bytes(b"")
+    assert str(tmp_path / "mnist.npz") in Answer("data", "get", "mnist", "--into", tmp_path).out
+
+
+def test_check_lists_problems_with_fixes_and_fails_on_errors() -> None:
+    good = Answer("check", "train.py:task")
+    assert good.code == 0, good
+    Path("bad.py").write_text(
+        USER_FILE.replace(
+            "task = gl", "model = torch.nn.Sequential(model, torch.nn.Dropout(0.5))\nmodel.train()\ntask = gl"
+        )
+    )
+    bad = Answer("check", "bad.py")
+    assert "->" in bad.out
+    assert (bad.code == 1) == ("error" in bad.out)
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reference", "told"),
+    [
+        ("nowhere.py:task", "There is no file nowhere.py"),
+        ("train.py:tsk", "Did you mean 'task'"),
+        ("train.py:number", "is a int, not a gradleak.Task"),
+        ("train.py:model", "not a gradleak.Task"),
+        ("train.py:broken", "raised KeyError: 'no such layer'"),
+        ("no_such_module_here:task", "There is no module 'no_such_module_here'"),
+        ("what ever", "names neither a file nor a module"),
+    ],
+)
+def test_references_that_lead_nowhere(reference: str, told: str) -> None:
+    assert told in refused("check", reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1\nraise RuntimeError('stop')\n", "user.py, line 2 raised RuntimeError: stop"),
+        ("x = (\n", "line 1 raised SyntaxError"),
+        ("import no_such_package_at_all\n", "line 1 raised ModuleNotFoundError"),
+        ("import sys\nsys.exit(0)\n", "line 2 raised SystemExit"),
+    ],
+)
+def test_a_users_file_that_fails_is_one_message(text: str, told: str) -> None:
+    Path("user.py").write_text(text)
+    assert told in refused("check", "user.py:task")
+
+
+def test_a_users_file_may_import_its_neighbours_and_build_late() -> None:
+    Path("neighbour.py").write_text("from train import late\n")
+    assert isinstance(loading.task("neighbour.py:late"), gl.Task)
+    assert isinstance(loading.task("train.py"), gl.Task)
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADLEAK_DEBUG", "1")
+    answer = Answer("check", "train.py:broken")
+    assert answer.code == 2
+    assert "Traceback" in answer.errors
+
+
+# --- words to objects ------------------------------------------------------------------------------------------------
+
+
+def test_commas_separate_methods_and_settings() -> None:
+    assert loading.methods(["ig,dlg:steps=10,history=5", " gi "]) == ("ig", "dlg:steps=10,history=5", "gi")
+    assert loading.methods(["a:shape=(1,2),x=3,b"]) == ("a:shape=(1,2),x=3", "b")
+    assert loading.methods([]) == ()
+    with pytest.raises(gl.registry.BadSetting, match="setting without a method"):
+        loading.methods(["steps=3"])
+
+
+def test_numbers() -> None:
+    assert loading.numbers("0,50", "--rounds") == (0, 50)
+    assert loading.numbers("0-3,2", "--seeds") == (0, 1, 2, 3)
+    assert loading.numbers("5,5", "--labels", unique=False) == (5, 5)
+    for bad in ("x", "1-", ",", "1.5"):
+        with pytest.raises(loading.LoadError, match="--rounds"):
+            loading.numbers(bad, "--rounds")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("train.py", True),
+        ("train.py:data", True),
+        ("pack.module:data", True),
+        ("cifar10", False),
+        ("a/b.npz", False),
+        ("C:x/y", False),
+    ],
+)
+def test_data_may_be_a_reference(text: str, is_one: bool) -> None:
+    assert loading.is_reference(text) is is_one
+
+
+# --- attack ----------------------------------------------------------------------------------------------------------
+
+
+def test_attack_writes_pictures_and_tensors_without_any_truth(seen: Path) -> None:
+    answer = Answer("attack", seen, "--task", "train.py:task", "--attack", "ig:steps=4,restarts=2", "-o", "found")
+    assert answer.code == 0, answer
+    for word in ("objective", "match", "y: 2", "of 2, chosen by match", "checks", "found/reconstruction.png"):
+        assert word in answer.out, word
+    tensors = load_file("found/reconstruction.safetensors")
+    assert tensors["x"].shape == (1, 1, 3, 8, 8)
+    assert Path("found/reconstruction.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
+    words = ("attack", seen, "--task", "train.py", "--attack", "dlg:steps=3", "--labels", "2")
+    assert "--lr" in refused(*words)
+    assert Answer(*words, "--lr", "0.1", "--steps", "1").code == 0
+    assert "needs --lr" in refused(*words, "--epochs", "2")
+    assert "shape" in refused(*words[:-1], "1,2,3", "--lr", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--attack", "igg"), "Did you mean 'ig'"),
+        (("--attack", "ig:stps=3"), "has no setting 'stps'. Did you mean 'steps'"),
+        (("--attack", "ig:steps"), "is not a setting"),
+        (("--attack", "ig:restarts=0"), "restarts must be at least 1"),
+        (("--defence", "fedsma"), "Unknown defence 'fedsma'"),
+        (("--precision", "half"), "precision must be"),
+        (("--device", "cuda:99"), "cannot be used"),
+        (("--device", "nonsense"), "cannot be used"),
+        (("--labels", "cat"), "--labels must be whole numbers"),
+    ],
+)
+def test_attack_refuses_what_does_not_exist(seen: Path, words: tuple[str, ...], told: str) -> None:
+    assert told in refused("attack", seen, "--task", "train.py", *words)
+
+
+def damaged(kind: str, good: Path) -> Path:
+    """A file that is no observation, in one of the ways in which files go wrong or are made to."""
+    bad, content, tensors = good.with_name("bad.safetensors"), good.read_bytes(), load_file(good)
+    header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+    metadata = header["__metadata__"]
+    if kind == "missing":
+        return good.with_name("missing.safetensors")
+    if kind in ("empty", "cut off", "not safetensors", "huge header"):
+        texts = {
+            "empty": b"",
+            "cut off": content[: len(content) // 2],
+            "not safetensors": b"import os; os.system('x')" * 9,
+        }
+        bad.write_bytes({**texts, "huge header": struct.pack("<Q", 2**60) + content[8:]}[kind])
+        return bad
+    first = next(name for name in tensors if name.startswith("update/"))
+    if kind == "nan":
+        tensors[first] = tensors[first] * torch.nan
+    if kind == "wrong shape":
+        tensors[first] = tensors[first].flatten()[:1]
+    if kind == "another model":
+        tensors = {name.replace("classifier", "head"): value for name, value in tensors.items()}
+    if kind == "stray tensor":
+        tensors["../../etc/passwd"] = torch.zeros(1)
+    if kind == "not an observation":
+        metadata = {}
+    if kind == "future version":
+        metadata = {**metadata, "version": "99"}
+    if kind == "hostile header":
+        metadata = {**metadata, "observation": json.dumps({"num_examples": 1, "__class__": "os.system"})}
+    if kind == "deep header":
+        metadata = {**metadata, "observation": "[" * 100_000}
+    if kind == "million examples":
+        metadata = {**metadata, "observation": json.dumps({"num_examples": "1000000"})}
+    save_file(tensors, bad, metadata)
+    return bad
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("missing", "There is no file"),
+        ("empty", "not a readable observation"),
+        ("cut off", "not a readable observation"),
+        ("not safetensors", "not a readable observation"),
+        ("huge header", "not a readable observation"),
+        ("nan", "NaN or infinity"),
+        ("wrong shape", "has shape"),
+        ("another model", "is not of this model"),
+        ("stray tensor", "belongs to none of"),
+        ("not an observation", "not an observation"),
+        ("future version", "has version '99'"),
+        ("hostile header", "unknown entries '__class__'"),
+        ("deep header", "not a readable observation"),
+        ("million examples", "num_examples must be a whole number"),
+    ],
+)
+def test_files_from_outside_are_refused_with_one_message(seen: Path, kind: str, told: str) -> None:
+    assert told in refused("attack", damaged(kind, seen), "--task", "train.py", "--attack", "ig:steps=2")
+    assert not Path("runs").exists()
+
+
+def test_ctrl_c_says_what_is_kept(seen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gl.Composed, "run", interrupted)
+    answer = Answer("attack", seen, "--task", "train.py")
+    assert answer.code == 130
+    assert "nothing was written" in answer.errors
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_plain_lines_count_cells_and_name_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.shown() as shown:  # pytest's stderr is no terminal
+        shown.start(3)
+        shown.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
+        shown.cell("new", 1)
+        shown.share(0.5)
+        shown.finished("new", [{"status": "failed", "error": "ValueError: no"}])
+        shown.note("by the way")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[1/3] old: 1 target, mean PSNR 20.0 dB, kept from before"
+    assert lines[1].startswith("[2/3] new: FAILED (ValueError: no), in 0.0 s")
+    assert lines[2] == "by the way"
+
+
+def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with progress.shown() as shown:
+        assert isinstance(shown, progress.Bars)
+        shown.start(2)
+        shown.cell("[bold]first[/bold]", 0)
+        shown.share(0.25)
+        shown.finished("[bold]first[/bold]", [])
+    assert "[bold]first[/bold]: 0 targets" in capsys.readouterr().err
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert progress.plain(sys.stderr)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.44, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert progress.duration(seconds) == text
+
+
+# --- the manual ------------------------------------------------------------------------------------------------------
+
+MANUAL = ROOT / "docs" / "cli.md"
+FOREWORD = """# The command line
+
+Written by `python tests/test_cli.py` from the commands' own help; a test checks that it is current.
+
+Exit codes: 0 done; 1 a stated threshold was crossed (`audit --fail-above`) or `check` found errors; 2 it could not run,
+and one message on standard error says why; 70 a defect of gradleak; 130 interrupted. `GRADLEAK_DEBUG=1` shows
+tracebacks, `NO_COLOR=1` turns bars into plain lines. Results go to standard output, everything else to standard error.
+"""
+
+
+def manual() -> str:
+    """Every command's help as plain text, 100 columns wide."""
+    pages = [FOREWORD]
+
+    def visit(command: Any, words: list[str]) -> None:
+        command.rich_markup_mode = None
+        context = command.make_context(" ".join(words), ["--help"], resilient_parsing=True)
+        context.max_content_width = context.terminal_width = 100
+        pages.append(f"## {' '.join(words)}\n\n```text\n{command.get_help(context).replace(chr(92) + '[', '[')}\n```\n")
+        for name in getattr(command, "commands", {}):
+            visit(command.commands[name], [*words, name])
+
+    visit(typer.main.get_command(app), ["gradleak"])
+    return "\n".join(pages)
+
+
+def test_the_manual_is_current() -> None:
+    pinned = re.search(r"^typer==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    if pinned is None or pinned[1] != typer.__version__:
+        pytest.skip("another typer writes help in another way")
+    assert MANUAL.read_text() == manual(), "write it anew: python tests/test_cli.py"
+
+
+if __name__ == "__main__":
+    MANUAL.write_text(manual())
