@@ -94,7 +94,7 @@ def test_one_replayed_step_is_lr_times_the_gradient(lr: float, norm: str | None)
     ("rule", "make"),
     [
         (SGD(momentum=0.9, weight_decay=0.01), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01)),
-        (Adam(), lambda p: torch.optim.Adam(p, 0.1)),
+        (Adam(eps=1e-4), lambda p: torch.optim.Adam(p, 0.1, eps=1e-4)),
     ],
     ids=["sgd", "adam"],
 )

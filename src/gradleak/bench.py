@@ -94,7 +94,7 @@ def engine(
                 rows.append(row)
                 show(row)
     if out is not None:
-        from gradleak.environment import environment
+        from gradleak.environment import describe
 
-        Path(out).write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        Path(out).write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
     return rows

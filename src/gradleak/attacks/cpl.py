@@ -29,10 +29,10 @@ STARTS: dict[str, Start] = {
 @named("cpl", kind="attack", paper="Wei et al., A Framework for Evaluating Client Privacy Leakages in FL, ESORICS 2020")
 def cpl(
     *,
-    steps: int = 2000,
+    steps: int = 6000,
     alpha: float = 0.5,
     start: str | Start = "tiled-2",
-    history: int = 20,
+    history: int = 100,
     restarts: int = 1,
     labels: str = "auto",
     keep: str = "best_match",

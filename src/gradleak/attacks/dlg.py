@@ -12,14 +12,14 @@ from gradleak.registry import named
 
 
 @named("dlg", kind="attack", paper="Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019")
-def dlg(*, steps: int = 1200, history: int = 20, restarts: int = 1, keep: str = "best_match") -> Attack:
+def dlg(*, steps: int = 6000, history: int = 100, restarts: int = 1, keep: str = "best_match") -> Attack:
     """Optimise image and soft label jointly until the gradient matches.
 
     min over x, q of sum ||grad(x, softmax(q)) - observed||^2, x and q from N(0, 1), no prior and no box. Labels are the
     argmax of q.
 
     Differs from the paper: L-BFGS with a line search per lane instead of torch's without; `steps` counts gradient
-    evaluations (the code's 300 outer iterations are up to 6,000); the best iterate is kept unless keep="last".
+    evaluations (6,000 is the ceiling of the code's 300 outer iterations of 20); the best iterate is kept unless keep="last".
     """
     space = Together((Pixels(Normal()), SoftCategories()))
     stage = Stage(space, Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))

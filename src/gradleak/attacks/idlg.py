@@ -13,13 +13,14 @@ from gradleak.registry import named
 
 @named("idlg", kind="attack", paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020")
 def idlg(
-    *, steps: int = 2000, history: int = 20, restarts: int = 1, labels: str = "auto", keep: str = "best_match"
+    *, steps: int = 6000, history: int = 100, restarts: int = 1, labels: str = "auto", keep: str = "best_match"
 ) -> Attack:
     """Read the label off the classifier's gradient, then match the gradient over the image.
 
     min over x of sum ||grad(x, y) - observed||^2 from N(0, 1), no prior and no box.
 
-    Differs from the paper: L-BFGS with a line search per lane; `steps` counts gradient evaluations; for more than one
+    Differs from the paper: L-BFGS with a line search per lane; `steps` counts gradient evaluations (6,000 is the
+    ceiling of the code's 300 outer iterations of 20); for more than one
     example the labels come from the count rules (the paper has one example only).
     """
     stage = Stage(Pixels(Normal()), Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))

@@ -393,8 +393,8 @@ class ILRG(Rule):
     Differs: the repair of the sum works in both directions (the authors' code slices wrongly where it is too small).
     `ridge` (ours, off by default) tames step 1 where n_c / B is close to the mean probability of c, so that the divisor
     all but vanishes, as happens with more examples than classes: with l = ridge / B and h the mean of all h_c weighted
-    by |dL/db_c|, h_c <- (|dL/db_c| h_c + l h) / (|dL/db_c| + l). Ridge 1 takes the exact counts of 1024 CIFAR-100 images
-    from 5 % of batches to all of them (LeNet-5, untrained).
+    by |dL/db_c|, h_c <- (|dL/db_c| h_c + l h) / (|dL/db_c| + l). On the untrained LeNet-5 and 1024 images of CIFAR-100,
+    ridge 1 finds all counts in every batch instead of in 5 % of them.
     """
 
     needs: ClassVar[Needs] = frozenset({"training"})

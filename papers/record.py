@@ -1,0 +1,57 @@
+"""What every reproduction writes: the figures, and all that is needed to get them again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradleak.environment import describe
+
+
+def arguments(description: str, **settings: Any) -> argparse.Namespace:
+    """A command line with one option per setting, of the type of its default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for name, default in settings.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser.parse_args()
+
+
+def summary(values: torch.Tensor) -> dict[str, float]:
+    """Of one number per image: mean, median, extremes, and how many there are."""
+    values = values.double().flatten()
+    return {
+        "images": values.numel(),
+        "mean": values.mean().item(),
+        "std": values.std().item(),
+        "median": values.quantile(0.5).item(),
+        "lowest": values.min().item(),
+        "highest": values.max().item(),
+    }
+
+
+def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any]) -> None:
+    """Print the figures beside what is expected of them and write both down. Exits with 1 where one does not hold."""
+    wanted = json.loads(expected.read_text())
+    failed = []
+    for name, bound in wanted["figures"].items():
+        value = figures
+        for part in name.split("."):
+            value = value[part]
+        holds = value >= bound["at_least"] if "at_least" in bound else value <= bound["at_most"]
+        print(f"{'holds' if holds else 'FAILS'}  {name} = {value:.6g}, wanted {bound}")
+        failed += [] if holds else [name]
+    if options.out is not None:
+        settings = {name: value for name, value in vars(options).items() if name != "out"}
+        environment = describe()
+        # A copy of the tree on another machine has no git: the commit can be handed over.
+        environment["git"] = environment["git"] or os.environ.get("GRADLEAK_COMMIT")
+        rows = {"settings": settings, "figures": figures, "expected": wanted, "failed": failed, "environment": environment}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    raise SystemExit(bool(failed))

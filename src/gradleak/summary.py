@@ -1,0 +1,179 @@
+"""From rows to the lines of the table: rates with their intervals, spreads, baselines, and a word for each line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gradleak.rows import FORMS, Row
+from gradleak.scoring import UNRELATED
+
+LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
+WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)
+"""From the worst to the best; a line that is inconclusive is worse than one that shows nothing: it may yet leak."""
+
+CONVERGED = 0.8  # share of targets on which an attack must have converged before its failure means anything
+SMALL = 20  # targets; below, tables and texts call the sample small
+RESAMPLES = 2000
+NAN = float("nan")
+Name: TypeAlias = tuple[str, str, str, int, int]
+"""What tells lines apart: attack, defence, form, round, examples."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share or mean with its 95 % interval by bootstrap over targets, and the number of targets."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.0%} [{self.low:.0%}, {self.high:.0%}]"
+
+
+def rate(targets: Sequence[Sequence[float]]) -> Rate:
+    """The mean over everything, with a percentile interval from resampling whole targets; the same every time.
+
+    Values lie in [-1, 1]. Where all agree on -1, 0 or 1, resampling would claim certainty; then the bound is the exact
+    one (Clopper and Pearson 1934) for so many equal results: 0 of n still allows 1 - 0.025^(1/n).
+    """
+    if not targets:
+        return Rate(NAN, NAN, NAN, 0)
+    sums = np.array([sum(values) for values in targets], dtype=float)
+    counts = np.array([len(values) for values in targets], dtype=float)
+    value, number = float(sums.sum() / counts.sum()), len(targets)
+    if value in (-1.0, 0.0, 1.0) and bool((sums == value * counts).all()):
+        slack = 1 - 0.025 ** (1 / number)
+        return Rate(value, value - slack if value > 0 else value, value + slack if value < 1 else value, number)
+    drawn = np.random.default_rng(0).integers(number, size=(RESAMPLES, number))
+    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
+    return Rate(value, float(low), float(high), number)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One line of the table: one attack against one defence in one form, all targets and seeds together."""
+
+    attack: str
+    defence: str
+    form: str
+    round: int
+    examples: int
+    cells: tuple[str, ...]  # keys, one per seed
+    targets: int
+    seeds: int
+    recovered: Rate
+    excess: Rate  # recovered minus the unrelated update's
+    identified: Rate  # rank 1 minus the unrelated update's
+    rates: dict[str, Rate]  # "ssim>0.5", "psnr>18", "psnr>20", "rank1"
+    chance: float  # of rank 1
+    means: dict[str, float]  # of psnr, ssim, mse, lpips, labels
+    medians: dict[str, float]
+    worst: dict[str, float]  # of the best recovered image: the worst case for a client
+    baseline: dict[str, float]  # means of the unrelated update: psnr, ssim, rank1, recovered; empty without one
+    match: float  # median
+    converged: float  # share of targets
+    diverged: float
+    seconds: float
+    errors: tuple[str, ...] = ()  # of failed cells
+
+    @property
+    def word(self) -> str:
+        """The verdict for this line alone, by the rule of verdict.py."""
+        if self.recovered.value >= 0.5 and self.excess.low > 0:
+            return LEAKS
+        if self.recovered.value > 0 or self.identified.low > 0:
+            return PART
+        return NOT_SHOWN if self.optimised else INCONCLUSIVE
+
+    @property
+    def optimised(self) -> bool:
+        """Did the attack work as an optimiser, so that its failure would mean something?"""
+        return not self.errors and self.targets > 0 and self.converged >= CONVERGED
+
+    @property
+    def small(self) -> bool:
+        return self.targets < SMALL
+
+    @property
+    def name(self) -> Name:
+        return (self.attack, self.defence, self.form, self.round, self.examples)
+
+    def __str__(self) -> str:
+        return self.attack if self.form == FORMS[0] else f"{self.attack} ({self.form})"
+
+
+def summaries_of(rows: Iterable[Row]) -> list[Summary]:
+    """The lines in the order of the rows. A control that is not part of the grid is not a line."""
+    lines: dict[Name, list[Row]] = {}
+    for row in rows:
+        if not row["control"]:
+            name = (row["attack"], row["defence"], row["form"], row["round"], row["examples"])
+            lines.setdefault(name, []).append(row)
+    return [_summary(name, held) for name, held in lines.items()]
+
+
+def _summary(name: Name, rows: Sequence[Row]) -> Summary:
+    done = [row for row in rows if row["status"] == "done"]
+    columns = {key: _numbers(row["scores"].get(key) for row in done) for key in ("psnr", "ssim", "mse", "lpips")}
+    columns["labels"] = _numbers([row["labels"].get("multiset_accuracy")] for row in done)
+    columns = {key: values for key, values in columns.items() if values}
+    unrelated = [row["baselines"].get(UNRELATED, {}) for row in done]
+    baseline = {key: _numbers(held.get(key) for held in unrelated) for key in ("psnr", "ssim", "rank1", "recovered")}
+    clearest: dict[str, Callable[..., float]] = {"psnr": max, "ssim": max, "labels": max, "mse": min, "lpips": min}
+    attack, defence, form, number, examples = name
+    return Summary(
+        attack,
+        defence,
+        form,
+        number,
+        examples,
+        cells=tuple(dict.fromkeys(row["cell"] for row in rows)),
+        targets=len({row["target"] for row in done}),
+        seeds=len({row["seed"] for row in done}),
+        recovered=_rate(done, lambda row: row["hits"]["recovered"]),
+        excess=_rate(done, lambda row: _beyond(row, "recovered")),
+        identified=_rate(done, lambda row: _beyond(row, "rank1")),
+        rates={
+            hit: _rate(done, lambda row, hit=hit: row["hits"][hit])  # type: ignore[misc]
+            for hit in ("ssim>0.5", "psnr>18", "psnr>20", "rank1")
+        },
+        chance=_mean([1 / size for row in done for size in row["gallery_size"]]),
+        means={key: fmean(values) for key, values in columns.items()},
+        medians={key: median(values) for key, values in columns.items()},
+        worst={key: clearest[key](values) for key, values in columns.items()},
+        baseline={key: fmean(values) for key, values in baseline.items() if values},
+        match=median(_numbers([row["match"]] for row in done) or [NAN]),
+        converged=_mean([row["converged"] for row in done]),
+        diverged=_mean([row["diverged"] for row in done]),
+        seconds=sum(row["seconds"] for row in done),
+        errors=tuple(row["error"] for row in rows if row["status"] == "failed"),
+    )
+
+
+def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]]) -> Rate:
+    """Over targets: all seeds and examples of a target stay together, since they are not independent."""
+    targets: dict[int, list[float]] = {}
+    for row in rows:
+        targets.setdefault(row["target"], []).extend(take(row))
+    return rate(list(targets.values()))
+
+
+def _beyond(row: Row, hit: str) -> list[int]:
+    """Per example: hit by the attack, minus hit by the same attack on an unrelated update."""
+    blind = row["baselines"].get(UNRELATED, {}).get(hit) or [0] * row["examples"]
+    return [int(own) - int(other or 0) for own, other in zip(row["hits"][hit], blind, strict=True)]
+
+
+def _numbers(lists: Iterable[Sequence[Any] | None]) -> list[float]:
+    return [value for values in lists for value in values or () if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else NAN

@@ -1,0 +1,119 @@
+"""Lines of a result as text, Markdown or CSV, and two results side by side."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradleak.summary import NAN, Summary
+
+
+def _share(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0%}"
+
+
+def _number(values: Mapping[str, float], key: str, digits: int = 1) -> str:
+    return f"{values[key]:.{digits}f}" if math.isfinite(values.get(key, NAN)) else "-"
+
+
+def _targets(line: Summary) -> str:
+    return f"{line.targets}{f' x {line.seeds}' if line.seeds > 1 else ''}{' (small)' if line.small else ''}"
+
+
+COLUMNS: dict[str, Callable[[Summary], str]] = {
+    "attack": lambda line: line.attack,
+    "defence": lambda line: line.defence,
+    "form": lambda line: line.form,
+    "round": lambda line: str(line.round),
+    "B": lambda line: str(line.examples),
+    "targets": _targets,
+    "recovered [95 %]": lambda line: str(line.recovered) if line.targets else "-",
+    "PSNR mean/median/worst": lambda line: "/".join(_number(v, "psnr") for v in (line.means, line.medians, line.worst)),
+    "SSIM": lambda line: _number(line.means, "ssim", 2),
+    "labels": lambda line: _share(line.means.get("labels", NAN)),
+    "rank 1 (chance)": lambda line: f"{_share(line.rates['rank1'].value)} ({line.chance:.1%})" if line.targets else "-",
+    "baseline": lambda line: f"{_share(line.baseline.get('recovered', NAN))}, {_number(line.baseline, 'psnr')} dB",
+    "match": lambda line: f"{line.match:.2g}" if line.targets else "-",
+    "converged": lambda line: _share(line.converged),
+    "seconds": lambda line: f"{line.seconds:.1f}",
+    "verdict": lambda line: "failed" if line.errors and not line.targets else line.word,
+}
+"""Worst is the best recovered image: the worst case for a client. Baseline: the same attack on an unrelated update."""
+
+
+def entries(lines: Sequence[Summary]) -> list[list[str]]:
+    """The head and every line, as text."""
+    return [list(COLUMNS), *([show(line) for show in COLUMNS.values()] for line in lines)]
+
+
+def _text(lines: Sequence[Summary]) -> str:
+    rows = entries(lines)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    told = ["  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([told[0], "  ".join("-" * width for width in widths), *told[1:]])
+
+
+def _markdown(lines: Sequence[Summary]) -> str:
+    rows = [[entry.replace("|", "\\|") for entry in row] for row in entries(lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(COLUMNS), *rows[1:]])
+
+
+def _csv(lines: Sequence[Summary]) -> str:
+    text = io.StringIO()
+    records = [_record(line) for line in lines]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _record(line: Summary) -> dict[str, Any]:
+    """Plain numbers; NaN becomes an empty entry."""
+    names = ("attack", "defence", "form", "round", "examples", "targets", "seeds", "word")
+    record: dict[str, Any] = {name: getattr(line, name) for name in names}
+    for name, rate in {"recovered": line.recovered, "excess": line.excess, **line.rates}.items():
+        record |= {name: rate.value, f"{name} low": rate.low, f"{name} high": rate.high}
+    for kind in ("means", "medians", "worst", "baseline"):
+        record |= {f"{name} {kind.removesuffix('s')}": value for name, value in getattr(line, kind).items()}
+    record |= {name: getattr(line, name) for name in ("chance", "match", "converged", "diverged", "seconds")}
+    return {name: "" if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}
+
+
+FORMATS: dict[str, Callable[[Sequence[Summary]], str]] = {"text": _text, "markdown": _markdown, "csv": _csv}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side, lines matched by attack, defence, form, round and batch size."""
+
+    first: Sequence[Summary]
+    second: Sequence[Summary]
+
+    @property
+    def pairs(self) -> list[tuple[Summary | None, Summary | None]]:
+        """Lines of both, then those of the first only, then those of the second only."""
+        one, two = {line.name: line for line in self.first}, {line.name: line for line in self.second}
+        both = [(line, two[name]) for name, line in one.items() if name in two]
+        alone = [(line, None) for name, line in one.items() if name not in two]
+        return [*both, *alone, *((None, line) for name, line in two.items() if name not in one)]
+
+    def __str__(self) -> str:
+        return "\n".join(_compared(first, second) for first, second in self.pairs) or "Neither run has a line."
+
+
+def _compared(first: Summary | None, second: Summary | None) -> str:
+    line = first or second
+    assert line is not None  # a pair has at least one side
+    name = f"{line} against {line.defence}, B = {line.examples}, round {line.round}"
+    if first is None or second is None:
+        return f"{name}: only in the {'second' if first is None else 'first'} run ({line.word})"
+    a, b = first.recovered, second.recovered
+    apart = " (intervals apart)" if a.high < b.low or b.high < a.low else ""
+    psnr = second.means.get("psnr", NAN) - first.means.get("psnr", NAN)
+    words = first.word if first.word == second.word else f"{first.word} -> {second.word}"
+    return f"{name}: recovered {a} -> {b}{apart}, PSNR {psnr:+.1f} dB, {words}"

@@ -1,0 +1,94 @@
+"""Lane convolutions are ordinary convolutions, to the last derivative that gradient matching takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from gradleak.convolution import Fold, LaneConvolutions, Patches, Window
+
+CASES = [
+    # examples, channels in, out, side, kernel, stride, padding
+    (1, 3, 4, 8, 3, 1, 1),
+    (2, 3, 4, 8, 3, 1, 1),
+    (1, 3, 4, 9, 5, 2, 2),
+    (2, 2, 3, 8, 3, 2, 1),  # the last column is never reached
+    (1, 2, 3, 7, 2, 3, 0),
+    (1, 4, 5, 6, 1, 1, 0),
+    (2, 4, 5, 6, 1, 2, 0),
+]
+
+
+def matching(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, stride: int, padding: int) -> Tensor:
+    """A gradient-matching loss of one lane: it holds a gradient by the weights, and is differentiated by x."""
+
+    def loss(weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.sigmoid(F.conv2d(x, weight, bias, stride, padding)).pow(2).sum()
+
+    to_weight, to_bias = grad(loss, argnums=(0, 1))(weight, bias)
+    return (to_weight - target).square().sum() + to_bias.square().sum()
+
+
+@pytest.mark.parametrize(("examples", "channels", "out", "side", "kernel", "stride", "padding"), CASES)
+def test_the_second_derivative_of_every_lane_is_that_of_torch(
+    examples: int, channels: int, out: int, side: int, kernel: int, stride: int, padding: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    x, weight, bias = draw(3, examples, channels, side, side), draw(out, channels, kernel, kernel), draw(out)
+    target = draw(3, *weight.shape)
+
+    def run() -> Tensor:
+        return vmap(grad(lambda x, target: matching(x, weight, bias, target, stride, padding)))(x, target)
+
+    plain = run()
+    with LaneConvolutions():
+        lanes = run()
+    torch.testing.assert_close(lanes, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_fold_is_the_transpose_of_patches() -> None:
+    window = Window(7, 6, (3, 2), (2, 1), (1, 0))
+    x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
+    columns = torch.randn_like(Patches.apply(x, window))
+    left, right = (Patches.apply(x, window) * columns).sum(), (x * Fold.apply(columns, window)).sum()
+    torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, dilation=2),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(4, 4, (3, 1), stride=(2, 1), padding=(1, 0)),
+        nn.BatchNorm2d(4).eval(),
+        nn.BatchNorm2d(4, affine=False).eval(),
+        nn.BatchNorm2d(4).train(),
+        nn.BatchNorm2d(4, track_running_stats=False),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_keeps_its_output(layer: nn.Module) -> None:
+    layer = layer.double()
+    for name, buffer in layer.named_buffers():
+        if name.startswith("running"):
+            buffer.uniform_(0.5, 1.5)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    plain = layer(x)
+    layer.load_state_dict(state)
+    with LaneConvolutions():
+        torch.testing.assert_close(layer(x), plain)
+
+
+def test_a_call_with_keywords_and_without_bias_is_caught_too() -> None:
+    x, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+    plain = F.conv2d(x, weight, padding=1)
+    with LaneConvolutions():
+        torch.testing.assert_close(F.conv2d(input=x, weight=weight, padding=(1, 1)), plain)
+        torch.testing.assert_close(F.conv2d(x, weight, padding=1), plain)

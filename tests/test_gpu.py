@@ -1,0 +1,81 @@
+"""What only a GPU can show: the captured step is the eager one, nothing in the loop waits, precision is as asked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradleak as gl
+from gradleak.engine import Search, lanes_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def scene_of_targets(count: int, name: str = "lenet") -> tuple[gl.Task, list[gl.Observation], gl.Knowledge]:
+    generator = torch.Generator().manual_seed(0)
+    model = (
+        gl.models.lenet_zhu(generator=generator)
+        if name == "lenet"
+        else gl.models.resnet((1, 1), 16, norm=name, generator=generator)
+    )
+    x, y = torch.rand(count, 1, 3, 32, 32, generator=generator), torch.randint(10, (count, 1), generator=generator)
+    task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(x[0], y[0]))
+    training = gl.LocalTraining(lr=1.0)
+    weights = task.weights()
+    seen = [
+        gl.observe(task, {"x": x[i], "y": y[i]}, training, weights=weights, key=f"target{i}") for i in range(count)
+    ]
+    return task, seen, gl.Knowledge(training=training)
+
+
+@pytest.mark.parametrize("attack", ["ig", "idlg", "dlg", "gi", "cpl", "representation"])
+def test_the_captured_step_is_the_eager_one(attack: str) -> None:
+    task, seen, knows = scene_of_targets(3)
+    made = gl.attacks.get(attack, steps=20, restarts=2)
+    runs = [made.run(task, seen, knows, engine=gl.Engine(precision="double", graph=graph)) for graph in (True, False)]
+    torch.testing.assert_close(runs[0].batch["x"], runs[1].batch["x"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(runs[0].trace["match"], runs[1].trace["match"], rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("norm", ["lenet", "group", "batch"])
+def test_a_gpu_computes_what_a_cpu_computes(norm: str) -> None:
+    task, seen, knows = scene_of_targets(2, norm)
+    made = gl.attacks.get("ig", steps=10)
+    runs = [made.run(task, seen, knows, engine=gl.Engine(device=d, precision="double")) for d in ("cuda", "cpu")]
+    torch.testing.assert_close(runs[0].batch["x"], runs[1].batch["x"], rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_in_the_loop_waits_for_the_device() -> None:
+    task, seen, knows = scene_of_targets(2)
+    engine = gl.Engine()
+    made = gl.attacks.get("ig", steps=50)
+    with engine.settings():
+        work = task.to(engine.where, engine.dtype)
+        scenes = [gl.Scene.of(work, target, knows) for target in seen]
+        for scene in scenes:
+            scene.fields["y"] = torch.zeros(1, dtype=torch.long, device="cuda")
+        template, lane = lanes_of(scenes, [[torch.tensor([1, i])] for i in range(2)])
+        search = Search(made.stages[0], template, lane, (2, 1), engine, None)  # type: ignore[attr-defined]
+        advance = search.captured()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(50):
+                advance()
+            search.tick()  # the step itself holds no host read either
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_strict_precision_keeps_digits_that_fast_gives_up() -> None:
+    task, seen, knows = scene_of_targets(1, "group")
+    made = gl.attacks.get("ig", steps=1)
+    exact, strict, fast = (
+        made.run(task, seen, knows, engine=gl.Engine(precision=precision)).match.item()
+        for precision in ("double", "strict", "fast")
+    )
+    assert abs(strict - exact) < 1e-4 * exact
+    assert abs(fast - exact) < 1e-1 * exact

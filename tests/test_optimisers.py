@@ -1,0 +1,258 @@
+"""Optimisers for one lane, on problems with known solutions, and many lanes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from conftest import largest_difference, moment
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from gradleak import draws
+from gradleak.attack import Now, Scored
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, soft_sign
+from gradleak.tree import Tree
+
+
+@dataclass(frozen=True)
+class Function:
+    """A problem that is a plain function of the unknowns."""
+
+    of: Callable[[Tree], Tensor]
+
+    def value(self, v: Tree) -> Scored:
+        value = self.of(v)
+        return Scored(v, value, value)
+
+    def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]:
+        gradient, value = grad_and_value(self.of)(v)
+        return gradient, Scored(v, value, value)
+
+    def residual(self, v: Tree) -> Tree:
+        raise NotImplementedError
+
+    def project(self, v: Tree) -> Tree:
+        return v
+
+
+def solve(optimiser: object, problem: Function, start: Tree, steps: int | None = None) -> tuple[Tree, Tensor]:
+    """One lane by itself; returns the best point and its value."""
+    steps = optimiser.steps if steps is None else steps
+    v, state = start, optimiser.init(problem, start)
+    best, lowest = start, torch.tensor(torch.inf, dtype=torch.float64)
+    for step in range(steps):
+        v, state, scored = optimiser.step(problem, v, state, Now(torch.tensor(float(step)), steps))
+        better = scored.match < lowest
+        lowest = torch.where(better, scored.match, lowest)
+        best = {name: torch.where(better, scored.at[name], best[name]) for name in best}
+    return best, lowest
+
+
+def rosenbrock(v: Tree) -> Tensor:
+    x = v["x"]
+    return (100 * (x[1:] - x[:-1].square()).square() + (1 - x[:-1]).square()).sum()
+
+
+def quadratic(v: Tree) -> Tensor:
+    """Condition 1e4, minimum zero at ones."""
+    scales = torch.logspace(0, 4, 10, dtype=torch.float64)
+    return 0.5 * (scales * (v["x"] - 1).square()).sum()
+
+
+def starts(lanes: int, size: int) -> Tensor:
+    return torch.stack([draws.Draws(draws.key(lane)).normal((size,), dtype=torch.float64) for lane in range(lanes)])
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "milestones"),
+    [(4800, (1799, 2999, 4203)), (24000, (8998, 14999, 21015)), (1000, (374, 624, 875))],
+)
+def test_step_decay_falls_where_the_authors_code_does(total: int, milestones: tuple[int, int, int]) -> None:
+    schedule = StepDecay()
+    for passed, milestone in enumerate(milestones):
+        assert float(schedule(moment(milestone - 1, total))) == pytest.approx(0.1**passed)
+        assert float(schedule(moment(milestone, total))) == pytest.approx(0.1 ** (passed + 1))
+
+
+def test_cosine_decay_warms_up_and_ends_at_zero() -> None:
+    schedule = CosineDecay(warmup=4)
+    rates = [float(schedule(moment(step, 24))) for step in range(25)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[14] == pytest.approx(0.5)
+    assert rates[24] == pytest.approx(0, abs=1e-6)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert float(CosineDecay()(moment(0, 10))) == 1
+
+
+def test_the_soft_sign_hardens_never_and_softens_to_the_gradient() -> None:
+    g = torch.tensor([-3.0, 0.001, 5.0])
+    torch.testing.assert_close(soft_sign(g, moment(0, 10)), torch.tanh(g))
+    torch.testing.assert_close(soft_sign(g, moment(10, 10)), g, rtol=1e-4, atol=0)
+
+
+# --- first order ------------------------------------------------------------------------------------------------------
+
+
+def walked(optimiser: FirstOrder, steps: int) -> Tensor:
+    return walk(optimiser, {"x": torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)}, steps)["x"]
+
+
+def walk(optimiser: FirstOrder, v: Tree, steps: int, of: Callable[[Tree], Tensor] = rosenbrock) -> Tree:
+    problem = Function(of)
+    state = optimiser.init(problem, v)
+    for step in range(steps):
+        v, state, _ = optimiser.step(problem, v, state, Now(torch.tensor(float(step)), steps))
+    return v
+
+
+def walked_by_torch(steps: int, signed: bool) -> Tensor:
+    x = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.Adam([x], lr=0.1)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        rosenbrock({"x": x}).backward()
+        if signed:
+            x.grad.sign_()
+        optimiser.step()
+    return x.detach()
+
+
+def test_adam_takes_the_steps_of_torch() -> None:
+    assert largest_difference(walked(Adam(lr=0.1, steps=10), 10), walked_by_torch(10, signed=False)) < 1e-10
+
+
+def test_signed_adam_sees_signs_only() -> None:
+    assert largest_difference(walked(SignedAdam(lr=0.1, steps=10), 10), walked_by_torch(10, signed=True)) < 1e-10
+
+
+def test_lion_moves_by_its_rate_in_every_coordinate() -> None:
+    start = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)
+    torch.testing.assert_close((walked(Lion(lr=0.01, steps=1), 1) - start).abs(), torch.full_like(start, 0.01))
+    decayed = walked(Lion(lr=0.01, steps=1, weight_decay=0.5), 1) - walked(Lion(lr=0.01, steps=1), 1)
+    torch.testing.assert_close(decayed, -0.01 * 0.5 * start)
+
+
+def test_each_variable_has_its_own_rate_and_interval() -> None:
+    v = {name: torch.zeros((), dtype=torch.float64) for name in ("fast", "slow", "rare")}
+    optimiser = Lion(lr=1.0, steps=7, rates={"slow": 0.1}, every={"rare": 3})
+    end = walk(optimiser, v, 7, of=lambda v: -sum(v.values()))
+    assert {name: round(float(value), 6) for name, value in end.items()} == {"fast": 7, "slow": 0.7, "rare": 3}
+
+
+def test_adam_counts_the_moves_of_a_rare_variable_and_not_the_steps() -> None:
+    """Moved every third step, it is where Adam is after a third of the steps."""
+    start = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)
+    rare = walk(Adam(lr=0.1, steps=9, every={"x": 3}), {"x": start}, 9)["x"]
+    assert largest_difference(rare, walked(Adam(lr=0.1, steps=3), 3)) < 1e-12
+
+
+def test_nested_variables_take_the_rate_of_their_name() -> None:
+    v = {"scale": {"a": torch.ones(2), "b": torch.ones(())}, "x": torch.ones(1)}
+    end = walk(Lion(lr=1.0, steps=2, rates={"scale": 0.25}), v, 2, of=lambda v: v["x"].sum() + v["scale"]["a"].sum())
+    assert end["scale"]["a"].tolist() == [0.5, 0.5]
+    assert end["x"].item() == -1
+    assert end["scale"]["b"].item() == 1  # no gradient, no move
+
+
+def test_noise_has_the_size_of_the_move_and_differs_by_step_and_variable() -> None:
+    flat = Function(lambda v: 0 * (v["x"].sum() + v["z"].sum()))
+    v = {"x": torch.zeros(4000, dtype=torch.float64), "z": torch.zeros(4000, dtype=torch.float64)}
+    optimiser = Adam(lr=0.1, steps=2, noise=0.2)
+    state = optimiser.init(flat, v)
+    first, state, _ = optimiser.step(flat, v, state, moment(0, 2))
+    second, _, _ = optimiser.step(flat, first, state, moment(1, 2))
+    moves = torch.stack([first["x"], first["z"], second["x"] - first["x"]])
+    torch.testing.assert_close(moves.std(1), torch.full((3,), 0.1 * 0.2, dtype=torch.float64), rtol=0.05, atol=0)
+    assert (torch.corrcoef(moves) - torch.eye(3)).abs().max() < 0.1
+
+
+# --- L-BFGS -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("of", "size"), [(quadratic, 10), (rosenbrock, 4)], ids=["condition 1e4", "rosenbrock"])
+def test_lbfgs_reaches_the_minimum_in_every_lane_at_once(of: Callable[[Tree], Tensor], size: int) -> None:
+    optimiser, problem, x = LBFGS(steps=250), Function(of), starts(5, size)
+    together, values = vmap(lambda x: solve(optimiser, problem, {"x": x}))(x)
+    assert values.max() < 1e-12
+    assert (together["x"] - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("of", "size"), [(quadratic, 10), (rosenbrock, 4)], ids=["condition 1e4", "rosenbrock"])
+def test_a_lane_of_lbfgs_walks_as_it_does_alone(of: Callable[[Tree], Tensor], size: int) -> None:
+    """Lanes differ in their line searches from the first step on; none waits for another."""
+    optimiser, problem, x = LBFGS(steps=30), Function(of), starts(4, size)
+    together, _ = vmap(lambda x: solve(optimiser, problem, {"x": x}))(x)
+    alone = torch.stack([solve(optimiser, problem, {"x": lane})[0]["x"] for lane in x])
+    assert largest_difference(together["x"], alone) < 1e-6
+
+
+def test_lbfgs_needs_far_fewer_steps_than_first_order() -> None:
+    problem, start = Function(quadratic), {"x": starts(1, 10)[0]}
+    assert solve(LBFGS(steps=120), problem, start)[1] < 1e-6 * solve(Adam(lr=0.1, steps=120), problem, start)[1]
+
+
+@pytest.mark.parametrize(("of", "size"), [(quadratic, 10), (rosenbrock, 8)], ids=["condition 1e4", "rosenbrock"])
+def test_lbfgs_reaches_in_ninety_evaluations_what_scipys_does_in_sixty(of: Callable[[Tree], Tensor], size: int) -> None:
+    from scipy.optimize import minimize
+
+    def value_and_slope(x: np.ndarray) -> tuple[float, np.ndarray]:
+        slope, value = grad_and_value(lambda x: of({"x": x}))(torch.from_numpy(x))
+        return float(value), slope.numpy()
+
+    ours, theirs = [], []
+    for start in starts(5, size):
+        options = {"maxcor": 20, "maxfun": 60, "ftol": 0, "gtol": 0}
+        theirs.append(minimize(value_and_slope, start.numpy(), jac=True, method="L-BFGS-B", options=options).fun)
+        ours.append(float(solve(LBFGS(steps=90), Function(of), {"x": start})[1]))
+    assert np.median(ours) < np.median(theirs)
+
+
+def test_lbfgs_backs_out_of_a_region_that_is_not_finite() -> None:
+    """log(x) beyond zero: a trial there is not the end of the lane."""
+    problem = Function(lambda v: (v["x"] - v["x"].log()).sum())
+    best, value = solve(LBFGS(steps=60), problem, {"x": torch.tensor([5.0, 0.01], dtype=torch.float64)})
+    assert value == pytest.approx(2, abs=1e-9)
+    assert largest_difference(best["x"], torch.ones(2, dtype=torch.float64)) < 1e-4
+
+
+def test_lbfgs_works_on_nested_unknowns() -> None:
+    v = {"a": {"x": torch.full((2, 2), 3.0, dtype=torch.float64)}, "b": torch.tensor(-1.0, dtype=torch.float64)}
+    problem = Function(lambda v: (v["a"]["x"] - 1).square().sum() + 10 * (v["b"] - v["a"]["x"].mean()).square())
+    optimiser = LBFGS(steps=40)
+    state = optimiser.init(problem, v)
+    for step in range(40):
+        v, state, scored = optimiser.step(problem, v, state, moment(step, 40))
+    assert scored.match < 1e-15
+
+
+def test_lbfgs_stays_at_a_minimum() -> None:
+    problem, start = Function(quadratic), {"x": torch.ones(10, dtype=torch.float64)}
+    best, value = solve(LBFGS(steps=10), problem, start)
+    assert value == 0
+    assert torch.equal(best["x"], start["x"])
+
+
+def test_the_direction_is_that_of_the_two_loop_recursion() -> None:
+    """The compact form against Nocedal and Wright, algorithm 7.4, with some of the history still empty."""
+    source = draws.Draws(draws.key("pairs"))
+    moves = source.normal((3, 6), dtype=torch.float64)
+    curvature = torch.diag(torch.linspace(1, 5, 6, dtype=torch.float64))
+    turns, g = moves @ curvature, source.normal((6,), stream=1, dtype=torch.float64)
+    q, alphas = g.clone(), []
+    for s, y in reversed(list(zip(moves, turns))):
+        alphas.append((s @ q) / (s @ y))
+        q = q - alphas[-1] * y
+    r = q * (moves[-1] @ turns[-1]) / (turns[-1] @ turns[-1])
+    for s, y, alpha in zip(moves, turns, reversed(alphas)):
+        r = r + s * (alpha - (y @ r) / (s @ y))
+    empty = torch.zeros(2, 6, dtype=torch.float64)
+    direction = LBFGS()._direction(g, torch.cat([empty, moves]), torch.cat([empty, turns]))
+    assert largest_difference(direction, -r) < 1e-12

@@ -1,0 +1,137 @@
+"""README.md and docs: every Python block runs, every command exists, tables and links are current.
+
+`python tests/test_readme.py` writes the table of attacks into README.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from gradleak import registry
+from gradleak.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+LONGEST = 10.0  # seconds for one block, once torch is loaded
+
+# Runs the blocks of one page in one namespace and an empty folder, each on the clock. In a process of its own, since
+# pages register methods and classes that other tests must not meet.
+RUN_BLOCKS = """
+import json, sys, time
+import gradleak, torch
+blocks, namespace, spent = json.load(sys.stdin), {"__name__": "page"}, []
+for number, block in enumerate(blocks, start=1):
+    began = time.process_time()
+    exec(compile(block, f"block {number}", "exec"), namespace)
+    spent.append(time.process_time() - began)
+print(json.dumps(spent))
+"""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
+def test_python_blocks_run_and_are_quick(page: Path, tmp_path: Path) -> None:
+    import json
+
+    answer = subprocess.run(
+        [sys.executable, "-c", RUN_BLOCKS],
+        input=json.dumps(blocks(page, "python")),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert answer.returncode == 0, answer.stderr
+    spent = json.loads(answer.stdout.splitlines()[-1])
+    assert max(spent) < LONGEST, spent
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Every command line of the page's shell blocks, as words; comments and continued lines are understood."""
+    lines = [line for block in blocks(page, "(?:sh|bash|console)") for line in block.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+
+
+def known(words: list[str]) -> None:
+    """A gradleak command must parse: known commands, known options, as many arguments as it takes."""
+    command: Any = typer.main.get_command(app)
+    rest = words[1:]
+    while hasattr(command, "commands"):
+        assert rest, f"{' '.join(words)} names no command"
+        assert rest[0] in command.commands, f"{' '.join(words)}: there is no command {rest[0]}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    command.make_context(words[1], rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for words in commands(page):
+        if words[0] == "make":
+            assert words[1] in targets, words
+        elif words[0] == "gradleak":
+            known(words)
+        elif words[0] == "pip":
+            assert words[1] == "install"
+            named = re.search(r"\[(.*)\]", words[-1])
+            assert set(named[1].split(",") if named else []) <= extras, words
+        else:
+            pytest.fail(f"{page.name}: nobody checks the command {words[0]!r}")
+
+
+def test_inline_commands_exist() -> None:
+    names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for page in PAGES:
+        for first in re.findall(r"`gradleak ([a-z]+)", page.read_text()):
+            assert first in names, f"{page.name}: gradleak {first}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_two_commands_come_first() -> None:
+    assert commands(README)[:2] == [["make", "audit"], ["make", "test"]]
+
+
+def attacks_table() -> str:
+    rows = [f"| `{entry.name}` | {entry.summary} | {entry.paper} | {entry.status} |" for entry in registry.entries("attack")]
+    return "\n".join(rows) + "\n"
+
+
+TABLE = re.compile(r"(\| name \| idea \| paper \| status \|\n\|---\|---\|---\|---\|\n)((?:\|.*\n|<!-- attacks -->\n)*)")
+
+
+def test_the_table_of_attacks_is_current() -> None:
+    found = TABLE.search(README.read_text())
+    assert found is not None
+    assert found[2] == attacks_table(), "write it anew: python tests/test_readme.py"
+
+
+def test_every_extra_is_explained() -> None:
+    text = README.read_text()
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("[project.scripts]")[0]
+    for extra in re.findall(r"^([a-z-]+) = \[", section, re.MULTILINE):
+        assert f"`{extra}`" in text, extra
+
+
+if __name__ == "__main__":
+    README.write_text(TABLE.sub(lambda found: found[1] + attacks_table(), README.read_text()))
