@@ -92,7 +92,7 @@ def test_cosine_decay_warms_up_and_ends_at_zero() -> None:
     assert float(CosineDecay()(moment(0, 10))) == 1
 
 
-def test_the_soft_sign_hardens_never_and_softens_to_the_gradient() -> None:
+def test_the_soft_sign_begins_as_a_tanh_and_ends_as_the_gradient() -> None:
     g = torch.tensor([-3.0, 0.001, 5.0])
     torch.testing.assert_close(soft_sign(g, moment(0, 10)), torch.tanh(g))
     torch.testing.assert_close(soft_sign(g, moment(10, 10)), g, rtol=1e-4, atol=0)

@@ -5,61 +5,42 @@
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gradleak import __version__, data, models, registry
-from gradleak.attack import Attack, Reconstruction
+from gradleak.attack import Attack
 from gradleak.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
-from gradleak.checks import Check, observation_checks
 from gradleak.configuration import described, digest, from_toml, to_toml
 from gradleak.cost import Estimate, estimate
 from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.environment import describe
+from gradleak.execution import Analysis, Runner
 from gradleak.federation import Federation
 from gradleak.local import LocalTraining
-from gradleak.observation import Observation
 from gradleak.private import AuditError, PrivateSide, examples_of
+from gradleak.progress import Progress
 from gradleak.results import AuditResult
-from gradleak.rows import ROW_VERSION, Row, finite
-from gradleak.scoring import scores_of
-from gradleak.store import Arrays, Folder, FolderInUse, Memory, prepare
-from gradleak.task import Batch, Task
+from gradleak.rows import Row
+from gradleak.store import Folder, FolderInUse, Memory, prepare
+from gradleak.task import Task
 
 if TYPE_CHECKING:
     from gradleak.perceptual import LPIPS
 
-__all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent", "builtin", "estimate"]
-__all__ += ["from_settings"]
-
-Analysis = Callable[[Task, Observation, Batch], Mapping[str, float]]
-"""Numbers about a target, beside its scores. The auditor's: it may look at the truth."""
-
-
-class Progress(Protocol):
-    """What an audit tells while it runs. Cells that an earlier run finished come as `finished` alone."""
-
-    def start(self, total_cells: int) -> None: ...
-
-    def cell(self, cell: Cell, index: int) -> None: ...
-
-    def share(self, fraction: float) -> None: ...
-
-    def finished(self, cell: Cell, rows: Sequence[Row]) -> None: ...
-
-    def note(self, text: str) -> None: ...
+__all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
+__all__ += ["builtin", "estimate", "from_settings"]
 
 
 class Silent:
-    """The default."""
+    """The default progress: says nothing."""
 
     def start(self, total_cells: int) -> None: ...
 
@@ -128,35 +109,36 @@ class Audit:
         """The grid in canonical order; the positive control comes first where it is not in the grid anyway."""
         attacks, defences = named_attacks(self.attacks), named_defences(self.defences)
         grid = [
-            self._cell(Cell(attack, defence, form, number, seed, self.federation, name, against))
+            self._keyed(Cell(attack, defence, form, number, seed, self.federation, name, against))
             for against, defence in defences
             for form in forms_of(defence, self.knowledge)
             for name, attack in attacks
-            for number in self.rounds
-            for seed in self.seeds
+            for number in dict.fromkeys(self.rounds)
+            for seed in dict.fromkeys(self.seeds)
         ]
         control = self._control()
         return grid if control.key in {cell.key for cell in grid} else [replace(control, control=True), *grid]
 
     def _control(self) -> Cell:
-        """Undefended, one example, one plain step, before training: if this attack fails here, nothing can be learnt."""
+        """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
-        return self._cell(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none"))
+        return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none"))
 
-    def _cell(self, cell: Cell) -> Cell:
+    def _keyed(self, cell: Cell) -> Cell:
         """Named by a hash of everything that its result depends on."""
         what = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
         return replace(cell, key=digest([what, self.targets, self.unrelated, self._fingerprint, self.engine.precision]))
 
     @cached_property
     def _fingerprint(self) -> dict[str, str]:
-        held = {"task": digest(self.task), "data": self._side.data.fingerprint}
-        gallery = self._side.given_gallery
+        held = {"task": digest(self.task), "data": self.side.data.fingerprint}
+        gallery = self.side.given_gallery
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
 
     @cached_property
-    def _side(self) -> PrivateSide:
+    def side(self) -> PrivateSide:
+        """The private side: data, targets, uploads."""
         gallery = None if self.gallery is None else examples_of(self.gallery, self.task, "gallery")
         return PrivateSide(self.task, examples_of(self.data, self.task), self.targets, self.unrelated, gallery)
 
@@ -176,7 +158,7 @@ class Audit:
             "knowledge": list(self.knowledge),
             "unrelated": self.unrelated,
             "lpips": None if self.lpips is None else str(getattr(self.lpips, "net", "yes")),
-            "analyses": [analysis.__name__ for analysis in self.analyses],
+            "analyses": [_text(analysis) for analysis in self.analyses],
             "origin": dict(self.origin),
             "federation": {
                 **{name: getattr(self.federation, name) for name in ("clients", "examples", "seed", "wire")},
@@ -193,6 +175,7 @@ class Audit:
                 **self._fingerprint,
                 "attacks": [digest(attack) for _, attack in attacks],
                 "defences": [digest(defence) for _, defence in defences],
+                "training": digest(training),
             },
             "plan": {
                 "control": control,
@@ -203,36 +186,35 @@ class Audit:
         return from_toml(to_toml(settings))  # so that it compares equal to what is read back
 
     def _toml(self, settings: Mapping[str, Any]) -> str:
-        plain = LocalTraining(lr=1.0)
         training = replace(self.federation.training, lr=1.0, steps=None, epochs=None, batch_size=None)
-        unnamed = {
-            "its task or data are Python objects": not {"task", "data"} <= self.origin.keys(),
-            "an attack or defence is a Python object": not all(
-                item is None or isinstance(item, str) for item in (*self.attacks, *self.defences)
-            ),
-            "the client's recipe is more than plain SGD": described(training) != described(plain),
+        named = all(item is None or isinstance(item, str) for item in (*self.attacks, *self.defences))
+        obstacles = {
+            "its task or its data are Python objects": not {"task", "data"} <= self.origin.keys(),
+            "an attack or a defence is a Python object": not named,
+            "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),
             "it has analyses or LPIPS": bool(self.analyses) or self.lpips is not None,
         }
-        reasons = [reason for reason, holds in unnamed.items() if holds]
+        reasons = [reason for reason, holds in obstacles.items() if holds]
         how = (
-            f"Built in Python; this file alone cannot repeat it: {', '.join(reasons)}. The same script resumes it."
+            f"This file alone cannot repeat it, since {', and '.join(reasons)}; the script that built it can."
             if reasons
-            else "Repeat with: gradleak audit --config run.toml -o ANOTHER_FOLDER"
+            else "Repeat it with: gradleak audit --config run.toml -o ANOTHER_FOLDER"
         )
-        return to_toml(settings, f"An audit of gradleak {__version__}. {how}")
+        return to_toml(settings, f"An audit by gradleak {__version__}.\n{how}")
 
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(
         self, out: str | Path | None = None, *, progress: Progress | None = None, resume: bool = True
     ) -> AuditResult:
-        """Run every cell that `out` does not hold yet. With `out`, killing it at any moment loses the cell in flight only.
+        """Run every cell that `out` does not hold yet. Killed at any moment, it loses at most the cell in flight.
 
         The folder will hold the private images beside their reconstructions: treat it as the data itself.
         """
         progress = progress or Silent()
         cells, settings, environment = self.cells(), self.settings(), describe()
-        gallery = self._side.gallery(*{id(cell.federation): cell.federation for cell in cells}.values())
+        gallery = self.side.gallery(*{cell.federation.examples: cell.federation for cell in cells}.values())
+        runner = Runner(self.side, gallery, self.engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
         store = Memory() if folder is None else Folder(folder)
         try:
@@ -240,114 +222,28 @@ class Audit:
                 environment = prepare(store, settings, self._toml(settings), environment, resume)
             store.put("gallery", {f"gallery/{name}": value for name, value in gallery.items()})
             progress.start(len(cells))
-            self._loop(cells, store, gallery, progress)
+            self._loop(cells, store, runner, progress)
         except KeyboardInterrupt:
-            kept = len({row["cell"] for row in store.rows()})
-            where = f"{kept} of {len(cells)} cells are kept in {folder}; the same command resumes" if folder else "nothing is kept"
-            raise Interrupted(f"Interrupted: {where}.") from None
+            kept = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"
+            told = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
+            raise Interrupted(f"Interrupted: {told}.") from None
         finally:
             if isinstance(store, Folder):
                 store.unlock()
         return AuditResult.of(store, settings, environment, folder)
 
-    def _loop(self, cells: Sequence[Cell], store: Memory | Folder, gallery: Batch, progress: Progress) -> None:
+    def _loop(self, cells: Sequence[Cell], store: Memory | Folder, runner: Runner, progress: Progress) -> None:
         held: dict[str, list[Row]] = {}
         for row in store.rows():
             held.setdefault(row["cell"], []).append(row)
         for index, cell in enumerate(cells):
             if cell.key not in held:
                 progress.cell(cell, index)
-                rows, arrays = self._attempt(cell, gallery, progress)
+                rounds = (0,) if cell.control else tuple(sorted(set(self.rounds)))
+                rows, arrays = runner.attempt(cell, rounds, progress.share)
                 store.add(cell.key, rows, arrays)
                 held[cell.key] = rows
             progress.finished(cell, held[cell.key])
-
-    def _attempt(self, cell: Cell, gallery: Batch, progress: Progress) -> tuple[list[Row], Arrays | None]:
-        names = {"attack": cell.attack_name, "defence": cell.defence_name, "form": cell.form, "round": cell.round}
-        row = {"version": ROW_VERSION, "cell": cell.key, "status": "done", "control": cell.control, **names}
-        row |= {"seed": cell.seed, "examples": cell.federation.examples, "targets": self.targets}
-        try:
-            return self._attack(cell, row, gallery, progress)
-        except Exception as problem:
-            # The one place where every error is caught: a grid of hours must not be lost to one cell. It never becomes a
-            # score: the row says failed, carries the traceback, and the verdict calls the cell inconclusive.
-            error = f"{type(problem).__name__}: {str(problem).partition(chr(10))[0]}"
-            failed = {"status": "failed", "target": None, "error": error, "traceback": traceback.format_exc()}
-            return [{**row, **failed}], None
-
-    def _attack(self, cell: Cell, row: Row, gallery: Batch, progress: Progress) -> tuple[list[Row], Arrays]:
-        began = time.perf_counter()
-        rounds = tuple(sorted({0} if cell.control else set(self.rounds)))
-        victims = self._side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed)
-        # Unrelated updates run in the same lanes as the targets: same prior, same budget, no truth anywhere.
-        found = cell.attack.run(
-            self.task,
-            [*victims.seen, *victims.unrelated],
-            cell.knows,
-            seed=cell.seed,
-            engine=self.engine,
-            progress=progress.share,
-        )
-        arrays = _arrays(found, victims.truth)
-        targets = range(self.targets)
-        scored = scores_of(
-            {name: value[: self.targets] for name, value in found.batch.items()},
-            victims.truth,
-            arrays.get("unrelated/x"),
-            gallery,
-            self.task.fields,
-            arrays["diverged"],
-            self.lpips,
-        )
-        checks = found.checks
-        seconds = time.perf_counter() - began
-        rows = []
-        for target in targets:
-            seen, restart = victims.seen[target], int(found.chosen[target])
-            truth = {name: value[target] for name, value in victims.truth.items()}
-            raised = [*observation_checks(seen, self.task), *checks.of(target)]
-            rows.append(
-                finite(
-                    {
-                        **row,
-                        "target": target,
-                        "observation": seen.key,
-                        "knows": cell.knows.level,
-                        **scored[target],
-                        "match": float(found.match[target, restart]),
-                        "match_start": float(arrays["trace/match"][0, target]) if len(arrays["trace/match"]) else None,
-                        "objective": float(found.objective[target, restart]),
-                        "restart": restart,
-                        "converged": checks.converged[target],
-                        "checks": [_told(check) for check in raised],
-                        "analyses": {
-                            name: float(value)
-                            for analysis in self.analyses
-                            for name, value in analysis(self.task, seen, truth).items()
-                        },
-                        "seconds": round(seconds / self.targets, 3),
-                    }
-                )
-            )
-        return rows, arrays
-
-
-def _arrays(found: Reconstruction, truth: Batch) -> Arrays:
-    targets = len(truth["x"])
-    every = torch.arange(targets)
-    chosen = found.chosen[:targets]
-    return {
-        **{f"found/{name}": value[:targets] for name, value in found.batch.items()},
-        **{f"truth/{name}": value for name, value in truth.items()},
-        **({"unrelated/x": found.batch["x"][targets:]} if len(found.keys) > targets else {}),
-        "trace/step": found.trace["step"],
-        **{f"trace/{name}": found.trace[name][:, every, chosen] for name in ("match", "objective")},
-        "diverged": found.diverged[every, chosen],
-    }
-
-
-def _told(check: Check) -> dict[str, str]:
-    return {name: getattr(check, name) for name in ("name", "severity", "text", "fix")}
 
 
 def _text(value: Any) -> str | None:
@@ -357,26 +253,31 @@ def _text(value: Any) -> str | None:
 def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery: Any = None) -> Audit:
     """The audit that a run.toml describes, on this task and data. The gallery is loaded by name where it has one."""
     federation = dict(settings.get("federation", {}))
-    training = {k: v for k, v in federation.pop("training", {"lr": 1.0}).items() if k in ("lr", "steps", "epochs", "batch_size")}
-    origin = settings.get("origin", {})
+    recipe = federation.pop("training", {"lr": 1.0})
+    training = LocalTraining(
+        **{name: recipe[name] for name in ("lr", "steps", "epochs", "batch_size") if name in recipe}
+    )
+    origin = dict(settings.get("origin", {}))
     names = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated")
+    if gallery is None and "gallery" in origin:
+        gallery = _pictures(origin["gallery"], task)
     return Audit(
         task,
         data,
         **{name: settings[name] for name in names if name in settings},
-        federation=Federation(training=LocalTraining(**training), **federation),
+        federation=Federation(training=training, **federation),
         engine=Engine(**settings.get("engine", {})),
-        gallery=_pictures(origin["gallery"]) if gallery is None and "gallery" in origin else gallery,
+        gallery=gallery,
         origin=origin,
     )
 
 
-def _pictures(names: str) -> dict[str, torch.Tensor]:
-    """Images of several named sets as one gallery, without labels: they are of different classes."""
-    return {"x": torch.cat([data.load(name).x for name in names.split("+")])}
+def _pictures(names: str, task: Task) -> dict[str, Tensor]:
+    """Images of several named sets as one gallery, without labels: their classes differ."""
+    return {"x": task.fields["x"].model(torch.cat([data.load(name).x for name in names.split("+")]))}
 
 
-BUILTIN_ATTACKS = ("ig:steps=1000", "cpl:steps=400")  # about 90 s on two cores; the lead tunes these
+BUILTIN_ATTACKS = ("cpl:steps=1200", "ig:steps=1000", "idlg:steps=600")  # the first must pass the positive control
 BUILTIN_GALLERY = "cifar10-samples+cifar100-samples"
 
 
@@ -386,4 +287,5 @@ def builtin(targets: int = 8) -> Audit:
     network = models.lenet_zhu(generator=torch.Generator().manual_seed(0))
     task = Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
     origin = {"task": "builtin", "data": "cifar10-samples", "gallery": BUILTIN_GALLERY}
-    return Audit(task, images, BUILTIN_ATTACKS, targets=targets, gallery=_pictures(BUILTIN_GALLERY), origin=origin)
+    gallery = _pictures(BUILTIN_GALLERY, task)
+    return Audit(task, images, BUILTIN_ATTACKS, targets=targets, gallery=gallery, origin=origin)

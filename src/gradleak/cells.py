@@ -49,8 +49,9 @@ class Cell:
 
     def __str__(self) -> str:
         against = self.defence_name if self.form == UNDEFENDED else f"{self.defence_name} ({self.form})"
-        text = f"{self.attack_name} against {against}, {self.federation.examples} per client, round {self.round}, seed {self.seed}"
-        return f"positive control: {text}" if self.control else text
+        start = "positive control: " if self.control else ""
+        where = f"B = {self.federation.examples}, round {self.round}, seed {self.seed}"
+        return f"{start}{self.attack_name} against {against}, {where}"
 
 
 def forms_of(defence: Defence | None, wanted: Sequence[str]) -> list[str]:
@@ -69,7 +70,7 @@ def forms_of(defence: Defence | None, wanted: Sequence[str]) -> list[str]:
 def named_attacks(given: Iterable[str | Attack]) -> list[tuple[str, Attack]]:
     """Attacks with the names that rows use: the text they were asked for with, else their own name."""
     return _distinct(
-        (text, registry.parse("attack", text)) if isinstance(text := item, str) else (item.name, item) for item in given
+        (item, registry.parse("attack", item)) if isinstance(item, str) else (item.name, item) for item in given
     )
 
 

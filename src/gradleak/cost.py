@@ -21,6 +21,7 @@ class Estimate:
     lanes: int  # of all cells together
     steps: int  # lanes times steps: gradient evaluations
     seconds: float | None
+    where: str = "this machine"
 
     def __str__(self) -> str:
         work = f"{self.cells} cells, {self.lanes} reconstructions, {self.steps:,} lane steps"
@@ -28,8 +29,6 @@ class Estimate:
             return f"{work}; the time cannot be told before."
         minutes = f"{self.seconds / 60:.0f} minutes" if self.seconds >= 120 else f"{self.seconds:.0f} seconds"
         return f"{work}: about {minutes} on {self.where}, by a few timed steps."
-
-    where: str = "this machine"
 
 
 def estimate(audit: Audit) -> Estimate:
@@ -64,12 +63,13 @@ def _per_step(audit: Audit, cell: Cell) -> float | None:
         return None
     # A captured graph pays off only after its warm-up, so a GPU is timed over more steps.
     short, long = (20, 60) if audit.engine.where.type == "cuda" else (2, 6)
-    victims = audit._side.victims(cell.federation, None, 0, (0,), cell.seed)
+    victims = audit.side.victims(cell.federation, None, 0, (0,), cell.seed)
+    seen, knows = [*victims.seen, *victims.unrelated], replace(cell.knows, defence=None)
     taken = []
     for steps in (short, long):
         attack = _shortened(cell.attack, steps)
         began = time.perf_counter()
-        attack.run(audit.task, [*victims.seen, *victims.unrelated], replace(cell.knows, defence=None), engine=audit.engine)
+        attack.run(audit.task, seen, knows, engine=audit.engine)
         taken.append(time.perf_counter() - began)
     return max(0.0, taken[1] - taken[0]) / ((long - short) * len(cell.attack.stages))
 

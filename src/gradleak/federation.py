@@ -113,7 +113,7 @@ class Federation:
         uploads = []
         extras = defence.broadcast(now.weights, {})
         for client, share in enumerate(self.partition(len(data))):
-            # The optimiser starts afresh and the buffers are the server's; only a defence's memory stays with the client.
+            # The optimiser starts afresh, the buffers are the server's; only a defence's memory stays with the client.
             key = randomness.key("federation", self.seed, client, number)
             state = ClientState(memory=states[client].memory, buffers=now.buffers, extras=extras, key=key)
             rows = share[(torch.arange(self.examples) + number * self.examples) % len(share)]

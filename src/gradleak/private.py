@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from gradleak import draws as randomness
+from gradleak.assignment import pairwise_mse
 from gradleak.configuration import digest
 from gradleak.data import Images
 from gradleak.defence import Defence
 from gradleak.federation import Examples, Federation, Snapshot
+from gradleak.metrics import EXACT
 from gradleak.observation import Observation
 from gradleak.task import Batch, Task
 
@@ -98,7 +100,9 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
         return Stored(tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return Read(data, names, like)
-    raise AuditError(f"{what} is {type(data).__name__}; give Images, tensors {{'x': ..., 'y': ...}}, (x, y) or a Dataset.")
+    raise AuditError(
+        f"{what} is {type(data).__name__}; give Images, {{'x': tensor, 'y': tensor}}, (x, y) or a Dataset."
+    )
 
 
 def _placed(value: Tensor, like: Tensor) -> Tensor:
@@ -185,40 +189,37 @@ class PrivateSide:
             upload({name: value[index] for name, value in truth.items()}, f"client{owner}/round{round}/target{index}")
             for index, owner in enumerate(owners)
         ]
-        others = [upload(batch, f"unrelated{i}/round{round}") for i, batch in enumerate(self._unrelated(federation, truth))]
-        return Victims(seen, others, truth)
+        others = self._unrelated(federation, truth)
+        return Victims(seen, [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)], truth)
 
-    def _snapshots(self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]) -> dict[int, Snapshot]:
+    def _snapshots(
+        self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]
+    ) -> dict[int, Snapshot]:
         key = digest([federation, defence, rounds])
         if key not in self._trained:
             self._trained[key] = federation.weights_at(self.task, self.data, rounds, defence)
         return self._trained[key]
 
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
-        """Batches of images that are nobody's target: what an attack makes of them owes nothing to the target's update."""
+        """Batches of images that are nobody's target, so what an attack makes of them owes nothing to the targets."""
         size, pool = federation.examples, self._pool(federation, truth)
         count = min(self.unrelated, len(pool) // size)
         if count < min(1, self.unrelated):
             raise AuditError(
-                f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a larger "
-                "gallery=, more data, or unrelated=0 to go without the baseline."
+                f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a "
+                "larger gallery=, more data, or unrelated=0 to go without the baseline."
             )
         return [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
 
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
         rows = self.rest(federation)
-        if len(rows) >= federation.examples or self.given_gallery is None or self.data_fields - {"x", "y"}:
-            return Stored(self.data.batch(rows[: self.unrelated * federation.examples])) if len(rows) else Stored({"x": rows})
-        # All data are targets: use the gallery, less copies of the targets. Its labels may be of other classes, so draw.
+        if len(rows) >= federation.examples or self.given_gallery is None or set(self.task.fields) != {"x", "y"}:
+            return Stored(self.data.batch(rows[: self.unrelated * federation.examples]) if len(rows) else {"x": rows})
+        # All data are targets: use the gallery, less copies of them. Its labels may be of other classes, so draw some.
         x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
-        x = x[torch.cdist(x.flatten(1), truth["x"].flatten(0, 1).flatten(1)).amin(1) > 0]
-        classes = self.task.fields["y"].classes if "y" in self.task.fields else None
-        y = torch.randint(classes or 1, (len(x),), generator=_generator("unrelated labels")).to(x.device)
-        return Stored({"x": x, "y": y} if classes else {"x": x})
-
-    @property
-    def data_fields(self) -> set[str]:
-        return set(self.task.fields)
+        x = x[pairwise_mse(x, truth["x"].flatten(0, 1)).amin(1) > EXACT]
+        y = torch.randint(self.task.fields["y"].classes or 1, (len(x),), generator=_generator("unrelated labels"))
+        return Stored({"x": x, "y": y.to(x.device)})
 
 
 def _generator(*purpose: object) -> torch.Generator:

@@ -192,7 +192,12 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
     plan = settings.get("plan")
     lists = [plan.get("cells"), plan.get("defences")] if isinstance(plan, dict) else [None]
     texts = all(isinstance(held, list) and all(isinstance(entry, str) for entry in held) for held in lists)
-    if settings.get("version") != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
+    if (
+        settings.get("version") != 1
+        or not isinstance(plan, dict)
+        or not texts
+        or plan.get("control") not in plan["cells"]
+    ):
         raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
     try:
         image = AuditResult([], settings).fields["x"]

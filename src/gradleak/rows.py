@@ -2,7 +2,7 @@
 
 version      1
 cell         key of the cell, 16 hexadecimal digits; names arrays/<cell>.safetensors
-status       "done", or "failed": then `target` is null, `error` is one line, `traceback` the rest, and there are no scores
+status       "done", or "failed": then `target` is null, `error` one line, `traceback` the rest, and there are no scores
 control      true where the cell is only the positive control and not part of the grid
 attack, defence, form, round, seed, examples
              the cell; defence "none" has the form "undefended", every other "naive", "masked" or "adaptive"
@@ -14,8 +14,8 @@ gallery_size [...]: the chance of rank 1 is 1 / gallery_size
 hits         {"ssim>0.5": [true, ...], "psnr>18": ..., "psnr>20": ..., "rank1": ..., "recovered": ...}
 assignment   [...]: which reconstruction was matched to each private example
 labels       {"multiset_accuracy": ..., "matched": ..., ...}, empty where there are none
-baselines    {"mid-grey": {"psnr": [...], "ssim": [...], ...}, "mean image": ..., "nearest other": ...}: without any update
-             "unrelated update": the same attack on somebody else's update, scored on this target; also rank1, recovered
+baselines    {"mid-grey": {"psnr": [...], "ssim": [...], ...}, "mean image": ..., "nearest other": ...}: no update;
+             "unrelated update": the same attack on somebody else's update, scored on this target; has rank1, recovered
 match, match_start, objective, restart
              of the chosen restart
 diverged, converged
@@ -37,7 +37,7 @@ Row: TypeAlias = dict[str, Any]
 ROW_VERSION = 1
 FORMS = ("undefended", "naive", "masked", "adaptive")  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
-_REQUIRED: dict[str, Any] = {
+REQUIRED: dict[str, Any] = {
     "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str,
     "round": int, "seed": int, "examples": int, "targets": int,
 }  # fmt: skip
@@ -89,7 +89,7 @@ def decode(line: bytes, where: str) -> Row:
         raise BadRun(f"{where} has version {row.get('version')!r}; this gradleak reads {ROW_VERSION}.")
     if row.get("status") not in ("done", "failed"):
         raise BadRun(f"{where}: status should be 'done' or 'failed'; it is {row.get('status')!r:.60}.")
-    wanted = _REQUIRED | (_SCORED if row.get("status") == "done" else {"error": str})
+    wanted = REQUIRED | (_SCORED if row.get("status") == "done" else {"error": str})
     for name, kind in wanted.items():
         if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
             raise BadRun(f"{where}: {name} is {row.get(name)!r:.60}, which is not of its kind.")

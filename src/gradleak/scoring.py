@@ -39,9 +39,9 @@ def scores_of(
 ) -> list[dict[str, Any]]:
     """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
 
-    `unrelated` (any number, examples, ...) are reconstructions from updates of other people's images, by the same attack
-    in the same lanes. Target t is compared with number t modulo their number: what an attack shows without having seen
-    anything of the target, by its prior, its start and luck alone.
+    `unrelated` (any number, examples, ...) are reconstructions from updates of other people's images, by the same
+    attack. Target t is compared with the one of number t modulo their number: what an attack shows of a target that it
+    has seen nothing of, by its prior, its start and luck alone.
     """
     scores = metrics.compare(Found(found, fields, diverged), truth, gallery=gallery, lpips=lpips)
     hits = scores.hits()
@@ -57,8 +57,8 @@ def scores_of(
     return [
         finite(
             {
-                "scores": {**_at(scores.images(), target), "rank": scores.rank[target].tolist()},
-                "gallery_size": scores.gallery_size[target].tolist(),
+                "scores": {**_at(scores.images(), target), "rank": scores.rank[target].long().tolist()},
+                "gallery_size": scores.gallery_size[target].long().tolist(),
                 "hits": _at(hits, target),
                 "assignment": scores.assignment[target].tolist(),
                 "labels": _at(scores.labels, target),

@@ -2,8 +2,8 @@
 
 run.toml               the configuration, readable and, where everything in it has a name, enough to repeat the run
 environment.json       commit, versions, hardware, time; later runs that resumed are listed in it
-rows.jsonl             one line per cell and target (schema in results.py)
-arrays/CELL.safetensors   reconstructions, truth, trace. Written before the rows of its cell, so a row is never without them
+rows.jsonl             one line per cell and target (schema in rows.py)
+arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
 arrays/gallery.safetensors   the images used for re-identification
 
 The folder holds private images: treat it as the data itself. Nothing that is read from it is executed.
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from gradleak.configuration import from_toml
-from gradleak.rows import BadRun, Row, decode, encode, read_object
+from gradleak.rows import REQUIRED, BadRun, Row, decode, encode, read_object
 
 Arrays: TypeAlias = dict[str, Tensor]
 
@@ -80,11 +80,10 @@ class Folder:
             return []
         lines = content.split(b"\n")[:-1]  # what follows the last line end is torn, or nothing
         found = [decode(line, f"{self.path / 'rows.jsonl'}:{number}") for number, line in enumerate(lines, start=1)]
-        by_cell: dict[str, list[Row]] = {}
+        cells: dict[str, list[Row]] = {}
         for row in found:
-            by_cell.setdefault(row["cell"], []).append(row)
-        whole = {key for key, rows in by_cell.items() if rows[0]["status"] == "failed" or len(rows) == rows[0]["targets"]}
-        return [row for row in found if row["cell"] in whole]
+            cells.setdefault(row["cell"], []).append(row)
+        return [row for rows in cells.values() if _whole(rows, self.path / "rows.jsonl") for row in rows]
 
     def lock(self) -> None:
         """One writer at a time. The system drops the lock when the process ends, however it ends."""
@@ -98,7 +97,8 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise FolderInUse(f"Another process is writing into {self.path}: wait for it, or choose another folder.") from None
+            told = f"Another process is writing into {self.path}: wait for it, or choose another folder."
+            raise FolderInUse(told) from None
 
     def unlock(self) -> None:
         if self._lock is not None:
@@ -134,10 +134,19 @@ class Folder:
         except FileNotFoundError:
             raise BadRun(f"{path} is missing: the rows are there, the images are not. Copy the whole folder.") from None
         except (SafetensorError, OSError, ValueError, KeyError, OverflowError) as problem:
-            raise BadRun(f"{path} cannot be read ({type(problem).__name__}: {problem}). It may be cut off; copy it again.") from None
+            told = f"{path} cannot be read ({type(problem).__name__}: {problem}). It may be cut off; copy it again."
+            raise BadRun(told) from None
 
     def write(self, name: str, text: str) -> None:
         _replace(self.path / name, text.encode())
+
+
+def _whole(rows: Sequence[Row], path: Path) -> bool:
+    """Are these all rows of their cell? Rows of one cell that contradict each other are no run of ours."""
+    first = rows[0]
+    if any(row[name] != first[name] for row in rows for name in REQUIRED):
+        raise BadRun(f"{path}: the rows of cell {first['cell']} contradict each other.")
+    return first["status"] == "failed" or sorted(row["target"] for row in rows) == list(range(first["targets"]))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -178,11 +187,12 @@ _MEANING = {
     "fingerprint.gallery": "the gallery",
     "fingerprint.attacks": "settings inside an attack",
     "fingerprint.defences": "settings inside a defence",
+    "fingerprint.training": "the client's recipe",
 }
 
 
 def _demand_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Rows of two configurations must not mix. The machine may change: `engine.device` and the version are not compared."""
+    """Rows of two configurations must not mix. The device and the version of gradleak may change."""
     old, new = dict(_flat(there)), dict(_flat(here))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     names = [name for name in names if name not in ("gradleak", "engine.device") and not name.startswith("plan.")]
@@ -193,8 +203,8 @@ def _demand_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> Non
         for name in sorted(names, key=lambda name: name.startswith("fingerprint."))
     ]
     raise FolderInUse(
-        f"{path} holds a run with other settings. They differ in {'; '.join(told)}. Choose another folder for this run, or "
-        "repeat the settings of run.toml to resume that one."
+        f"{path} holds a run with other settings. They differ in {'; '.join(told)}. Choose another folder for this "
+        "run, or repeat the settings of its run.toml to resume that one."
     )
 
 

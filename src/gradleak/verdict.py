@@ -5,8 +5,8 @@ Shares have 95 % intervals by bootstrap over targets, and what the same attack r
 off. One attack against one defence
 
 leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
-leaks in part         when any image is recovered, or re-identification exceeds the unrelated update's, with the interval
-                      of that excess above zero;
+leaks in part         when any image is recovered, or re-identification exceeds the unrelated update's, with the
+                      interval of that excess above zero;
 is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
 is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
 
@@ -31,7 +31,7 @@ RULE = (__doc__ or "").partition("Rule. ")[2].strip()
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: "leaks", "leaks in part", "not shown to leak", "inconclusive" or "void"; `rule` says how it is reached."""
+    """`word`: leaks, leaks in part, not shown to leak, inconclusive or void; `rule` says how it is reached."""
 
     word: str
     paragraph: str
@@ -73,7 +73,9 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
     if strongest is not None and strongest.word in (LEAKS, PART):
         return Verdict(strongest.word, _leak(strongest))
     reasons = [
-        f"{line} failed ({line.errors[0]})" if line.errors else f"{line} converged on {line.converged:.0%} of its targets"
+        f"{line} failed ({line.errors[0]})"
+        if line.errors
+        else f"{line} converged on {line.converged:.0%} of its targets"
         for line in _most_informed(lines)
         if not line.optimised
     ]
@@ -131,7 +133,7 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
     bound = max(line.recovered.high for line in lines)
     return (
         f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no image of {nearest.targets} targets; nearest "
-        f"came {nearest} with a PSNR of {nearest.means['psnr']:.1f} dB on average, {nearest.worst['psnr']:.1f} dB at most. "
+        f"came {nearest} with a PSNR of {nearest.means['psnr']:.1f} dB (mean; {nearest.worst['psnr']:.1f} at most). "
         f"So few targets do not exclude that {bound:.0%} of images can be recovered, and stronger attacks may exist."
         f"{_sample(nearest)}"
     )

@@ -1,0 +1,117 @@
+"""One cell, from the clients' uploads to its rows and arrays."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from gradleak.attack import Progress, Reconstruction
+from gradleak.cells import Cell
+from gradleak.checks import Check, observation_checks
+from gradleak.engine import Engine
+from gradleak.observation import Observation
+from gradleak.private import PrivateSide, Victims
+from gradleak.rows import ROW_VERSION, Row, finite
+from gradleak.scoring import scores_of
+from gradleak.store import Arrays
+from gradleak.task import Batch, Task
+
+if TYPE_CHECKING:
+    from gradleak.perceptual import LPIPS
+
+Analysis: TypeAlias = Callable[[Task, Observation, Batch], Mapping[str, float]]
+"""Numbers about a target, beside its scores. They are the auditor's: they may look at the truth."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runner:
+    """Runs cells of one audit."""
+
+    side: PrivateSide
+    gallery: Batch
+    engine: Engine
+    lpips: LPIPS | None = None
+    analyses: Sequence[Analysis] = ()
+
+    def attempt(self, cell: Cell, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays | None]:
+        """The rows and arrays of a cell, or the one row that says why there are none."""
+        row: Row = {
+            "version": ROW_VERSION,
+            "cell": cell.key,
+            "status": "done",
+            "control": cell.control,
+            "attack": cell.attack_name,
+            "defence": cell.defence_name,
+            "form": cell.form,
+            "round": cell.round,
+            "seed": cell.seed,
+            "examples": cell.federation.examples,
+            "targets": self.side.targets,
+        }
+        try:
+            return self._run(cell, row, rounds, share)
+        except Exception as problem:
+            # The one place where every error is caught: hours of other cells must not be lost to one. It never becomes
+            # a score: the row says failed and carries the traceback, and the verdict calls the line inconclusive.
+            first = str(problem).partition("\n")[0]
+            told = {"target": None, "error": f"{type(problem).__name__}: {first}", "traceback": traceback.format_exc()}
+            return [{**row, "status": "failed", **told}], None
+
+    def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays]:
+        began = time.perf_counter()
+        victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed)
+        # Unrelated updates run in the same lanes as the targets: same prior, same budget. The truth stays here.
+        seen = [*victims.seen, *victims.unrelated]
+        task = self.side.task
+        found = cell.attack.run(task, seen, cell.knows, seed=cell.seed, engine=self.engine, progress=share)
+        arrays = _arrays(found, victims)
+        told = {name: value[: len(victims.seen)] for name, value in found.batch.items()}
+        unrelated, diverged = arrays.get("unrelated/x"), arrays["diverged"]
+        scored = scores_of(told, victims.truth, unrelated, self.gallery, task.fields, diverged, self.lpips)
+        searched = [self._search(cell, found, victims, target) for target in range(len(victims.seen))]
+        seconds = round((time.perf_counter() - began) / len(searched), 3)
+        rows = [
+            finite({**row, "target": target, **scores, **search, "seconds": seconds})
+            for target, (scores, search) in enumerate(zip(scored, searched, strict=True))
+        ]
+        return rows, arrays
+
+    def _search(self, cell: Cell, found: Reconstruction, victims: Victims, target: int) -> dict[str, Any]:
+        """How the search of one target went."""
+        seen, restart, checks = victims.seen[target], int(found.chosen[target]), found.checks
+        curve = found.trace["match"][:, target, restart]
+        truth = {name: value[target] for name, value in victims.truth.items()}
+        measured = [analysis(self.side.task, seen, truth) for analysis in self.analyses]
+        return {
+            "observation": seen.key,
+            "knows": cell.knows.level,
+            "match": float(found.match[target, restart]),
+            "match_start": float(curve[0]) if len(curve) else None,
+            "objective": float(found.objective[target, restart]),
+            "restart": restart,
+            "converged": checks.converged[target],
+            "checks": [_told(check) for check in (*observation_checks(seen, self.side.task), *checks.of(target))],
+            "analyses": {name: float(value) for held in measured for name, value in held.items()},
+        }
+
+
+def _arrays(found: Reconstruction, victims: Victims) -> Arrays:
+    targets = len(victims.seen)
+    every, chosen = torch.arange(targets), found.chosen[:targets]
+    return {
+        **{f"found/{name}": value[:targets] for name, value in found.batch.items()},
+        **{f"truth/{name}": value for name, value in victims.truth.items()},
+        **({"unrelated/x": found.batch["x"][targets:]} if victims.unrelated else {}),
+        "trace/step": found.trace["step"],
+        **{f"trace/{name}": found.trace[name][:, every, chosen] for name in ("match", "objective")},
+        "diverged": found.diverged[every, chosen],
+    }
+
+
+def _told(check: Check) -> dict[str, str]:
+    return {name: getattr(check, name) for name in ("name", "severity", "text", "fix")}

@@ -1,0 +1,721 @@
+"""Lanes: the protocols on their hard cases, independence of company, frozen lanes, chunks, and the gate for captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import CLASSES, SHAPE, largest_difference, private, tiny
+from torch import Tensor, nn
+from torch.func import jacfwd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import cross_entropy
+
+import gradleak as gl
+from gradleak import engine, tree
+from gradleak.attack import Composed, Now, Problem, Reconstruction, Scene, Scored, Stage, lowest_match
+from gradleak.draws import Draws
+from gradleak.engine import Engine, EngineError, Search
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge, Observation
+from gradleak.parts.fields import Nothing
+from gradleak.parts.matches import Cosine, SquaredError
+from gradleak.parts.optimisers import Adam, SignedAdam
+from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import GroupConsistency, TotalVariation
+from gradleak.parts.spaces import Pixels, SoftCategories, Surrogate, Together, Uniform
+from gradleak.task import Batch
+from gradleak.tree import Params, Tree
+
+TRAINING = LocalTraining(lr=1.0)
+
+
+def observed(
+    examples: int = 1, *, seed: int = 0, task: gl.Task | None = None, key: str | None = None
+) -> tuple[gl.Task, Observation, Batch]:
+    task, batch = task or tiny(), private(examples, seed=seed)
+    return task, gl.observe(task, batch, TRAINING, key=key or f"target {seed}"), batch
+
+
+def knowing(batch: Batch, **more: Any) -> Knowledge:
+    return Knowledge(given={"y": batch["y"]}, training=TRAINING, **more)
+
+
+def attack_of(*stages: Stage, **settings: Any) -> Composed:
+    return Composed("toy", stages, Nothing(), **settings)
+
+
+def stage_of(**parts: Any) -> Stage:
+    plain = {"space": Pixels(Uniform()), "predict": Replay(), "match": SquaredError(), "priors": (), "optimiser": Adam()}
+    return Stage(**{**plain, **parts})
+
+
+def searches(attack: Composed, task: gl.Task, seen: Any, knows: Knowledge, engine_: Engine) -> list[Search]:
+    """The searches of an attack, set up and not yet run."""
+    caught: list[Search] = []
+    with patch.object(Search, "run", lambda self, progress: caught.append(self)):
+        attack.run(task, seen, knows, engine=engine_)
+    return caught
+
+
+@dataclass(frozen=True)
+class Still:
+    """An optimiser that looks and does not move."""
+
+    steps: int = 1
+    graphable: bool = True
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        return {}
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        return v, state, problem.value(v)
+
+
+# --- a residual solver beside the scalar ones -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt:
+    """A dense toy: (J^T J + damping I) step = J^T r, damping times ten or a tenth."""
+
+    steps: int = 30
+    graphable: bool = False
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        return {"damping": tree.flatten(v).new_ones(())}
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        x = tree.flatten(v)
+
+        def residual(x: Tensor) -> Tensor:
+            return tree.flatten(problem.residual(tree.unflatten(x, v)))
+
+        r, jacobian = residual(x), jacfwd(residual)(x)
+        normal = jacobian.T @ jacobian + state["damping"] * torch.eye(x.shape[0], dtype=x.dtype)
+        move = torch.linalg.solve_ex(normal, jacobian.T @ r)[0]
+        trial = problem.project(tree.unflatten(x - move, v))
+        here, there = problem.value(v), problem.value(trial)
+        better = there.match < here.match
+        damping = torch.where(better, 0.1 * state["damping"], 10 * state["damping"])
+        return tree.where(better, trial, v), {"damping": damping}, here
+
+
+@pytest.mark.parametrize("match", [SquaredError(), Cosine()], ids=["squared", "cosine"])
+def test_a_residual_solver_reaches_the_truth_where_first_order_does_not(match: Any, double: Engine) -> None:
+    task, seen, batch = observed()
+    found = attack_of(stage_of(match=match, optimiser=LevenbergMarquardt()), restarts=3).run(
+        task, seen, knowing(batch), engine=double
+    )
+    first = attack_of(stage_of(match=match, optimiser=Adam(steps=30)), restarts=3).run(
+        task, seen, knowing(batch), engine=double
+    )
+    assert found.match.min() < 1e-20
+    assert found.match.min() < 1e-10 * first.match.min()
+    assert largest_difference(found.batch["x"][0], batch["x"]) < 1e-6
+
+
+# --- a prediction with unknowns of its own ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """The gradient times an unknown factor for each parameter: exp(scale[name])."""
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        return {"scale": {name: value.new_zeros(()) for name, value in scene.weights.items()}}
+
+    def target(self, scene: Scene) -> Params:
+        return scene.update
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        gradient = scene.task.gradient(scene.weights, batch, scene.buffers)
+        return {name: value * v["scale"][name].exp() for name, value in gradient.items()}
+
+
+def test_a_prediction_brings_nested_unknowns_with_their_own_rate(double: Engine) -> None:
+    task, seen, batch = observed()
+    factors = {name: 0.5 + position for position, name in enumerate(seen.update)}
+    rescaled = replace(seen, update={name: value * factors[name] for name, value in seen.update.items()})
+    optimiser = Adam(lr=0.05, steps=300, rates={"x": 0.0})
+    stage = stage_of(space=Pixels(Surrogate(batch["x"])), predict=Rescaled(), optimiser=optimiser)
+    [search] = searches(attack_of(stage), task, rescaled, knowing(batch), double)
+    for _ in range(300):
+        search.tick()
+    assert search.v["scale"].keys() == seen.weights.keys()
+    for name, factor in factors.items():
+        assert float(search.v["scale"][name][0].exp()) == pytest.approx(factor, rel=1e-3)
+    assert largest_difference(search.v["x"][0], batch["x"]) == 0
+
+
+def test_an_interval_holds_a_variable_back(double: Engine) -> None:
+    task, seen, batch = observed()
+    stage = stage_of(predict=Rescaled(), optimiser=Adam(lr=0.05, steps=6, every={"scale": 3}))
+    [search] = searches(attack_of(stage), task, seen, knowing(batch), double)
+    places: list[float] = []
+    for _ in range(6):
+        search.tick()
+        places.append(float(search.v["scale"]["0.bias"][0]))
+    assert places[0] == places[1] == places[2] != 0
+    assert places[3] == places[4] == places[5] != places[0]
+
+
+# --- two stages -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Latent:
+    """x = sigmoid(z): a space that the next stage leaves."""
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {"z": draws.normal((scene.num_examples, *SHAPE), dtype=torch.float64)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {"x": v["z"].sigmoid()}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
+@dataclass(frozen=True)
+class Residual(Latent):
+    """x = what the last stage found, fixed, plus an unknown change."""
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {"change": torch.zeros(scene.num_examples, *SHAPE, dtype=torch.float64)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        assert before is not None
+        return {"centre": before["z"].sigmoid()}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {"x": scene.constants["centre"] + v["change"]}
+
+
+@pytest.mark.parametrize("carry", ["each", "best_of_target"])
+def test_the_next_stage_starts_from_what_is_carried(carry: str, double: Engine) -> None:
+    task, first, batch = observed()
+    _, second, _ = observed(seed=1, task=task)
+    knows = Knowledge(given={"y": torch.tensor([[0], [1]])}, training=TRAINING)
+    start = stage_of(space=Latent(), optimiser=Adam(steps=5), carry=carry)
+    alone = attack_of(start, restarts=3).run(task, [first, second], knows, engine=double)
+    both = attack_of(start, stage_of(space=Residual(), optimiser=Still()), restarts=3)
+    carried = both.run(task, [first, second], knows, engine=double)
+    x = alone.candidates["x"]
+    expected = x if carry == "each" else x[torch.arange(2), alone.match.argmin(1)][:, None].expand_as(x)
+    assert largest_difference(carried.candidates["x"], expected) < 1e-12
+    assert carried.evaluations == 6
+    assert carried.trace["step"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_second_stage_improves_on_the_first(double: Engine) -> None:
+    task, seen, batch = observed()
+    first = stage_of(space=Latent(), optimiser=Adam(lr=0.3, steps=20))
+    second = stage_of(space=Residual(), optimiser=Adam(lr=0.02, steps=40))
+    alone = attack_of(first).run(task, seen, knowing(batch), engine=double)
+    both = attack_of(first, second).run(task, seen, knowing(batch), engine=double)
+    assert both.match < 0.2 * alone.match
+
+
+def test_an_unknown_way_to_carry_is_refused() -> None:
+    with pytest.raises(ValueError, match="carry must be"):
+        stage_of(carry="all")
+
+
+def test_a_view_changes_what_a_stage_sees_and_nothing_else(double: Engine) -> None:
+    """The first stage sees other weights; the second the true ones again."""
+    task, seen, batch = observed()
+    view = stage_of(
+        space=Pixels(Surrogate(batch["x"])),
+        optimiser=Still(),
+        view=lambda scene: replace(scene, weights=tree.scale(scene.weights, 0.5)),
+    )
+    blurred = attack_of(view).run(task, seen, knowing(batch), engine=double)
+    clear = attack_of(view, stage_of(optimiser=Still())).run(task, seen, knowing(batch), engine=double)
+    assert blurred.match > 1e-4
+    assert clear.match < 1e-25
+
+
+# --- priors across restarts -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Notes when it is refreshed, with what, and pulls nowhere."""
+
+    calls: list = field(default_factory=list)
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return 0 * scene.shared["mean"].sum()
+
+    def due(self, step: int) -> bool:
+        return step in (2, 5)
+
+    def refresh(self, batch: Batch, groups: tuple[int, int]) -> Tree:
+        x = batch["x"].reshape(*groups, *batch["x"].shape[1:])
+        self.calls.append((groups, batch["x"].clone()))
+        return {"mean": x.mean(1, keepdim=True).expand_as(x).reshape(batch["x"].shape)}
+
+
+def test_a_shared_prior_sees_all_restarts_when_it_is_due(double: Engine) -> None:
+    task, seen, batch = observed()
+    watcher = Watcher()
+    optimiser = Adam(steps=7)
+    attack_of(stage_of(priors=(watcher,), optimiser=optimiser), restarts=3).run(task, seen, knowing(batch), engine=double)
+    assert [groups for groups, _ in watcher.calls] == [(1, 3)] * 3  # at the start, then at steps 2 and 5
+    [search] = searches(attack_of(stage_of(optimiser=optimiser), restarts=3), task, seen, knowing(batch), double)
+    places = [search.v["x"].clone()]
+    for _ in range(7):
+        search.tick()
+        places.append(search.v["x"].clone())
+    for (_, seen_x), step in zip(watcher.calls, (0, 2, 5)):
+        assert largest_difference(seen_x, places[step]) < 1e-12
+
+
+def test_consensus_draws_the_restarts_of_a_target_together_and_of_no_other(double: Engine) -> None:
+    task, first, _ = observed()
+    _, second, _ = observed(seed=1, task=task)
+    knows = Knowledge(given={"y": torch.tensor([[0], [1]])}, training=TRAINING)
+
+    def spread(weight: float) -> tuple[Tensor, Tensor]:
+        stage = stage_of(optimiser=Adam(steps=40), priors=(GroupConsistency(weight, start=0, interval=1),))
+        x = attack_of(stage, restarts=3, keep="last").run(task, [first, second], knows, engine=double).candidates["x"]
+        return x.std(1).mean(), x.mean(1).std(0).mean()
+
+    within_free, between_free = spread(0.0)
+    within, between = spread(1.0)
+    assert within < 0.5 * within_free
+    assert between > 0.5 * between_free
+
+
+# --- fields and buffers -----------------------------------------------------------------------------------------------
+
+
+def test_a_soft_label_is_found_with_the_image(double: Engine) -> None:
+    task, seen, batch = observed(seed=2)
+    space = Together((Pixels(Uniform()), SoftCategories()))
+    found = attack_of(stage_of(space=space, optimiser=LevenbergMarquardt(steps=40)), restarts=4).run(
+        task, seen, Knowledge(training=TRAINING), engine=double
+    )
+    assert found.batch["y"].shape == (1, 1, CLASSES)
+    torch.testing.assert_close(found.batch["y"].sum(-1), torch.ones(1, 1, dtype=torch.float64))
+    assert found.batch["y"].argmax(-1)[0].tolist() == batch["y"].tolist()
+
+
+@pytest.mark.parametrize("norm", ["eval", "train"])
+def test_every_lane_has_running_statistics_of_its_own(norm: str, double: Engine) -> None:
+    """Two targets of one model that hold different buffers, together and alone."""
+    task, first, batch = observed(2, task=tiny(norm=norm))
+    moved = {n: v + 0.3 if v.is_floating_point() else v for n, v in first.buffers.items()}
+    trained, _ = TRAINING.run(task, first.weights, batch, client=gl.ClientState(buffers=moved))
+    second = Observation(first.weights, tree.detach(trained.payload["update"]), 2, key="second", buffers=moved)
+    second = replace(second, returned_buffers=tree.detach(trained.buffers))
+    stage = stage_of(optimiser=Adam(steps=4))
+    knows = Knowledge(given={"y": batch["y"]}, training=TRAINING)
+    together = attack_of(stage).run(task, [first, second], knows, engine=double)
+    assert together.settings["chunks"] == [2]
+    for position, target in enumerate((first, second)):
+        alone = attack_of(stage).run(task, target, knows, engine=double)
+        assert largest_difference(together.batch["x"][position], alone.batch["x"][0]) < 1e-10
+    truth = attack_of(stage_of(space=Pixels(Surrogate(batch["x"])), optimiser=Still()))
+    assert truth.run(task, [first, second], knows, engine=double).match.max() < 1e-25
+
+
+# --- lanes together, lanes alone --------------------------------------------------------------------------------------
+
+
+def test_lanes_together_are_lanes_alone(double: Engine) -> None:
+    task = tiny()
+    targets = [observed(2, seed=seed, task=task)[1] for seed in range(3)]
+    knows = [Knowledge(given={"y": private(2, seed=seed)["y"]}, training=TRAINING) for seed in range(3)]
+    every = Knowledge(given={"y": torch.stack([know.given["y"] for know in knows])}, training=TRAINING)
+    attack = attack_of(stage_of(match=Cosine(), priors=(TotalVariation(1e-2),), optimiser=SignedAdam(steps=5)), restarts=2)
+    together = attack.run(task, targets, every, engine=double)
+    for position, (target, know) in enumerate(zip(targets, knows)):
+        alone = attack.run(task, target, know, engine=double)
+        assert largest_difference(together.candidates["x"][position], alone.candidates["x"][0]) < 1e-12
+        assert largest_difference(together.match[position], alone.match[0]) < 1e-12
+    assert largest_difference(together.candidates["x"][:, 0], together.candidates["x"][:, 1]) > 0.1
+
+
+@pytest.mark.parametrize("norm", [None, "train"])
+def test_lane_after_lane_is_the_same_as_all_at_once(norm: str | None, double: Engine) -> None:
+    task, seen, batch = observed(2, task=tiny(norm=norm))
+    stage = stage_of(optimiser=Adam(steps=5), priors=(GroupConsistency(0.1, start=2, interval=1),))
+    attack = attack_of(stage, restarts=2)
+    batched = attack.run(task, seen, knowing(batch), engine=double)
+    one_by_one = attack.run(task, seen, knowing(batch), engine=replace(double, batched=False))
+    assert largest_difference(batched.candidates["x"], one_by_one.candidates["x"]) < 1e-10
+    assert largest_difference(batched.objective, one_by_one.objective) < 1e-10
+
+
+def test_the_seed_changes_the_lanes_and_the_key_does_too(double: Engine) -> None:
+    task, seen, batch = observed()
+    attack = attack_of(stage_of(optimiser=Still()))
+    runs = [
+        attack.run(task, seen, knowing(batch), engine=double),
+        attack.run(task, seen, knowing(batch), seed=1, engine=double),
+        attack.run(task, replace(seen, key="other"), knowing(batch), engine=double),
+    ]
+    again = attack.run(task, seen, knowing(batch), engine=double)
+    assert torch.equal(runs[0].batch["x"], again.batch["x"])
+    assert all(largest_difference(runs[0].batch["x"], run.batch["x"]) > 0.1 for run in runs[1:])
+
+
+def test_weights_examples_and_order_of_the_targets_may_differ(double: Engine) -> None:
+    """One, two, one and three examples, under two different models: solved in buckets, returned as given."""
+    task = tiny()
+    other = tree.scale(task.weights(), 0.9)
+    sizes, sent = (1, 2, 1, 3), (None, None, other, None)
+    targets = [
+        gl.observe(task, private(n, seed=s), TRAINING, weights=w, key=f"t{s}") for s, (n, w) in enumerate(zip(sizes, sent))
+    ]
+    attack = gl.attacks.get("dlg", steps=4, restarts=2)
+    knows = Knowledge(training=TRAINING)
+    found = attack.run(task, targets, knows, engine=double)
+    assert found.keys == ("t0", "t1", "t2", "t3")
+    assert found.examples == sizes
+    assert found.settings["chunks"] == [2, 2, 2, 2]
+    assert found.batch["x"].shape == (4, 3, *SHAPE)
+    for position, target in enumerate(targets):
+        alone = attack.run(task, target, knows, engine=double)
+        assert largest_difference(found.target(position)["x"], alone.batch["x"][0]) < 1e-9
+        assert found.target(position)["x"].shape[0] == sizes[position]
+    assert found.batch["x"][0, 1:].isnan().all()
+
+
+def test_missing_labels_are_padded_with_minus_one(double: Engine) -> None:
+    task = tiny()
+    targets = [gl.observe(task, private(n, seed=n), TRAINING, key=f"t{n}") for n in (1, 2)]
+    found = gl.attacks.get("ig", steps=2).run(task, targets, engine=double)
+    assert found.batch["y"].dtype == torch.int64
+    assert found.batch["y"][0, 1] == -1
+    assert (found.batch["y"][1] >= 0).all()
+
+
+def test_equal_weights_share_a_bucket_and_others_do_not(double: Engine) -> None:
+    task = tiny()
+    same = [observed(seed=seed, task=task)[1] for seed in range(2)]
+    other = gl.observe(task, private(1), TRAINING, weights=tree.scale(task.weights(), 0.9), key="other")
+    found = gl.attacks.get("ig", steps=1).run(task, [same[0], other, same[1]], engine=double)
+    assert found.settings["chunks"] == [2, 1]
+
+
+def test_chunks_change_nothing_and_are_recorded(double: Engine) -> None:
+    task = tiny()
+    targets = [observed(seed=seed, task=task)[1] for seed in range(5)]
+    attack = gl.attacks.get("ig", steps=4, restarts=2)
+    runs = {chunk: attack.run(task, targets, engine=replace(double, chunk=chunk)) for chunk in (None, 1, 2, 5)}
+    recorded = {chunk: run.settings["chunks"] for chunk, run in runs.items()}
+    assert recorded == {None: [10], 1: [2] * 5, 2: [2] * 5, 5: [4, 4, 2]}  # restarts of a target stay together
+    for run in runs.values():
+        assert largest_difference(run.candidates["x"], runs[None].candidates["x"]) < 1e-12
+        assert largest_difference(run.trace["match"], runs[None].trace["match"]) < 1e-12
+
+
+# --- frozen lanes and what is kept ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explodes:
+    """Not a number from step 3 on, in the lanes whose own random number is small."""
+
+    value: float = torch.nan
+
+    def hit(self, draws: Draws) -> Tensor:
+        return draws.uniform((), stream=77) < 0.5
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return torch.where(self.hit(scene.draws) & (now.step >= 3), self.value, 0.0)
+
+
+@pytest.mark.parametrize("keep", ["best_match", "last"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_lane_that_is_not_finite_is_frozen_and_reported_while_others_go_on(
+    value: float, keep: str, double: Engine
+) -> None:
+    task, seen, batch = observed()
+    restarts = 6
+    sound = attack_of(stage_of(optimiser=Adam(steps=10)), restarts=restarts, keep=keep)
+    early = attack_of(stage_of(optimiser=Adam(steps=3)), restarts=restarts, keep=keep)
+    broken = attack_of(stage_of(optimiser=Adam(steps=10), priors=(Explodes(value),)), restarts=restarts, keep=keep)
+    sound, early, broken = (attack.run(task, seen, knowing(batch), engine=double) for attack in (sound, early, broken))
+    hit = torch.stack([Explodes().hit(Draws(gl_key(seen.key, 0, r))) for r in range(restarts)])
+    assert 0 < hit.sum() < restarts
+    assert broken.diverged[0].tolist() == hit.tolist()
+    assert not sound.diverged.any()
+    x = broken.candidates["x"][0]
+    assert x.isfinite().all()
+    assert torch.equal(x[~hit], sound.candidates["x"][0][~hit])
+    assert largest_difference(x[hit], early.candidates["x"][0][hit]) < 0.2  # where it stood, not where it would be
+    assert broken.trace["objective"][-1, 0][hit].isfinite().logical_not().all()
+    assert broken.match.isfinite().all()
+
+
+def gl_key(*names: object) -> Tensor:
+    from gradleak import draws
+
+    return draws.key(*names)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Towards grey, against any match."""
+
+    weight: float = 100.0
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.weight * (batch["x"] - 0.5).square().sum()
+
+
+def test_the_best_iterate_is_the_best_by_match_and_not_by_objective(double: Engine) -> None:
+    """From the truth a strong prior lowers the objective and spoils the match: the truth is kept."""
+    task, seen, batch = observed()
+    stage = stage_of(space=Pixels(Surrogate(batch["x"])), priors=(Pull(),), optimiser=Adam(lr=0.05, steps=10))
+    best = attack_of(stage).run(task, seen, knowing(batch), engine=double)
+    last = attack_of(stage, keep="last").run(task, seen, knowing(batch), engine=double)
+    assert torch.equal(best.batch["x"][0], batch["x"])
+    assert best.match < 1e-25
+    assert last.objective < best.objective
+    assert last.match > best.match
+    assert (last.batch["x"][0] - 0.5).abs().mean() < (batch["x"] - 0.5).abs().mean()
+
+
+def test_the_last_iterate_is_scored_where_it_is(double: Engine) -> None:
+    """Image and score belong to the same point, for either choice."""
+    task, seen, batch = observed()
+    for keep in ("best_match", "last"):
+        found = attack_of(stage_of(optimiser=Adam(lr=0.5, steps=7)), keep=keep).run(task, seen, knowing(batch), engine=double)
+        gap = tree.subtract(task.gradient(task.weights(), found.target(0)), seen.update)
+        assert float(tree.squared_norm(gap)) == pytest.approx(float(found.match), rel=1e-9)
+
+
+def test_the_restart_with_the_lowest_match_is_chosen() -> None:
+    match = torch.tensor([[3.0, 1.0, torch.nan], [torch.nan, torch.inf, 5.0], [torch.nan, torch.nan, torch.nan]])
+    assert lowest_match(match)[:2].tolist() == [1, 2]
+
+
+def test_the_choice_among_restarts_is_by_match(double: Engine) -> None:
+    task, seen, batch = observed()
+    found = attack_of(stage_of(optimiser=Adam(steps=5)), restarts=5).run(task, seen, knowing(batch), engine=double)
+    assert found.chosen[0] == found.match[0].argmin()
+    assert torch.equal(found.batch["x"][0], found.candidates["x"][0, found.chosen[0]])
+
+
+def test_the_trace_begins_at_the_start_and_covers_the_run(double: Engine) -> None:
+    task, seen, batch = observed()
+    start = attack_of(stage_of(optimiser=Still()), restarts=2).run(task, seen, knowing(batch), engine=double)
+    found = attack_of(stage_of(optimiser=Adam(steps=250)), restarts=2).run(task, seen, knowing(batch), engine=double)
+    assert found.trace["step"].tolist() == list(range(0, 250, 2))
+    assert found.trace["match"].shape == (125, 1, 2)
+    assert largest_difference(found.trace["match"][0], start.match) < 1e-15
+    assert found.trace["match"][-1].max() < found.trace["match"][0].min()
+
+
+def test_progress_rises_to_one(double: Engine) -> None:
+    task = tiny()
+    targets = [observed(seed=seed, task=task)[1] for seed in range(2)]
+    told: list[float] = []
+    stages = (stage_of(optimiser=Adam(steps=150)), stage_of(optimiser=Still(7)))
+    knows = Knowledge(given={"y": torch.tensor([[0], [1]])}, training=TRAINING)
+    attack_of(*stages).run(task, targets, knows, engine=replace(double, chunk=1), progress=told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1
+    assert 0 < told[0] < 0.05
+
+
+# --- models that vmap rejects, settings -------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x.squeeze(1))[0][:, -1])
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1) if x.sum() > 0 else -x.flatten(1))
+
+
+@pytest.mark.parametrize("model", [Recurrent, Branch])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_model_that_vmap_rejects_is_an_error_with_advice_and_runs_lane_after_lane(
+    model: type[nn.Module], double: Engine
+) -> None:
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1).long())
+    task = gl.Task.supervised(model().double(), cross_entropy, like=like)
+    seen = gl.observe(task, private(1), TRAINING)
+    attack = attack_of(stage_of(optimiser=Adam(steps=3)), restarts=2)
+    with pytest.raises(EngineError, match=r"vmap.*task\.check\(\).*batched=False"):
+        attack.run(task, seen, knowing(private(1)), engine=double)
+    found = attack.run(task, seen, knowing(private(1)), engine=replace(double, batched=False))
+    assert found.match.isfinite().all()
+
+
+def test_dropout_is_an_error_with_advice(double: Engine) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, CLASSES)).double()
+    task = gl.Task.supervised(model, cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
+    seen = gl.observe(task, private(1), TRAINING)
+    with pytest.raises(EngineError, match=r"model\.eval\(\)"):
+        attack_of(stage_of(optimiser=Adam(steps=3))).run(task, seen, knowing(private(1)), engine=double)
+
+
+def test_other_errors_are_not_dressed_up(double: Engine) -> None:
+    class Wrong:
+        def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+            raise RuntimeError("mine")
+
+    task, seen, batch = observed()
+    with pytest.raises(RuntimeError, match="^mine$"):
+        attack_of(stage_of(priors=(Wrong(),))).run(task, seen, knowing(batch), engine=double)
+
+
+@pytest.mark.parametrize(("settings", "told"), [({"precision": "half"}, "precision must be"), ({"chunk": 0}, "chunk must")])
+def test_impossible_engines_are_refused(settings: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Engine(**settings)
+
+
+def test_the_users_settings_come_back() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with Engine(precision="fast").settings():
+        assert torch.backends.cudnn.allow_tf32
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_the_chunk_is_sized_for_the_largest_batch(double: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(engine, "chunk_size", lambda stages, scene, engine: sizes.append(scene.num_examples) or 4)
+    task = tiny()
+    targets = [gl.observe(task, private(n, seed=n), TRAINING, key=f"t{n}") for n in (1, 3, 2)]
+    gl.attacks.get("ig", steps=1).run(task, targets, engine=double)
+    assert sizes == [3]
+
+
+def test_precision_is_that_of_the_engine_and_not_of_the_model() -> None:
+    task, seen, batch = observed()
+    for precision, dtype in (("strict", torch.float32), ("double", torch.float64)):
+        attack = gl.attacks.get("ig", steps=2)
+        assert attack.run(task, seen, engine=Engine(device="cpu", precision=precision)).batch["x"].dtype == dtype
+    assert next(task.model.parameters()).dtype == torch.float64
+
+
+# --- the gate: a step that can be captured ----------------------------------------------------------------------------
+
+
+class NotCapturable(AssertionError):
+    """The step reads a value on the host, makes a tensor from host data, or has a shape that depends on values."""
+
+
+def gate(search: Search) -> None:
+    """Trace one tick with fake tensors, which have shapes and no values, and look for what a CUDA graph cannot hold."""
+
+    def tick(v: Tree, state: Tree, lane: Tree, best: Tree, scores: Params) -> Tree:
+        search.v, search.state, search.lane = v, state, lane
+        search.step, search.alive = scores["step"], scores["alive"]
+        search.best = Scored(best, scores["best_objective"], scores["best_match"])
+        search.last = Scored(v, scores["last_objective"], scores["last_match"])
+        search.tick()
+        return search.v
+
+    static = (search.v, search.state, search.lane, search.best.at, search._scores())
+    try:
+        traced = make_fx(tick, tracing_mode="fake", _allow_non_fake_inputs=True)(*static)
+    except Exception as problem:
+        raise NotCapturable(str(problem).splitlines()[0]) from problem
+    for node in traced.graph.nodes:
+        value = node.meta.get("val")
+        symbols = [value] if not isinstance(value, Tensor) else list(value.shape)
+        if any(isinstance(symbol, (torch.SymInt, torch.SymFloat, torch.SymBool)) for symbol in symbols):
+            raise NotCapturable(f"{node.target} reads a value on the host")
+        if "lift_fresh" in str(node.target):
+            raise NotCapturable("a tensor is made from Python numbers inside the step: make it at the start")
+
+
+def small(name: str) -> Any:
+    """A registered attack with few steps."""
+    settings = gl.registry.entry("attack", name).settings
+    return gl.attacks.get(name, **{key: value for key, value in {"steps": 50, "restarts": 2}.items() if key in settings})
+
+
+@pytest.mark.parametrize("name", gl.attacks.names())
+@pytest.mark.parametrize("norm", [None, "train"])
+def test_the_step_of_every_registered_attack_can_be_captured(name: str, norm: str | None, double: Engine) -> None:
+    attack = small(name)
+    if not isinstance(attack, Composed) or attack.needs - {"training"}:
+        pytest.skip("not a search, or one that needs more than a tiny task has")
+    task, seen, _ = observed(2, task=tiny(norm=norm))
+    for search in searches(attack, task, seen, Knowledge(training=TRAINING), double):
+        if search.stage.optimiser.graphable:
+            gate(search)
+
+
+TABLE = torch.linspace(0, 1, 50)
+BAD: dict[str, Callable[[Batch, Now], Any]] = {
+    "branch on the step": lambda batch, now: 1.0 if now.step > 3 else 0.0,
+    "branch on the image": lambda batch, now: 1.0 if batch["x"].sum() > 0 else 0.0,
+    "item": lambda batch, now: now.step.item(),
+    "index by the step": lambda batch, now: TABLE[now.step.long()],
+    "slice by the step": lambda batch, now: batch["x"].flatten()[: now.step.long()].sum(),
+    "boolean index": lambda batch, now: TABLE[TABLE < now.step].sum(),
+    "tensor from numbers": lambda batch, now: torch.tensor([1.0, 2.0]).sum(),
+    "one_hot": lambda batch, now: nn.functional.one_hot(batch["y"]).sum(),
+}
+GOOD: dict[str, Callable[[Batch, Now], Any]] = {
+    "where on the step": lambda batch, now: torch.where(now.step > 3, 1.0, 0.0),
+    "select by the step": lambda batch, now: TABLE.index_select(0, now.step.long().reshape(1)).sum(),
+    "ramp": lambda batch, now: now.fraction,
+}
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A prior that multiplies an innocent number by something."""
+
+    factor: Callable[[Batch, Now], Any]
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return batch["x"].square().mean() * self.factor(batch, now)
+
+
+def gated(factor: Callable[[Batch, Now], Any], double: Engine) -> None:
+    task, seen, batch = observed()
+    stage = stage_of(priors=(Toy(factor),), optimiser=Adam(steps=50))
+    [search] = searches(attack_of(replace(stage, priors=())), task, seen, knowing(batch), double)
+    search.stage = stage
+    gate(search)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_gate_catches(name: str, double: Engine) -> None:
+    with pytest.raises(NotCapturable):
+        gated(BAD[name], double)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_the_gate_lets_through(name: str, double: Engine) -> None:
+    gated(GOOD[name], double)
+
+
+def test_a_branch_on_the_step_would_run_unnoticed_without_the_gate(double: Engine) -> None:
+    """vmap sees no batch in the step, so it does not object: this is what the gate is for."""
+    task, seen, batch = observed()
+    found = attack_of(stage_of(priors=(Toy(BAD["branch on the step"]),), optimiser=Adam(steps=5))).run(
+        task, seen, knowing(batch), engine=double
+    )
+    assert isinstance(found, Reconstruction)

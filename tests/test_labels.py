@@ -1,0 +1,439 @@
+"""Label rules: identities, hand-computed cases, the anchors of the papers, and properties that hold for any update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from gradleak import Knowledge, LocalTraining, Task, attacks, observe, registry
+from gradleak.attack import Scene
+from gradleak.defence import Defence
+from gradleak.metrics import label_scores
+from gradleak.models import lenet5, lenet_zhu, mlp
+from gradleak.observation import MissingKnowledge
+from gradleak.parts import labels as rules
+from gradleak.parts.fields import Labels, RuleDoesNotApply, label_rule, last_layer
+from gradleak.rules import SGD, Adam
+
+ONE = ["bias-minimum", "row-products", "row-sum"]
+BIASED = ["bias-minimum", "bias-sign", "bias-corrected", "bias-counts", "ilrg"]
+SEVERAL = ["row-minimum", "bias-sign", "bias-corrected", "bias-counts", "llg", "llg-star", "llg-plus", "ilrg", "auto"]
+
+
+@dataclass(frozen=True)
+class Public:
+    x: Tensor
+    y: Tensor
+
+
+def images(count: int, shape: tuple[int, ...] = (3, 32, 32), seed: int = 0) -> Tensor:
+    """Synthetic pictures with structure: smooth random fields in [0, 1]."""
+    coarse = torch.rand((count, shape[0], 8, 8), generator=Generator().manual_seed(seed))
+    return F.interpolate(coarse, shape[1:], mode="bilinear")
+
+
+def scene_of(
+    model: nn.Module, x: Tensor, y: Tensor, training: LocalTraining | None = None, *, told: bool = True, **knows: Any
+) -> Scene:
+    training = training or LocalTraining(lr=0.1)
+    task = Task.supervised(model, F.cross_entropy, like=(x, y))
+    return Scene.of(
+        task, observe(task, {"x": x, "y": y}, training), Knowledge(training=training if told else None, **knows)
+    )
+
+
+def linear_scene(rows: Tensor, bias: Tensor | None = None, examples: int = 1, **knows: Any) -> Scene:
+    """A scene with this gradient of a linear classifier, (classes, features)."""
+    classes, features = rows.shape
+    model = nn.Linear(features, classes, bias=bias is not None)
+    task = Task.supervised(model, F.cross_entropy, like=(torch.zeros(1, features), torch.zeros(1, dtype=torch.long)))
+    update = {"weight": rows.float()} if bias is None else {"weight": rows.float(), "bias": bias.float()}
+    knows.setdefault("training", LocalTraining(lr=1.0))
+    return Scene(
+        task, Knowledge(**knows), task.weights(), update, examples, limits={"x": task.fields["x"].limits(rows.float())}
+    )
+
+
+def counts_of(y: Tensor, classes: int) -> list[int]:
+    return torch.bincount(y, minlength=classes).tolist()
+
+
+# --- the identities everything rests on -------------------------------------------------------------------------------
+
+
+def test_gradients_of_the_last_layer_are_those_of_the_docstring() -> None:
+    x, y = images(5).double(), torch.tensor([1, 4, 4, 0, 9])
+    model = lenet5(generator=Generator().manual_seed(0)).double()
+    scene = scene_of(model, x, y, LocalTraining(lr=0.25))
+    layer, features = last_layer(scene), model.features(x).detach()
+    excess = model(x).softmax(1).detach() - F.one_hot(y, 10)
+    torch.testing.assert_close(layer.deltas, excess.mean(0), rtol=0, atol=1e-6)
+    torch.testing.assert_close(layer.rows, excess.T @ features / 5, rtol=0, atol=1e-6)
+
+
+# --- one example: anchor (b) ------------------------------------------------------------------------------------------
+
+
+def thousand_pairs(activation: str) -> tuple[Task, dict[str, Tensor], Tensor]:
+    """Classifier gradients of a thousand freshly drawn LeNets, each on a picture and a label of its own, in float64."""
+    source = Generator().manual_seed(1)
+    model = lenet_zhu(shape=(1, 16, 16), activation=activation).double()
+    drawn = {
+        name: torch.rand((1000, *value.shape), generator=source, dtype=torch.float64) - 0.5
+        for name, value in model.named_parameters()
+    }
+    y = torch.randint(10, (1000,), generator=source)
+    head = {name: drawn.pop(name) for name in ("classifier.weight", "classifier.bias")}
+
+    def loss(head: dict[str, Tensor], rest: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, {**rest, **head}, (x[None],)), y[None])
+
+    gradients = vmap(grad(loss))(head, drawn, images(1000, (1, 16, 16)).double(), y)
+    return Task.supervised(model, F.cross_entropy, like=(images(1, (1, 16, 16)), y)), gradients, y
+
+
+def share_right(rule: str, pairs: tuple[Task, dict[str, Tensor], Tensor]) -> float:
+    task, gradients, y = pairs
+    chosen, weights = label_rule(rule), task.weights()
+    found = [
+        chosen.counts(
+            Scene(task, Knowledge(), weights, {name: value[i] for name, value in gradients.items()}, 1)
+        ).argmax()
+        for i in range(len(y))
+    ]
+    return float((torch.stack(found) == y).double().mean())
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "tanh"])
+def test_rules_for_one_example_over_a_thousand_networks(activation: str) -> None:
+    pairs = thousand_pairs(activation)
+    assert share_right("bias-minimum", pairs) == 1
+    assert share_right("row-products", pairs) == 1
+    assert share_right("auto", pairs) == 1
+    row_sum = share_right("row-sum", pairs)
+    assert row_sum == 1 if activation == "sigmoid" else row_sum < 1
+
+
+def test_row_products_when_all_but_two_rows_vanish() -> None:
+    h = torch.tensor([0.3, -2.0, 0.5])
+    rows = torch.stack([0 * h, 0.2 * h, -0.2 * h - 1e-6 * h, 1e-6 * h])
+    assert label_rule("row-products").counts(linear_scene(rows)).tolist() == [0, 0, 1, 0]
+
+
+def test_two_classes_have_symmetric_rows() -> None:
+    rows = torch.tensor([[0.5, 0.1], [-0.5, -0.1]])
+    with pytest.raises(RuleDoesNotApply, match="three classes"):
+        label_rule("row-products").counts(linear_scene(rows))
+    assert label_rule("auto").counts(linear_scene(rows)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("rule", ONE)
+def test_rules_for_one_example_refuse_several(rule: str) -> None:
+    with pytest.raises(RuleDoesNotApply, match="holds for one example; this client has 2.*'ilrg'"):
+        label_rule(rule).counts(linear_scene(torch.eye(4), torch.zeros(4), examples=2))
+
+
+# --- several examples: by hand ----------------------------------------------------------------------------------------
+
+
+def test_llg_by_hand() -> None:
+    # s = (-0.6, 0.1, -0.2), B = 4, C = 3: m = 1/4 * 4/3 * -0.8 = -0.267. Named once: 0 and 2, leaving (-0.333, 0.1,
+    # 0.067); then 0, leaving -0.067; then 0 again.
+    sums = torch.tensor([-0.6, 0.1, -0.2])
+    scene = linear_scene(torch.stack([sums / 2, sums / 2], 1), examples=4)
+    assert label_rule("llg").counts(scene).tolist() == [3, 0, 1]
+
+
+def test_llg_star_by_hand() -> None:
+    # A linear model without bias and with zero weights: p = 1/3, and dummies of ones have row sums 1/3 and -2/3 times
+    # the two features, so o = 2/3 and m = 4/3 * -4/3 / B. True labels 0, 0, 1 on ones: s = (-2/3, 0, 2/3).
+    scene = linear_scene(torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]]) / 3, examples=3)
+    scene = replace(scene, weights={"weight": torch.zeros(3, 2)})
+    found = rules.LLGStar(dummy="ones", repeats=1).read(scene)
+    # s - o = (-1.33, -0.67, 0), m = -0.59. Class 0 as s < 0, leaving -0.74; 0 again, leaving -0.15; then 1.
+    assert found.counts.tolist() == [2, 1, 0]
+
+
+def test_bias_corrected_by_hand() -> None:
+    # Negative sum -0.9, B = 3: m = -0.3. Named once: 1 and 3, leaving (-0.4, +0.1); the third is 1 again.
+    bias = torch.tensor([0.5, -0.7, 0.4, -0.2])
+    assert label_rule("bias-corrected").counts(linear_scene(torch.eye(4), bias, 3)).tolist() == [0, 2, 0, 1]
+
+
+def test_bias_sign_pads_with_the_most_negative_in_turn_and_cuts() -> None:
+    bias = torch.tensor([0.5, -0.7, 0.4, -0.2])
+    assert label_rule("bias-sign").counts(linear_scene(torch.eye(4), bias, 5)).tolist() == [0, 3, 0, 2]
+    assert label_rule("bias-sign").counts(linear_scene(torch.eye(4), bias, 1)).tolist() == [0, 1, 0, 0]
+
+
+def test_row_minimum_names_the_lowest_and_cycles_beyond_the_classes() -> None:
+    rows = torch.tensor([[0.1, -0.3], [0.5, 0.2], [-0.9, 4.0]])
+    assert label_rule("row-minimum").counts(linear_scene(rows, examples=2)).tolist() == [1, 0, 1]
+    assert label_rule("row-minimum").counts(linear_scene(rows, examples=5)).tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("real", "examples", "whole"),
+    [
+        ([0.6, 0.7, 0.8, 1.0], 2, [0, 0, 1, 1]),  # sum too large: the furthest rounded up lose one
+        ([1.4, 0.3, 0.45, 0.0], 3, [2, 0, 1, 0]),  # too small: the furthest rounded down gain one
+        ([5.4, 0.2], 9, [7, 2]),  # ... as often as it takes
+        ([2.4, 2.3, 0.6], 2, [1, 1, 0]),
+        ([-3.0, 2.0, 1.0], 3, [0, 2, 1]),  # negatives are zero
+        ([9.0, 1.0, 1.0], 3, [1, 1, 1]),  # more than B is zero first; then it is the furthest rounded down
+        ([0.5, 1.5, 2.5], 4, [0, 2, 2]),  # ties to even, as torch rounds
+    ],
+)
+def test_whole_counts_by_hand(real: list[float], examples: int, whole: list[int]) -> None:
+    assert rules.whole_counts(torch.tensor(real).double(), examples).tolist() == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-5, 30), min_size=2, max_size=6), st.integers(1, 12))
+def test_whole_counts_sum_to_b_and_the_repair_is_optimal_unit_by_unit(real: list[float], examples: int) -> None:
+    values = torch.tensor(real).double()
+    counts = rules.whole_counts(values, examples)
+    assert counts.sum() == examples
+    assert counts.min() >= 0
+    rounded = torch.where((start := values.clamp_min(0).round()) > examples, 0.0, start)
+    while rounded.sum() > examples:  # the same, one unit at a time
+        rounded[torch.where(rounded > 0, rounded - values, -torch.inf).argmax()] -= 1
+    while rounded.sum() < examples:
+        rounded[(rounded - values).argmin()] += 1
+    torch.testing.assert_close((counts - values).square().sum(), (rounded - values).square().sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(-1, 1, width=32), min_size=2, max_size=6), st.integers(1, 12))
+def test_the_greedy_table_is_llg_s_loop(scores: list[float], examples: int) -> None:
+    sums = torch.tensor(scores).double()
+    impact = sums.clamp(max=0).sum() / examples * (1 + 1 / len(sums))
+    left, s, emitted = examples, sums.clone(), [0] * len(sums)
+    for c in sums.argsort(stable=True).tolist():
+        if sums[c] < 0 and left:
+            emitted[c], left, s[c] = 1, left - 1, s[c] - impact
+    for _ in range(left):
+        c = int(s.argmin())
+        emitted[c], s[c] = emitted[c] + 1, s[c] - impact
+    found = rules._greedy(sums, sums, impact, examples)
+    worth = lambda n: sum(sums[c] * k - impact * k * (k - 1) / 2 for c, k in enumerate(n))  # noqa: E731  equal up to ties
+    assert float(worth(found.counts.tolist())) == pytest.approx(float(worth(emitted)), abs=1e-9)
+
+
+# --- several examples: networks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["ilrg", "bias-counts", "auto"])
+def test_exact_counts_on_an_untrained_lenet5_with_a_hundred_classes(rule: str) -> None:
+    scores = []
+    for trial in range(8):
+        source = Generator().manual_seed(trial)
+        y = torch.randint(100, (32,), generator=source)
+        scene = scene_of(lenet5(classes=100, generator=source), images(32, seed=trial), y)
+        scores.append(label_scores(Labels(label_rule(rule))(scene)["y"], y, 100))
+    for name in ("lnacc", "lnacc_present", "leacc", "irec"):
+        assert torch.stack([score[name] for score in scores]).mean() >= 0.99, name
+
+
+def test_llg_family_finds_most_labels_of_an_untrained_lenet5() -> None:
+    found: dict[str, list[float]] = {"llg": [], "llg-star": [], "llg-plus": [], "row-minimum": [], "bias-corrected": []}
+    for trial in range(4):
+        source = Generator().manual_seed(trial)
+        y = torch.randint(100, (32,), generator=source)
+        public = Public(images(200, seed=100 + trial), torch.arange(200) % 100)
+        scene = scene_of(lenet5(classes=100, generator=source), images(32, seed=trial), y, public=public)
+        for rule, scores in found.items():
+            scores.append(float(label_scores(Labels(label_rule(rule))(scene)["y"], y, 100)["irec"]))
+    means = {rule: sum(scores) / len(scores) for rule, scores in found.items()}
+    assert all(mean > 0.75 for mean in means.values()), means
+    assert means["llg-plus"] > 0.9  # its images are of the client's kind
+
+
+@pytest.mark.parametrize("labels", [[3, 3, 3, 7], [5, 5, 5, 5, 5], [0, 1, 0, 1, 9, 9]])
+@pytest.mark.parametrize("rule", ["ilrg", "bias-counts", "auto", "bias-corrected"])
+def test_repeated_labels(labels: list[int], rule: str) -> None:
+    y = torch.tensor(labels)
+    scene = scene_of(lenet5(generator=Generator().manual_seed(2)), images(len(y)), y)
+    assert label_rule(rule).counts(scene).tolist() == counts_of(y, 10)
+
+
+def test_more_examples_than_classes() -> None:
+    y = torch.randint(10, (47,), generator=Generator().manual_seed(3))
+    scene = scene_of(lenet5(generator=Generator().manual_seed(3)), images(47), y)
+    for rule in ("ilrg", "auto"):
+        assert label_rule(rule).counts(scene).tolist() == counts_of(y, 10), rule
+
+
+def test_a_ridge_keeps_ilrg_exact_where_a_bias_gradient_vanishes() -> None:
+    exact = []
+    for trial in range(4):
+        source = Generator().manual_seed(trial)
+        y = torch.randint(10, (60,), generator=source)  # some class is near six of sixty, its bias gradient near zero
+        scene = scene_of(mlp(shape=(3, 32, 32), widths=(50, 50), generator=source), images(60, seed=trial), y)
+        counts = [label_rule("ilrg", ridge=ridge).counts(scene).tolist() == counts_of(y, 10) for ridge in (0.0, 1.0)]
+        exact.append(counts)
+    plain, ridge = (sum(column) for column in zip(*exact))
+    assert ridge == 4 >= plain
+
+
+def test_ilrg_survives_rows_that_say_nothing() -> None:
+    bias = torch.tensor([-0.5, 0.5, 0.0, 0.0])
+    rows = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [3.0, -2.0], [0.0, 0.0]])
+    counts = label_rule("ilrg").counts(linear_scene(rows, bias, 2))
+    assert counts.sum() == 2
+
+
+# --- the client's recipe, the defence, the given labels ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        LocalTraining(lr=0.01, steps=4),
+        LocalTraining(lr=0.01, epochs=2, batch_size=4),
+        LocalTraining(lr=torch.tensor(0.02), steps=3, schedule=lambda step, total: 1 - step / total),
+        LocalTraining(lr=3.0),
+        LocalTraining(lr=0.01, optimiser=SGD(momentum=0.9)),
+    ],
+)
+@pytest.mark.parametrize("rule", ["ilrg", "bias-counts"])
+def test_the_scale_of_several_steps(training: LocalTraining, rule: str) -> None:
+    y = torch.tensor([0, 0, 1, 5, 5, 5, 8, 9])
+    scene = scene_of(lenet5(generator=Generator().manual_seed(4)), images(8), y, training)
+    assert label_rule(rule).counts(scene).tolist() == counts_of(y, 10)
+
+
+def test_what_does_without_the_recipe() -> None:
+    y = torch.tensor([0, 1, 5, 8])
+    scene = scene_of(lenet5(generator=Generator().manual_seed(4)), images(4), y, told=False)
+    for rule in ("bias-counts", "bias-corrected", "bias-sign", "auto"):
+        assert label_rule(rule).needs == frozenset()
+        assert label_rule(rule).counts(scene).tolist() == counts_of(y, 10), rule
+    for rule in ("ilrg", "llg-star", "llg-plus"):
+        assert "training" in label_rule(rule).needs
+        with pytest.raises(MissingKnowledge, match=f"{rule}.*LocalTraining"):
+            label_rule(rule).counts(scene)
+
+
+def test_auto_chooses_by_what_there_is() -> None:
+    auto, x, y = rules.Auto(), images(4), torch.tensor([0, 1, 5, 8])
+    model, source = lenet5(generator=Generator().manual_seed(4)), Generator().manual_seed(5)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10, bias=False))
+    ilrg, several = rules.ILRG(ridge=1.0), LocalTraining(lr=0.01, steps=2, optimiser=SGD(momentum=0.9))
+    cases = [
+        (scene_of(model, x[:1], y[:1]), rules.BiasMinimum()),
+        (scene_of(plain, x[:1], y[:1]), rules.RowProducts()),
+        (scene_of(model, x, y), ilrg),
+        (scene_of(plain, x, y), rules.LLG()),
+        (scene_of(model, x, y, told=False), rules.BiasCounts()),
+        (scene_of(model, x, y, defence=Defence()), rules.BiasCounts()),  # it may have clipped
+        (scene_of(model, x, y, LocalTraining(lr=0.1, optimiser=Adam())), rules.BiasCounts()),
+        (scene_of(model, x, y, several), rules.BiasCounts()),  # momentum over steps: the scale is not lr times steps
+    ]
+    assert [auto.rule(scene) for scene, _ in cases] == [rule for _, rule in cases]
+    # A network that is sure of itself: sharp probabilities make iLRG's solution senseless.
+    sharp = mlp(shape=(3, 32, 32), widths=(50,), init=0.5, generator=source)
+    assert auto.rule(scene_of(sharp, images(32), torch.arange(32) % 10)) == rules.BiasCounts()
+
+
+@pytest.mark.parametrize("rule", BIASED)
+def test_rules_that_need_a_bias_say_so(rule: str) -> None:
+    with pytest.raises(RuleDoesNotApply, match=f"'{rule}' reads the gradient of the classifier's bias.*'llg'"):
+        label_rule(rule).counts(linear_scene(torch.eye(4)))
+
+
+def test_a_classifier_that_is_not_trained() -> None:
+    model = lenet5(generator=Generator().manual_seed(4))
+    for parameter in model.classifier.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RuleDoesNotApply, match="does not train the classifier"):
+        label_rule("auto").counts(scene_of(model, images(1), torch.tensor([1])))
+
+
+def test_llg_plus_asks_for_labelled_images() -> None:
+    assert label_rule("llg-plus").needs == {"training", "public"}
+    with pytest.raises(MissingKnowledge, match="x .* and y .*given str"):
+        label_rule("llg-plus").counts(linear_scene(torch.eye(4), public="cifar10"))
+
+
+def test_unknown_dummies_and_rules() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'zeros'"):
+        label_rule("llg-star", dummy="zero")
+    with pytest.raises(registry.UnknownName, match="ilrg"):
+        label_rule("irlg")
+
+
+def test_labels_are_ascending_and_given_ones_win() -> None:
+    y = torch.tensor([8, 0, 5, 0])
+    scene = scene_of(lenet5(generator=Generator().manual_seed(4)), images(4), y)
+    assert Labels(label_rule("auto"))(scene)["y"].tolist() == [0, 0, 5, 8]
+    assert Labels(label_rule("auto"))(replace(scene, fields={"y": y})) == {}
+    found = attacks.get("ig", steps=1).run(
+        scene.task, observe(scene.task, {"x": images(4), "y": y}, LocalTraining(lr=0.1)), Knowledge(given={"y": y})
+    )
+    assert found.batch["y"][0].tolist() == [8, 0, 5, 0]
+
+
+# --- margins ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [*ONE, "auto"])
+def test_a_hard_label_has_margin_one_and_a_mixed_one_less(rule: str) -> None:
+    model = lenet5(generator=Generator().manual_seed(6))
+    scene = scene_of(model, images(1), torch.tensor([4]))
+    assert float(registry.get("labels", rule).margin(scene)) == pytest.approx(1)
+    mixed = torch.tensor([[0.0, 0, 0, 0, 0.55, 0, 0, 0.45, 0, 0]])
+    task = Task.supervised(model, F.cross_entropy, like=(images(1), mixed))
+    seen = observe(task, {"x": images(1), "y": mixed}, LocalTraining(lr=0.1))
+    assert float(registry.get("labels", rule).margin(Scene.of(task, seen, Knowledge()))) < 0.5
+
+
+@pytest.mark.parametrize("rule", ["ilrg", "bias-counts", "bias-corrected", "llg"])
+def test_noise_lowers_the_margin(rule: str) -> None:
+    y = torch.tensor([0, 1, 5, 8])
+    scene = scene_of(lenet5(generator=Generator().manual_seed(4)), images(4), y)
+    source = Generator().manual_seed(0)
+    noisy = {name: value + 0.02 * torch.randn(value.shape, generator=source) for name, value in scene.update.items()}
+    margin = registry.get("labels", rule).margin
+    assert 0 <= float(margin(replace(scene, update=noisy))) < float(margin(scene)) <= 1
+
+
+# --- any update at all ------------------------------------------------------------------------------------------------
+
+
+def test_every_rule_is_in_the_registry() -> None:
+    assert {entry.name for entry in registry.entries("labels")} >= {*ONE, *SEVERAL}
+    assert all(entry.summary for entry in registry.entries("labels"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(3, 6),
+    st.integers(1, 9),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e6]),
+    st.booleans(),
+)
+def test_counts_are_whole_and_sum_to_b(classes: int, examples: int, seed: int, scale: float, coarse: bool) -> None:
+    """For noise, for ties and zeros (`coarse`), and at any scale: every rule that applies returns B labels, always alike."""
+    source = Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=source) * (1 if not coarse else 0.7)  # noqa: E731
+    shape = lambda value: scale * (value.round() if coarse else value)  # noqa: E731
+    public = Public(torch.rand(7, 3, generator=source), torch.arange(7) % 2)
+    scene = linear_scene(shape(draw(classes, 3)), shape(draw(classes)), examples, public=public)
+    for rule in SEVERAL + (ONE if examples == 1 else []):
+        reading = registry.get("labels", rule).read(scene)
+        assert reading.counts.dtype == torch.long, rule
+        assert reading.counts.shape == (classes,), rule
+        assert reading.counts.min() >= 0, rule
+        assert reading.counts.sum() == examples, rule
+        assert 0 <= float(reading.margin) <= 1, rule
+        assert torch.equal(reading.counts, registry.get("labels", rule).counts(scene)), rule
