@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,15 @@ def tiny(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.f
     return gl.Task.supervised(network(norm=norm, seed=seed, dtype=dtype), cross_entropy, like=like, **settings)
 
 
+def perceptron(*, seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> gl.Task:
+    """Two biased linear layers: a task that every registered attack applies to, the closed form included."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 24), nn.Sigmoid(), nn.Linear(24, CLASSES)).to(dtype)
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(model, cross_entropy, like=like, **settings)
+
+
 def private(examples: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
     """Images in (0, 1) and labels that belong to nobody."""
     source = draws.Draws(draws.key("private", seed))
@@ -50,8 +60,6 @@ def private(examples: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.floa
 
 def scene_of(task: gl.Task, seen: gl.Observation, knows: gl.Knowledge | None = None, **fields: Tensor) -> Scene:
     """What one lane's parts look at, outside the engine."""
-    from dataclasses import replace
-
     scene = Scene.of(task, seen, knows or gl.Knowledge())
     return replace(scene, fields=fields, draws=draws.Draws(draws.key("lane", 0)))
 
@@ -65,6 +73,18 @@ def largest_difference(a: Any, b: Any) -> float:
     if isinstance(a, Tensor):
         a, b = {"": a}, {"": b}
     return max(float(gap.detach().abs().max()) if gap.numel() else 0.0 for gap in tree.leaves(tree.subtract(a, b)))
+
+
+def short(name: str, **settings: Any) -> gl.Attack:
+    """A registered attack with few steps and two restarts, where it has such settings."""
+    known = gl.registry.entry("attack", name).settings
+    return gl.attacks.get(name, **{key: value for key, value in {"restarts": 2, **settings}.items() if key in known})
+
+
+def skip_unless_granted(attack: gl.Attack) -> None:
+    """Attacks that need a generator or public data have tests of their own."""
+    if missing := attack.needs - {"training"}:
+        pytest.skip(f"needs {', '.join(sorted(missing))}, which a tiny task does not have")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,7 +108,11 @@ def test_no_active_neuron_gives_grey() -> None:
 
 
 def test_images_stay_within_the_bounds_of_the_model_s_input() -> None:
-    task, _, found = attacked(mlp(generator=Generator().manual_seed(0)), pictures(6), torch.arange(6))
+    task, seen, _ = attacked(mlp(generator=Generator().manual_seed(0)), pictures(1).round(), torch.tensor([4]))
+    noise = 1e-3 * torch.randn((300, 784), generator=Generator().manual_seed(0))
+    noisy = {**seen.update, "features.1.weight": seen.update["features.1.weight"] + noise}
+    found = attacks.get("analytic").run(task, replace(seen, update=noisy))
+    assert found.settings["exact"] == [0]
     low, high = task.fields["x"].limits(found.batch["x"])
     assert (found.batch["x"] >= low).all()
     assert (found.batch["x"] <= high).all()

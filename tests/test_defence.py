@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from conftest import largest_difference, moment, private, scene_of, tiny
 from torch import Tensor
 
 import gradleak as gl
+from conftest import largest_difference, moment, private, scene_of, tiny
 from gradleak import draws, tree
 from gradleak.attack import Match, Scene
 from gradleak.defence import Client, Compute, Defence, Guarantee, overrides
@@ -339,7 +339,9 @@ def match_at(scene: Scene, match: Match, batch: Batch, predict: Replay) -> float
 @pytest.mark.parametrize("norm", [None, "eval", "train"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_the_match_is_zero_at_the_truth_and_not_beside_it(name: str, recipe: str, norm: str | None, match: Match) -> None:
+def test_the_match_is_zero_at_the_truth_and_not_beside_it(
+    name: str, recipe: str, norm: str | None, match: Match
+) -> None:
     """The adaptive attacker replays the client through the defence; with the client's order nothing is left."""
     task, batch, training, defence = tiny(norm=norm), private(4), RECIPES[recipe], DETERMINISTIC[name]
     seen, order = recorded(task, batch, training, defence)

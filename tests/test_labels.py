@@ -145,21 +145,23 @@ def test_rules_for_one_example_refuse_several(rule: str) -> None:
 
 
 def test_llg_by_hand() -> None:
-    # s = (-0.6, 0.1, -0.2), B = 4, C = 3: m = 1/4 * 4/3 * -0.8 = -0.267. Named once: 0 and 2, leaving (-0.333, 0.1,
-    # 0.067); then 0, leaving -0.067; then 0 again.
-    sums = torch.tensor([-0.6, 0.1, -0.2])
+    # B = 4, C = 3: m = 1/4 * 4/3 * -0.8 = -0.267. Named once: 0 and 2, leaving (-0.253, 0.1, -0.013); then 0, leaving
+    # +0.013; then 2. Without the factor 4/3 the last would be 0 again.
+    sums = torch.tensor([-0.52, 0.1, -0.28])
     scene = linear_scene(torch.stack([sums / 2, sums / 2], 1), examples=4)
-    assert label_rule("llg").counts(scene).tolist() == [3, 0, 1]
+    assert label_rule("llg").counts(scene).tolist() == [2, 0, 2]
 
 
 def test_llg_star_by_hand() -> None:
-    # A linear model without bias and with zero weights: p = 1/3, and dummies of ones have row sums 1/3 and -2/3 times
-    # the two features, so o = 2/3 and m = 4/3 * -4/3 / B. True labels 0, 0, 1 on ones: s = (-2/3, 0, 2/3).
-    scene = linear_scene(torch.tensor([[-1.0, -1.0], [0.0, 0.0], [1.0, 1.0]]) / 3, examples=3)
-    scene = replace(scene, weights={"weight": torch.zeros(3, 2)})
-    found = rules.LLGStar(dummy="ones", repeats=1).read(scene)
-    # s - o = (-1.33, -0.67, 0), m = -0.59. Class 0 as s < 0, leaving -0.74; 0 again, leaving -0.15; then 1.
-    assert found.counts.tolist() == [2, 1, 0]
+    # Two features, both 1 in the client's images and in the dummies; weights such that p = (0.8, 0.1, 0.1). A batch of
+    # label l has s = 2 (p - [l]): o = (1.6, 0.2, 0.2), own -0.4, -1.8, -1.8, so m = -1.333 * 4/3 / 3 = -0.593.
+    # The client's labels 0, 0, 1 give s = (0.267, -0.467, 0.2) and s - o = (-1.333, -0.667, 0). Class 1 as s < 0,
+    # leaving -0.074; then 0, leaving -0.741; then 0. Without the offset it would be 1, 1, 2.
+    p, share = torch.tensor([0.8, 0.1, 0.1]), torch.tensor([2.0, 1.0, 0.0]) / 3
+    scene = linear_scene(torch.stack([p - share, p - share], 1), examples=3)
+    scene = replace(scene, weights={"weight": torch.stack([p.log(), torch.zeros(3)], 1)})
+    assert rules.LLGStar(dummy="ones", repeats=1).counts(scene).tolist() == [2, 1, 0]
+    assert rules.LLG().counts(scene).tolist() != [2, 1, 0]
 
 
 def test_bias_corrected_by_hand() -> None:
@@ -423,7 +425,7 @@ def test_every_rule_is_in_the_registry() -> None:
     st.booleans(),
 )
 def test_counts_are_whole_and_sum_to_b(classes: int, examples: int, seed: int, scale: float, coarse: bool) -> None:
-    """For noise, for ties and zeros (`coarse`), and at any scale: every rule that applies returns B labels, always alike."""
+    """For noise, for ties and zeros (`coarse`), at any scale: every rule that applies returns B labels, repeatably."""
     source = Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=source) * (1 if not coarse else 0.7)  # noqa: E731
     shape = lambda value: scale * (value.round() if coarse else value)  # noqa: E731

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import largest_difference, private, tiny
 from torch import Tensor, nn
 
 import gradleak as gl
+from conftest import largest_difference, private, tiny
 from gradleak import draws, tree
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining
@@ -108,7 +108,9 @@ def test_local_epochs_are_those_of_a_torch_loop(norm: str | None, rule: object, 
     model = copy.deepcopy(task.model)
     theirs = trained_by_torch(model, batch, make(list(model.parameters())), order)
     ours = {**tree.subtract(task.weights(), upload.payload["update"]), **state.buffers}
-    assert largest_difference({name: value.double() for name, value in ours.items()}, tree.to(theirs, None, None)) < 1e-10
+    assert (
+        largest_difference({name: value.double() for name, value in ours.items()}, tree.to(theirs, None, None)) < 1e-10
+    )
 
 
 def test_two_rounds_with_kept_state_are_one_round_of_two_steps() -> None:
@@ -239,7 +241,10 @@ def test_returned_float32_weights_lose_the_digits_that_they_cannot_hold(lr: floa
 def test_the_shuffle_belongs_to_key_and_seed() -> None:
     task, batch, training = tiny(), private(6), LocalTraining(lr=0.5, epochs=1, batch_size=2)
     first, again = (gl.observe(task, batch, training, key="a").update for _ in range(2))
-    others = [gl.observe(task, batch, training, key="b").update, gl.observe(task, batch, training, key="a", seed=1).update]
+    others = [
+        gl.observe(task, batch, training, key="b").update,
+        gl.observe(task, batch, training, key="a", seed=1).update,
+    ]
     assert largest_difference(first, again) == 0
     assert all(largest_difference(first, other) > 1e-6 for other in others)
 

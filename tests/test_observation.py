@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import largest_difference, private, tiny
 from safetensors.torch import save_file
 
 import gradleak as gl
+from conftest import largest_difference, private, tiny
 from gradleak.observation import BadObservation, Knowledge, Observation, Track, as_targets
 
 ONE = {"w": torch.ones(2, 2), "b": torch.zeros(2)}
@@ -75,7 +75,9 @@ def test_knowledge_says_what_it_grants() -> None:
     assert nothing.grants == frozenset()
     assert labels.grants == {"y"}
     assert training.grants == {"training"}
-    assert [know.level[0] for know in (nothing, training, Knowledge(public=[]), Knowledge(generator=print))] == list("BCDE")
+    assert [know.level[0] for know in (nothing, training, Knowledge(public=[]), Knowledge(generator=print))] == list(
+        "BCDE"
+    )
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -85,9 +87,7 @@ def full() -> Observation:
     task = tiny(norm="train")
     seen = gl.observe(task, private(2), gl.LocalTraining(lr=0.1, steps=2), key="client 7: äöü")
     extras = {"perturbed": task.weights(), "c": {"c": torch.tensor(0.1)}}
-    return Observation(
-        seen.weights, seen.update, 2, 3, 5, seen.key, seen.buffers, seen.returned_buffers, extras
-    )
+    return Observation(seen.weights, seen.update, 2, 3, 5, seen.key, seen.buffers, seen.returned_buffers, extras)
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -157,8 +157,14 @@ def holding(path: Path, data: bytes) -> Path:
         (lambda p: write(p, {**TENSORS, "extras/x": torch.ones(2)}), "'extras/x' belongs to none of"),
         (lambda p: write(p, {**TENSORS, "update/w": torch.ones(3)}), "has shape"),
         (lambda p: write(p, {**TENSORS, "update/w": torch.ones(2) / 0}), "NaN or infinity"),
-        (lambda p: write(p, {name: value.to(torch.complex64) for name, value in TENSORS.items()}), "not floating point"),
-        (lambda p: write(p, {name: value.to(torch.float8_e4m3fn) for name, value in TENSORS.items()}), "float8_e4m3fn, not floating point of 16"),
+        (
+            lambda p: write(p, {name: value.to(torch.complex64) for name, value in TENSORS.items()}),
+            "not floating point",
+        ),
+        (
+            lambda p: write(p, {name: value.to(torch.float8_e4m3fn) for name, value in TENSORS.items()}),
+            "float8_e4m3fn, not floating point of 16",
+        ),
         (lambda p: p.mkdir() or p, "not a readable observation"),
     ],
 )
@@ -218,7 +224,9 @@ def edited(random_: random.Random, header: dict) -> dict:
 
 def odd_but_consistent(random_: random.Random, header: dict) -> tuple[dict, bytes]:
     """Every size fits, so the file opens; but the numbers, types and shapes are strange."""
-    bits = random_.choice([("F8_E4M3", 8), ("F8_E5M2", 8), ("F16", 16), ("BF16", 16), ("F64", 64), ("U16", 16), ("BOOL", 8)])
+    bits = random_.choice(
+        [("F8_E4M3", 8), ("F8_E5M2", 8), ("F16", 16), ("BF16", 16), ("F64", 64), ("U16", 16), ("BOOL", 8)]
+    )
     shape = random_.choice([[2], [0, 2**62], [0], [], [1] * 70, [2**31, 0, 2**31]])
     count = 0 if 0 in shape else 2 if shape == [2] else 1
     size, at = count * bits[1] // 8, 0

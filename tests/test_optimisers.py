@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from conftest import largest_difference, moment
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
+from conftest import largest_difference, moment
 from gradleak import draws
 from gradleak.attack import Now, Scored
 from gradleak.parts.lbfgs import LBFGS

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CLASSES, SHAPE, largest_difference, moment, network, private, scene_of, tiny
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
 import gradleak as gl
+from conftest import CLASSES, SHAPE, largest_difference, moment, network, private, scene_of, tiny
 from gradleak import draws, tree
 from gradleak.attack import Scene
 from gradleak.draws import Draws

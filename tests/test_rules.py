@@ -25,7 +25,11 @@ Rules = [
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ),
     (Adam(), torch.optim.Adam, {}),
-    (Adam(betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1), torch.optim.Adam, dict(betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1)),
+    (
+        Adam(betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1),
+        torch.optim.Adam,
+        {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1},
+    ),
     (Adam(weight_decay=0.1, decoupled=True), torch.optim.AdamW, {"weight_decay": 0.1}),
 ]
 
@@ -39,7 +43,9 @@ def start(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"w": torch.tensor([[1.0, -0.5], [0.3, 2.0]], dtype=dtype), "b": torch.tensor([0.7, -1.2], dtype=dtype)}
 
 
-def by_torch(make: Callable[..., torch.optim.Optimizer], settings: dict[str, Any], lr: float, dtype: torch.dtype) -> Any:
+def by_torch(
+    make: Callable[..., torch.optim.Optimizer], settings: dict[str, Any], lr: float, dtype: torch.dtype
+) -> Any:
     weights = {name: value.requires_grad_() for name, value in start(dtype).items()}
     optimiser = make(list(weights.values()), lr=lr, **settings)
     for _ in range(STEPS):
@@ -59,7 +65,9 @@ def by_rule(rule: rules.Rule, lr: float | Tensor, dtype: torch.dtype) -> Any:
     return weights
 
 
-@pytest.mark.parametrize(("rule", "make", "settings"), Rules, ids=lambda value: repr(value) if hasattr(value, "init") else "")
+@pytest.mark.parametrize(
+    ("rule", "make", "settings"), Rules, ids=lambda value: repr(value) if hasattr(value, "init") else ""
+)
 def test_a_rule_takes_the_steps_of_torch(rule: rules.Rule, make: Any, settings: dict[str, Any]) -> None:
     ours, theirs = by_rule(rule, 0.05, torch.float64), by_torch(make, settings, 0.05, torch.float64)
     for name in ours:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CLASSES, SHAPE, largest_difference, network, private, tiny
 from torch import Tensor, nn
 
 import gradleak as gl
+from conftest import CLASSES, SHAPE, largest_difference, network, private, tiny
 from gradleak.task import Batch, Field, Problem, TaskError
 
 LIKE = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
@@ -321,8 +321,8 @@ def test_check_tells_frozen_parameters_apart() -> None:
     task = task_of(layers(nn.Sigmoid()))
     task.model[1].requires_grad_(False)
     assert [str(p) for p in task.check()] == [
-        "note: 2 of 4 parameters are frozen (1.bias, 1.weight) and are no part of the update -> nothing to do if clients "
-        "train the rest only; otherwise call requires_grad_(True) on them"
+        "note: 2 of 4 parameters are frozen (1.bias, 1.weight) and are no part of the update -> nothing to do if "
+        "clients train the rest only; otherwise call requires_grad_(True) on them"
     ]
 
 

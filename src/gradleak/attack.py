@@ -58,15 +58,15 @@ class Scene:
     def of(task: Task, seen: Observation, knows: Knowledge) -> Scene:
         """The scene of one target, in the task's own device and type."""
         like = next(tree.leaves(task.weights()))
-        move = lambda params: None if params is None else tree.to(params, like.device, like.dtype)  # noqa: E731
+        move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
         return Scene(
             task,
             knows,
             weights=move(seen.weights),
             update=move(seen.update),
             num_examples=seen.num_examples,
-            buffers=move(seen.buffers) if seen.buffers is not None else task.buffers(),
-            returned_buffers=move(seen.returned_buffers),
+            buffers=task.buffers() if seen.buffers is None else move(seen.buffers),
+            returned_buffers=None if seen.returned_buffers is None else move(seen.returned_buffers),
             extras={name: move(params) for name, params in seen.extras.items()},
             limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
         )
@@ -100,8 +100,11 @@ class Prediction(Protocol):
 class Match(Protocol):
     """A distance. `squares`: reduce is half or all of the residual's square sum. `scale_free`: blind to the scale."""
 
-    squares: bool
-    scale_free: bool
+    @property
+    def squares(self) -> bool: ...
+
+    @property
+    def scale_free(self) -> bool: ...
 
     def prepare(self, observed: Params) -> Params: ...
 
@@ -157,8 +160,13 @@ class Problem(Protocol):
 
 
 class Optimiser(Protocol):
-    steps: int
-    graphable: bool
+    """Moves the unknowns of one lane. `graphable`: a step reads no value on the host, so it can be captured."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def graphable(self) -> bool: ...
 
     def init(self, problem: Problem, v: Tree) -> Tree: ...
 
@@ -205,7 +213,10 @@ Progress: TypeAlias = Callable[[float], None]
 
 
 class Attack(Protocol):
-    name: str
+    """What every attack offers, composed or not."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def needs(self) -> Needs: ...
@@ -370,9 +381,16 @@ def _collect(
             trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
         diverged[rows] = piece.diverged.reshape(len(rows), restarts)
     chosen = attack.choose(numbers["match"])
-    every = torch.arange(count)
+    pick = chosen[:, None].expand(count, most)  # which restart each example comes from, (T, B)
+    if all(piece.each is not None for piece in pieces):
+        each = torch.full((count, restarts, most), torch.inf)
+        for piece in pieces:
+            rows, size = torch.tensor(piece.targets), piece.each.shape[1]
+            each[rows, :, :size] = piece.each.reshape(-1, restarts, size).float()
+        pick = torch.where(each.isnan(), torch.inf, each).argmin(dim=1)
+    row, column = torch.arange(count)[:, None], torch.arange(most)
     return Reconstruction(
-        batch={name: value[every, chosen] for name, value in candidates.items()},
+        batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
         **numbers,
         chosen=chosen,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradleak import __version__, data, models, registry
-from gradleak.attack import Attack
+from gradleak.attack import Attack, require
 from gradleak.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
 from gradleak.configuration import described, digest, from_toml, to_toml
 from gradleak.cost import Estimate, estimate
@@ -213,7 +213,9 @@ class Audit:
         """
         progress = progress or Silent()
         cells, settings, environment = self.cells(), self.settings(), describe()
-        gallery = self.side.gallery(*{cell.federation.examples: cell.federation for cell in cells}.values())
+        for cell in cells:
+            require(cell.attack, cell.knows)  # known before the first cell, so said before the first cell
+        gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
         runner = Runner(self.side, gallery, self.engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
         store = Memory() if folder is None else Folder(folder)

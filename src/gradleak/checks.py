@@ -6,6 +6,7 @@ name                 raised when                                                
 diverged             lanes met a number that is not finite and were frozen              warning; error if all did
 flat                 the match never changed, or was zero from the start                error
 not fitted           the match stayed above half of where it began                      error
+stuck                the match fell at the start and by less than 1 % after that       error
 not converged        the second half of the steps still lowered the match by over 10 %  warning
 restarts disagree    no other restart looks like the chosen one                         warning
 zero update          the update is zero everywhere                                      error
@@ -31,6 +32,8 @@ from gradleak.task import Task, TaskError
 
 FITTED = 0.5  # of the match at the start: an attack that stays above has explained less than half of the update
 SOLVED = 1e-6  # of the match at the start: below, the search is done, however steeply the tail still falls
+# Of the match, lost after the first traced step, which may owe all of its fall to a projection onto the box.
+STUCK = 0.01
 # Of the match, lost over the second half of the steps. A shorter tail would call every schedule that ends in tiny steps
 # converged, whatever it reached.
 STILL_FALLING = 0.1
@@ -132,6 +135,16 @@ def _fall(curve: Tensor, end: float, target: int) -> Iterator[Check]:
             "error",
             f"the match went from {start:.3g} to {end:.3g} only, so what was found does not explain the update",
             "more steps or restarts, another attack, or Knowledge that fits the client (training, defence)",
+            target,
+        )
+        return
+    second = float(curve[1])
+    if len(curve) > 2 and end > SOLVED * start and second - end < STUCK * second:
+        yield Check(
+            "stuck",
+            "error",
+            f"after the first steps the match fell from {second:.3g} to {end:.3g} only",
+            "a larger learning rate, another start or another attack: this search did not move",
             target,
         )
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -91,12 +92,18 @@ def to_toml(settings: Mapping[str, Any], comment: str = "") -> str:
         if name:
             lines.extend(["", f"[{name}]"])
         inner = {key: value for key, value in held.items() if isinstance(value, Mapping)}
-        lines.extend(f"{key} = {_toml(value)}" for key, value in held.items() if key not in inner and value is not None)
+        lines.extend(
+            f"{_key(key)} = {_toml(value)}" for key, value in held.items() if key not in inner and value is not None
+        )
         for key, value in inner.items():
-            table(f"{name}.{key}" if name else key, value)
+            table(f"{name}.{_key(key)}" if name else _key(key), value)
 
     table("", settings)
     return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def _toml(value: Any) -> str:

@@ -88,6 +88,7 @@ class Solved:
     batch: Batch
     objective: Tensor
     match: Tensor
+    each: Tensor | None  # (lanes, examples): the match of every example, where it separates
     diverged: Tensor
     trace: dict[str, Tensor]
 
@@ -249,6 +250,7 @@ def _solve_chunk(
         batch={name: value.detach().cpu() for name, value in search.decode(best.at).items()},
         objective=best.objective.cpu(),
         match=best.match.cpu(),
+        each=search.each_example(best.at),
         diverged=diverged.cpu(),
         trace={name: torch.cat([part[name].cpu() for part in trace]) for name in trace[0]},
     )
@@ -443,6 +445,13 @@ class Search:
             torch.where(better, objective, self.best.objective),
             torch.where(better, match, self.best.match),
         )
+
+    def each_example(self, v: Tree) -> Tensor | None:
+        """The match of every example of every lane, for a match that is a mean over examples."""
+        if not getattr(self.stage.match, "per_example", False):
+            return None
+        residual = self.lift(lambda v, lane: self.problem(lane, self.step).residual(v))(v, self.lane)
+        return next(tree.leaves(residual)).cpu()
 
     def trace(self) -> dict[str, Tensor]:
         steps = torch.arange(self.traced.shape[1]) * self.every

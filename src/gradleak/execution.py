@@ -12,7 +12,7 @@ import torch
 
 from gradleak.attack import Progress, Reconstruction
 from gradleak.cells import Cell
-from gradleak.checks import Check, observation_checks
+from gradleak.checks import Check, Checks, observation_checks
 from gradleak.engine import Engine
 from gradleak.observation import Observation
 from gradleak.private import PrivateSide, Victims
@@ -73,7 +73,8 @@ class Runner:
         told = {name: value[: len(victims.seen)] for name, value in found.batch.items()}
         unrelated, diverged = arrays.get("unrelated/x"), arrays["diverged"]
         scored = scores_of(told, victims.truth, unrelated, self.gallery, task.fields, diverged, self.lpips)
-        searched = [self._search(cell, found, victims, target) for target in range(len(victims.seen))]
+        checks = found.checks
+        searched = [self._search(cell, found, checks, victims, target) for target in range(len(victims.seen))]
         seconds = round((time.perf_counter() - began) / len(searched), 3)
         rows = [
             finite({**row, "target": target, **scores, **search, "seconds": seconds})
@@ -81,9 +82,11 @@ class Runner:
         ]
         return rows, arrays
 
-    def _search(self, cell: Cell, found: Reconstruction, victims: Victims, target: int) -> dict[str, Any]:
+    def _search(
+        self, cell: Cell, found: Reconstruction, checks: Checks, victims: Victims, target: int
+    ) -> dict[str, Any]:
         """How the search of one target went."""
-        seen, restart, checks = victims.seen[target], int(found.chosen[target]), found.checks
+        seen, restart = victims.seen[target], int(found.chosen[target])
         curve = found.trace["match"][:, target, restart]
         truth = {name: value[target] for name, value in victims.truth.items()}
         measured = [analysis(self.side.task, seen, truth) for analysis in self.analyses]

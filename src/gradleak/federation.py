@@ -127,12 +127,10 @@ class Federation:
         )
 
     def observe(
-        self, task: Task, batch: Batch, snapshot: Snapshot, defence: Defence | None, *, key: str, round: int, seed: int
+        self, task: Task, batch: Batch, weights: Params, defence: Defence | None, *, key: str, round: int, seed: int
     ) -> Observation:
-        """What the server sees of one client that trains on `batch` from `snapshot`."""
-        sent = with_buffers(task, snapshot.buffers)
-        weights = snapshot.weights
-        seen = observe(sent, batch, self.training, defence, weights=weights, key=key, seed=seed, wire=self.wire)
+        """What the server sees of one client that trains on `batch` from these weights and the task's buffers."""
+        seen = observe(task, batch, self.training, defence, weights=weights, key=key, seed=seed, wire=self.wire)
         return replace(seen, round=round)
 
     def _generator(self, *purpose: object) -> torch.Generator:

@@ -224,7 +224,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Params]:
     return header, tensors
 
 
-def as_targets(seen: Observation | Sequence[Observation]) -> list[Observation]:
+def as_targets(seen: Observation | Track | Sequence[Observation]) -> list[Observation]:
     """One observation or several independent ones, as a list with unequal keys."""
     if isinstance(seen, Track):
         raise BadObservation("This attack reads single rounds; a Track needs an attack that combines rounds.")

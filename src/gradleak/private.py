@@ -5,7 +5,7 @@ Private tensors leave it in two ways only: as `Observation`s, which the attacker
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from gradleak.assignment import pairwise_mse
 from gradleak.configuration import digest
 from gradleak.data import Images
 from gradleak.defence import Defence
-from gradleak.federation import Examples, Federation, Snapshot
+from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.metrics import EXACT
 from gradleak.observation import Observation
 from gradleak.task import Batch, Task
@@ -88,8 +88,8 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     like = next(iter(task.weights().values()))
     names = tuple(task.fields)
     if isinstance(data, Images):
-        x = _placed(data.x, like)
-        return Stored({"x": task.fields["x"].model(x), "y": data.y.to(like.device)})
+        _demand_shape(data.x, task, what)
+        return Stored({"x": task.fields["x"].model(_placed(data.x, like)), "y": data.y.to(like.device)})
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
         data = dict(zip(names, data, strict=False))
     if isinstance(data, Mapping):
@@ -97,6 +97,7 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
         if "x" not in tensors or len({len(value) for value in tensors.values()}) != 1:
             shapes = {name: tuple(value.shape) for name, value in tensors.items()}
             raise AuditError(f"{what} needs x, and as many of every field; given {shapes}.")
+        _demand_shape(tensors["x"], task, what)
         return Stored(tensors)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return Read(data, names, like)
@@ -109,11 +110,21 @@ def _placed(value: Tensor, like: Tensor) -> Tensor:
     return value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
 
 
-def _demand_range(x: Tensor, task: Task, what: str) -> None:
+def _demand_shape(x: Tensor, task: Task, what: str) -> None:
     shape = task.fields["x"].shape
     if tuple(x.shape[1:]) != shape:
         raise AuditError(f"{what} has examples of shape {tuple(x.shape[1:])}; the task wants {shape}.")
-    unit = task.fields["x"].unit(x)
+
+
+def _demand_range(batch: Batch, task: Task, what: str) -> None:
+    """All at once and before the first cell, since every cell would fail or mislead."""
+    _demand_shape(batch["x"], task, what)
+    for name, held in task.fields.items():
+        if held.classes is not None and name in batch and not batch[name].is_floating_point():
+            least, most = int(batch[name].min()), int(batch[name].max())
+            if least < 0 or most >= held.classes:
+                raise AuditError(f"{what}: {name} runs from {least} to {most}; the task has {held.classes} classes.")
+    unit = task.fields["x"].unit(batch["x"])
     low, high = float(unit.min()), float(unit.max())
     if not (low > -1e-3 and high < 1 + 1e-3):
         raise AuditError(
@@ -149,10 +160,10 @@ class PrivateSide:
         """The batches of all targets, (targets, examples, ...)."""
         rows = torch.stack([federation.target(len(self.data), index).rows for index in range(self.targets)])
         flat = self.data.batch(rows.flatten())
-        _demand_range(flat["x"], self.task, "data")
+        _demand_range(flat, self.task, "data")
         return {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
 
-    def rest(self, *federations: Federation) -> Tensor:
+    def rest(self, federations: Iterable[Federation]) -> Tensor:
         """Rows that no target of these federations uses, in random order."""
         used = [f.target(len(self.data), index).rows for f in federations for index in range(self.targets)]
         free = torch.ones(len(self.data), dtype=torch.bool)
@@ -160,18 +171,21 @@ class PrivateSide:
         rows = free.nonzero().flatten()
         return rows[torch.randperm(len(rows), generator=_generator("rest"))]
 
-    def gallery(self, *federations: Federation) -> Batch:
+    def gallery(self, federations: Iterable[Federation]) -> Batch:
         """Real images that are not the clients', for re-identification: those given, else the rest of the data."""
+        federations = list(federations)
+        for federation in federations:
+            self.truth(federation)  # checked here, before the first cell
         if self.given_gallery is not None:
             held = self.given_gallery.batch(torch.arange(len(self.given_gallery)))
         else:
-            held = self.data.batch(rows) if len(rows := self.rest(*federations)[:GALLERY]) else {}
+            held = self.data.batch(rows) if len(rows := self.rest(federations)[:GALLERY]) else {}
         if not held:
             raise AuditError(
                 f"All {len(self.data)} examples are targets, so none is left to look reconstructions up among. Pass "
                 "gallery= (real images that are not the clients'), or fewer targets."
             )
-        _demand_range(held["x"], self.task, "gallery")
+        _demand_range({"x": held["x"]}, self.task, "gallery")
         return held
 
     def victims(
@@ -179,10 +193,10 @@ class PrivateSide:
     ) -> Victims:
         """Let every target upload once. Keys name client, round and target; they say nothing about the data."""
         snapshot = self._snapshots(federation, defence, rounds)[round]
-        truth = self.truth(federation)
+        task, truth = with_buffers(self.task, snapshot.buffers), self.truth(federation)
 
         def upload(batch: Batch, key: str) -> Observation:
-            return federation.observe(self.task, batch, snapshot, defence, key=key, round=round, seed=seed)
+            return federation.observe(task, batch, snapshot.weights, defence, key=key, round=round, seed=seed)
 
         owners = [federation.target(len(self.data), index).client for index in range(self.targets)]
         seen = [
@@ -212,7 +226,7 @@ class PrivateSide:
         return [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
 
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
-        rows = self.rest(federation)
+        rows = self.rest([federation])
         if len(rows) >= federation.examples or self.given_gallery is None or set(self.task.fields) != {"x", "y"}:
             return Stored(self.data.batch(rows[: self.unrelated * federation.examples]) if len(rows) else {"x": rows})
         # All data are targets: use the gallery, less copies of them. Its labels may be of other classes, so draw some.

@@ -62,7 +62,7 @@ class BadSetting(TypeError):
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A sentence to end an error message with: the near misses, then everything there is."""
     known = sorted(known)
-    near = difflib.get_close_matches(given, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(given.lower(), known, n=3, cutoff=0.5)  # papers write iDLG, names are lower case
     hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
     return f"{hint} Available: {', '.join(known) or 'nothing'}."
 

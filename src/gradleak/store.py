@@ -166,9 +166,10 @@ def prepare(
     folder.lock()
     path = folder.path / "run.toml"
     if path.exists():
-        _demand_same(folder.path, from_toml(path.read_text(encoding="utf-8")), settings)
-        began = read_object((folder.path / "environment.json").read_bytes(), str(folder.path / "environment.json"))
-        environment = {**began, "resumed": [*began.get("resumed", []), environment]}
+        _demand_same(folder.path, _settings(path), settings)
+        before = folder.path / "environment.json"
+        began = read_object(before.read_bytes(), str(before)) if before.exists() else {}
+        environment = {**began, "resumed": [*began.get("resumed", []), environment]} if began else environment
     elif (folder.path / "rows.jsonl").exists() or (folder.path / "arrays").exists():
         raise FolderInUse(f"{folder.path} holds rows or arrays but no run.toml. Choose another folder.")
     done = [row for row in folder.rows() if row["status"] == "done"]  # failed cells are tried again
@@ -179,6 +180,15 @@ def prepare(
     folder.write("environment.json", json.dumps(environment, indent=2, allow_nan=False) + "\n")
     folder.write("run.toml", toml)
     return environment
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return from_toml(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise FolderInUse(
+            f"{path} cannot be read ({problem}), so nothing can be resumed. Choose another folder."
+        ) from None
 
 
 _MEANING = {

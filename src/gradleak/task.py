@@ -162,7 +162,7 @@ class Task:
     def gradient_and_buffers(
         self, weights: Params, batch: Batch, buffers: Params | None = None
     ) -> tuple[Params, Params]:
-        return grad(self.loss, has_aux=True)(weights, batch, buffers)  # type: ignore[no-any-return]
+        return grad(self.loss, has_aux=True)(weights, batch, buffers)
 
     def inputs_of(
         self, modules: Sequence[str], weights: Params, batch: Batch, buffers: Params | None = None

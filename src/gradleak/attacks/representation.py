@@ -25,9 +25,8 @@ def representation(
 ) -> Attack:
     """Find images whose features point along the negative classifier-gradient rows of the inferred labels.
 
-    min over X of 1 - mean_k cos(h(x_k), -row_k) + first * sum |d| + second * sum d^2, clamped after every step.
-
-    Differs: a restart is chosen per batch, not per image.
+    min over X of 1 - mean_k cos(h(x_k), -row_k) + first * sum |d| + second * sum d^2, clamped after every step. Each
+    image comes from the restart in which its own cosine is best.
     """
     space = Pixels(Normal(mean=0.5, std=0.5, unit=True, clip=True), boxed=True)
     stage = Stage(space, Representation(), RowCosine(), (SummedVariation(first, second),), Adam(lr=lr, steps=steps))

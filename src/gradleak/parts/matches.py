@@ -91,11 +91,12 @@ class Cosine:
 
 @dataclass(frozen=True)
 class RowCosine(_Difference):
-    """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row per example."""
+    """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row, and one residual, per example."""
 
     absolute: bool = False
     squares: bool = False
     scale_free: bool = True
+    per_example: bool = True
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         def rows(p: Tensor, o: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class StepDecay:
     def __call__(self, now: Now) -> Tensor:
         # `//`, as the authors' code has it: 4800 // 1.6 is 2999, floor(4800 / 1.6) is 3000.
         passed = sum((now.step >= now.total // divisor).to(now.step.dtype) for divisor in self.divisors)
-        return torch.pow(self.factor, passed)  # type: ignore[arg-type, call-overload, no-any-return]
+        return torch.pow(self.factor, passed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,243 @@
+"""Every registered attack: it searches, it answers in the right form, it refuses what it cannot use, it repeats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import gradleak as gl
+from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
+from gradleak.attack import Composed, MissingKnowledge
+from gradleak.draws import Draws, key
+from gradleak.engine import Engine
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge
+from gradleak.registry import BadSetting, UnknownName
+
+TRAINING = LocalTraining(lr=0.5)
+KNOWS = Knowledge(training=TRAINING)
+NAMES = gl.attacks.names()
+
+
+def attacked(name: str, examples: int = 1, *, seed: int = 0, engine: Engine | None = None, steps: int = 5):
+    task = perceptron()
+    attack = short(name, steps=steps)
+    skip_unless_granted(attack)
+    seen = gl.observe(task, private(examples), TRAINING)
+    return attack.run(task, seen, KNOWS, seed=seed, engine=engine or Engine(device="cpu"))
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_attacks_are_registered() -> None:
+    assert {"dlg", "idlg", "cpl", "ig", "gi", "representation"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attack_says_what_it_does_and_where_it_comes_from(name: str) -> None:
+    entry = gl.registry.entry("attack", name)
+    assert len(entry.summary) > 20
+    assert entry.paper
+    assert entry.status in ("verified", "unverified")
+    assert gl.attacks.get(name).name == name.replace("ig-trained", "ig")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attack_lowers_its_objective(name: str, double: Engine) -> None:
+    found = attacked(name, engine=double, steps=30)
+    if found.evaluations < 2:
+        pytest.skip("a closed form: nothing to lower")
+    first, last = found.trace["objective"][[0, -1], 0]
+    assert (last < 0.95 * first).all()
+    assert (found.match <= found.trace["match"][0]).all()
+    assert not found.diverged.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("examples", [1, 2])
+def test_every_attack_answers_with_images_and_labels(name: str, examples: int) -> None:
+    found = attacked(name, examples)
+    restarts = found.match.shape[1]
+    assert found.batch["x"].shape == (1, examples, *SHAPE)
+    assert found.candidates["x"].shape == (1, restarts, examples, *SHAPE)
+    assert found.batch["x"].dtype == torch.float32
+    assert found.batch["x"].isfinite().all()
+    assert found.examples == (examples,)
+    assert found.seconds > 0
+    labels = found.batch["y"]
+    if labels.is_floating_point():
+        assert labels.shape == (1, examples, CLASSES)
+        torch.testing.assert_close(labels.sum(-1), torch.ones(1, examples))
+    else:
+        assert labels.shape == (1, examples)
+        assert labels.dtype == torch.int64
+        assert ((labels >= 0) & (labels < CLASSES)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_label_of_one_example_is_read_off(name: str, seed: int) -> None:
+    """Attacks that optimise the label too need more than a few steps for it; their labels are soft."""
+    task, batch = perceptron(), private(1, seed=seed)
+    attack = short(name, steps=1)
+    skip_unless_granted(attack)
+    found = attack.run(task, gl.observe(task, batch, TRAINING), KNOWS, engine=Engine(device="cpu"))
+    if found.batch["y"].is_floating_point():
+        pytest.skip("the label is an unknown of the search")
+    assert found.batch["y"][0].tolist() == batch["y"].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_given_labels_are_used_as_they_are(name: str) -> None:
+    task, batch = perceptron(), private(2)
+    attack = short(name, steps=2)
+    skip_unless_granted(attack)
+    y = torch.tensor([2, 0])
+    found = attack.run(
+        task, gl.observe(task, batch, TRAINING), replace(KNOWS, given={"y": y}), engine=Engine(device="cpu")
+    )
+    if not found.batch["y"].is_floating_point():
+        assert sorted(found.batch["y"][0].tolist()) == [0, 2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attack_repeats_by_seed(name: str) -> None:
+    first, again, other = (attacked(name, seed=seed) for seed in (7, 7, 8))
+    assert torch.equal(first.candidates["x"], again.candidates["x"])
+    assert torch.equal(first.match, again.match)
+    if first.evaluations > 1:
+        assert not torch.equal(first.candidates["x"], other.candidates["x"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_attack_computes_the_same_lane_after_lane(name: str, double: Engine) -> None:
+    batched, one_by_one = (attacked(name, 2, engine=replace(double, batched=flag)) for flag in (True, False))
+    assert largest_difference(batched.candidates["x"], one_by_one.candidates["x"]) < 1e-6
+    assert largest_difference(batched.objective, one_by_one.objective) < 1e-8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_restarts_differ(name: str) -> None:
+    found = attacked(name)
+    if found.match.shape[1] == 1:
+        pytest.skip("no restarts: nothing is drawn")
+    assert largest_difference(found.candidates["x"][0, 0], found.candidates["x"][0, 1]) > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("norm", ["eval", "train"])
+def test_every_attack_takes_batch_norm_in_either_mode(name: str, norm: str, double: Engine) -> None:
+    attack = short(name, steps=3)
+    skip_unless_granted(attack)
+    if name == "analytic":
+        pytest.skip("needs a linear layer before any other")
+    task = tiny(norm=norm)
+    found = attack.run(task, gl.observe(task, private(2), TRAINING), KNOWS, engine=double)
+    assert found.match.isfinite().all()
+    assert not found.diverged.any()
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_nearly_right_is_offered() -> None:
+    with pytest.raises(UnknownName, match="Did you mean 'idlg'"):
+        gl.attacks.get("iDLG")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_setting_nearly_right_is_offered(name: str) -> None:
+    setting = next(iter(gl.registry.entry("attack", name).settings))
+    with pytest.raises(BadSetting, match=rf"no setting '{setting}s'\. Did you mean .*'{setting}'"):
+        gl.attacks.get(name, **{f"{setting}s": 1})
+
+
+def test_the_command_lines_spelling_makes_the_same_attack() -> None:
+    spelt = gl.registry.parse("attack", "ig:steps=7,tv=0.5,keep=last")
+    assert repr(spelt) == repr(gl.attacks.get("ig", steps=7, tv=0.5, keep="last"))
+
+
+def test_a_match_that_sees_the_scale_asks_for_the_recipe() -> None:
+    task = tiny()
+    seen = gl.observe(task, private(1), TRAINING)
+    with pytest.raises(MissingKnowledge, match=r"idlg needs training.*LocalTraining\(lr="):
+        gl.attacks.get("idlg", steps=1).run(task, seen)
+    gl.attacks.get("ig", steps=1).run(task, seen)
+
+
+def test_an_observation_of_another_model_is_refused() -> None:
+    seen = gl.observe(perceptron(), private(1), TRAINING)
+    with pytest.raises(MissingKnowledge, match="not of this model: they differ at 0.bias"):
+        gl.attacks.get("ig", steps=1).run(tiny(), seen)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"y": torch.tensor([1])}, r"shape \(1,\); wanted \(2, ...\)"),
+        ({"y": torch.zeros(2, 2, 2).long()}, r"shape \(2, 2, 2\)"),
+        ({"z": torch.tensor([1, 1])}, "names 'z'; the task's fields are x, y"),
+    ],
+)
+def test_given_fields_must_fit(given: dict, told: str) -> None:
+    task = tiny()
+    with pytest.raises(MissingKnowledge, match=told):
+        gl.attacks.get("ig", steps=1).run(task, gl.observe(task, private(2), TRAINING), Knowledge(given=given))
+
+
+def test_given_fields_may_be_one_for_all_targets_or_one_for_each() -> None:
+    task = tiny()
+    seen = [gl.observe(task, private(2, seed=s), TRAINING, key=f"t{s}") for s in range(3)]
+    attack = gl.attacks.get("ig", steps=1)
+    shared = attack.run(task, seen, Knowledge(given={"y": torch.tensor([2, 1])}))
+    assert shared.batch["y"].tolist() == [[2, 1]] * 3
+    each = torch.tensor([[0, 1], [1, 1], [2, 0]])
+    assert attack.run(task, seen, Knowledge(given={"y": each})).batch["y"].tolist() == each.tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [({"keep": "first"}, "keep must be"), ({"restarts": 0}, "restarts must be at least 1")]
+)
+def test_impossible_compositions_are_refused(settings: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        gl.attacks.get("ig", **settings)
+
+
+def test_an_unknown_start_is_offered_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'mosaic-8'"):
+        gl.attacks.get("cpl", start="mosaic")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configuration_can_be_read_off_the_result(name: str) -> None:
+    found = attacked(name, seed=3)
+    assert found.settings["seed"] == 3
+    if isinstance(short(name), Composed):
+        assert found.settings["attack"] == repr(short(name, steps=5))
+    assert "Engine(" in found.settings["engine"]
+
+
+# --- as in the README -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "share"), [("ig", 0.8), ("idlg", 0.9)])
+def test_a_real_size_attack_closes_in_on_the_image(name: str, share: float) -> None:
+    """LeNet, one smooth 3 x 32 x 32 image, float32, few steps: the match falls, and the image comes nearer."""
+    coarse = Draws(key("picture")).uniform((1, 3, 4, 4))
+    x = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bilinear").clamp(0, 1)
+    y = torch.tensor([7])
+    model = gl.models.lenet_zhu(generator=torch.Generator().manual_seed(0))
+    task = gl.Task.supervised(model, cross_entropy, like=(x, y))
+    training = LocalTraining(lr=1.0)
+    seen = gl.observe(task, {"x": x, "y": y}, training)
+    knows, engine = Knowledge(training=training), Engine(device="cpu")
+    start, found = (gl.attacks.get(name, steps=steps).run(task, seen, knows, engine=engine) for steps in (1, 50))
+    before, after = ((run.batch["x"][0].clamp(0, 1) - x).square().mean() for run in (start, found))
+    assert found.batch["y"].item() == 7
+    assert found.match < 0.3 * start.match
+    assert after < share * before
+    assert found.checks is not None

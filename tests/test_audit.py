@@ -1,0 +1,595 @@
+"""Audits end to end on a network of a thousand weights: scores, control, baseline, resuming, failing, and no truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradleak as gl
+from gradleak import attacks, tree
+from gradleak.attack import Reconstruction
+from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
+from gradleak.cells import forms_of
+from gradleak.configuration import digest
+from gradleak.data import Images
+from gradleak.draws import Draws, key
+from gradleak.observation import MissingKnowledge
+from gradleak.results import AuditResult
+from gradleak.store import Folder
+
+SHAPE = (1, 6, 6)
+WORKS = "idlg:steps=40"  # recovers this network's inputs exactly, in half a second
+
+
+def network() -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 24), nn.Sigmoid(), nn.Linear(24, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return model
+
+
+def private(count: int = 20) -> tuple[Tensor, Tensor]:
+    return Draws(key("private images")).uniform((count, *SHAPE)), torch.arange(count) % 3
+
+
+def task(**settings: Any) -> gl.Task:
+    x, y = private(1)
+    return gl.Task.supervised(network(), nn.functional.cross_entropy, like=(x, y), **settings)
+
+
+def audit(**changes: Any) -> Audit:
+    standard: dict[str, Any] = {"attacks": [WORKS], "targets": 3, "engine": gl.Engine(device="cpu")}
+    return Audit(task(), private(), **{**standard, **changes})
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what the clock wrote."""
+    return [{name: value for name, value in row.items() if name not in ("seconds", "traceback")} for row in rows]
+
+
+@dataclass(frozen=True)
+class Halve(gl.Defence):
+    def upload(self, upload: Any, client: Any) -> Any:
+        return upload.map(lambda update: tree.scale(update, 0.5))
+
+
+@dataclass(frozen=True)
+class Noise(gl.Defence):
+    scale: float = 0.1
+
+    def upload(self, upload: Any, client: Any) -> Any:
+        draw = lambda value: value + self.scale * client.draws.normal(tuple(value.shape), dtype=value.dtype)  # noqa: E731
+        return upload.map(lambda update: tree.map(draw, update)) if client.draws else upload
+
+    def noise_variance(self, scene: Any) -> Any:
+        return tree.map(lambda value: torch.full_like(value, self.scale**2), scene.update)
+
+
+@dataclass(frozen=True)
+class Start(gl.Defence):
+    def initial(self, weights: Any, server: Any) -> Any:
+        return tree.scale(weights, 0.9)
+
+
+# --- what an audit finds ----------------------------------------------------------------------------------------------
+
+
+def test_an_undefended_client_leaks() -> None:
+    result = audit().run()
+    line = result.summaries[0]
+    assert result.verdict.word == "leaks"
+    assert result.positive_control.passed
+    assert line.means["psnr"] > 40
+    assert line.means["labels"] == 1.0
+    assert line.baseline["recovered"] == 0.0
+    assert line.baseline["psnr"] < 15
+    assert line.chance == pytest.approx(1 / 18)
+    assert len(result.rows) == 3
+    assert {"mid-grey", "mean image", "nearest other", "unrelated update"} <= result.rows[0]["baselines"].keys()
+    pictures = result.images(line.cells[0])
+    assert (pictures["true"] - pictures["found"]).abs().max() < 0.05
+    json.dumps(result.rows, allow_nan=False)
+
+
+def test_an_attack_that_cannot_work_voids_the_run() -> None:
+    result = audit(attacks=["ig:steps=3"]).run()
+    assert result.verdict.word == "void"
+    assert not result.positive_control.passed
+
+
+def test_the_control_runs_apart_where_the_grid_does_not_hold_it() -> None:
+    plan = audit(federation=gl.Federation(examples=2, clients=2)).cells()
+    assert [cell.control for cell in plan] == [True, False]
+    assert plan[0].federation.examples == 1
+    assert [cell.control for cell in audit(defences=[Halve()]).cells()] == [True, False, False]
+    assert [cell.control for cell in audit(defences=[None, Halve()]).cells()] == [False, False, False]
+    result = audit(federation=gl.Federation(examples=2, clients=2), targets=2).run()
+    assert result.positive_control.passed
+    assert [line.examples for line in result.summaries] == [2], "the control is not a line"
+
+
+@pytest.mark.parametrize(
+    ("defence", "forms"),
+    [
+        (None, ["undefended"]),
+        (Halve(), ["naive", "adaptive"]),
+        (Noise(), ["naive", "masked", "adaptive"]),
+        (Start(), ["naive"]),
+        (gl.Chain(Halve(), Noise()), ["naive", "masked", "adaptive"]),
+        (gl.Defence(), ["naive"]),
+    ],
+)
+def test_forms_that_do_not_differ_run_once(defence: Any, forms: list[str]) -> None:
+    assert forms_of(defence, ("naive", "masked", "adaptive")) == forms
+    assert forms_of(defence, ("adaptive",)) == [forms[-1]]
+
+
+def test_an_adaptive_attacker_sees_through_a_scaled_update() -> None:
+    result = audit(defences=[Halve()], targets=2).run()
+    naive, adaptive = (line for line in result.summaries if line.defence == "Halve()")
+    assert (naive.form, adaptive.form) == ("naive", "adaptive")
+    assert adaptive.recovered.value == 1.0
+    assert adaptive.means["psnr"] > naive.means["psnr"] + 10
+    assert result.verdict.word == "leaks"
+
+
+def test_later_rounds_attack_trained_weights() -> None:
+    recipe = gl.Federation(clients=2, training=gl.LocalTraining(lr=0.5))
+    result = audit(rounds=[0, 3], federation=recipe, targets=2).run()
+    assert [row["observation"] for row in result.rows[2:]] == ["client0/round3/target0", "client1/round3/target1"]
+    first, later = (result.store.arrays(line.cells[0]) for line in result.summaries)
+    assert torch.equal(first["truth/x"], later["truth/x"]), "rounds are compared on the same images"
+
+
+def test_seeds_change_starts_and_nothing_else() -> None:
+    result = audit(seeds=[0, 1], attacks=["ig:steps=30"]).run()
+    a, b = (result.store.arrays(cell) for cell in result.summaries[0].cells)
+    assert torch.equal(a["truth/x"], b["truth/x"])
+    assert not torch.equal(a["found/x"], b["found/x"])
+
+
+def test_rescoring_gives_the_same_rows() -> None:
+    result = audit(federation=gl.Federation(examples=2), targets=2).run()
+    assert result.rescore().rows == result.rows
+
+
+def test_analyses_stand_beside_the_scores() -> None:
+    def norm(task: gl.Task, seen: gl.Observation, batch: Any) -> dict[str, float]:
+        return {"norm": float(tree.norm(seen.update)), "brightness": float(batch["x"].mean())}
+
+    result = audit(analyses=[norm], attacks=["ig:steps=3"]).run()
+    assert all(row["analyses"].keys() == {"norm", "brightness"} for row in result.rows)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def test_images_and_datasets_and_tensors_are_the_same_data() -> None:
+    x, y = private()
+    mean, std = 0.4, 0.3
+    normalised = task(mean=mean, std=std)
+    images = Images(x, y, 3, ("a", "b", "c"), "test")
+    forms = [images, {"x": (x - mean) / std, "y": y}, ((x - mean) / std, y), Pairs((x - mean) / std, y)]
+    found = [Audit(normalised, form, ["ig:steps=3"], targets=2).run() for form in forms]
+    scores = [[row["scores"]["psnr"][0] for row in result.rows] for result in found]
+    assert all(other == pytest.approx(scores[0], abs=1e-3) for other in scores)
+    pictures = found[0].images(found[0].summaries[0].cells[0])["true"]
+    assert 0 <= float(pictures.min()) <= float(pictures.max()) <= 1
+
+
+class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return self.x[row], int(self.y[row])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": (2 * private()[0], private()[1])}, "leaves the bounds"),
+        ({"data": (private()[0], private()[1] + 1)}, "3 classes"),
+        ({"data": (torch.rand(9, 3, 6, 6), torch.zeros(9).long())}, "the task wants"),
+        ({"data": {"x": private()[0], "y": private()[1][:3]}}, "as many of every field"),
+        ({"data": 3}, "give Images"),
+        ({"data": [("a", 1)] * 9}, "from_dataset"),
+        ({"data": private(3)}, "All 3 examples are targets"),
+        ({"targets": 30}, "fewer targets"),
+        ({"attacks": []}, "at least one"),
+        ({"attacks": "ig"}, "must be a list"),
+        ({"knowledge": ["adaptiv"]}, "Did you mean 'adaptive'"),
+        ({"attacks": ["igg"]}, "Unknown attack"),
+    ],
+)
+def test_what_cannot_be_audited_is_said_at_once(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, LookupError), match=message):
+        replace(audit(), **changes).run(tmp_path / "run")
+    assert not list(tmp_path.rglob("rows.jsonl"))
+
+
+def test_only_images_are_audited() -> None:
+    flat = gl.Task.supervised(
+        nn.Linear(4, 2), nn.functional.cross_entropy, like=(torch.zeros(1, 4), torch.zeros(1).long())
+    )
+    with pytest.raises(AuditError, match="channels, height, width"):
+        Audit(flat, (torch.zeros(9, 4), torch.zeros(9).long()), ["ig"])
+
+
+def test_missing_knowledge_is_said_before_the_first_cell() -> None:
+    @dataclass(frozen=True)
+    class Needy(Spy):
+        needs: frozenset[str] = frozenset({"generator"})
+
+    with pytest.raises(MissingKnowledge, match="generator"):
+        audit(attacks=[Needy()]).run()
+
+
+def test_a_gallery_stands_in_where_all_data_are_targets() -> None:
+    x, y = private(24)
+    gallery = {"x": torch.cat([x[:3], x[20:]])}  # copies of the targets are not "other" images
+    result = replace(audit(), data=(x[:3], y[:3]), gallery=gallery).run()
+    assert result.rows[0]["gallery_size"] == [7]
+    assert "unrelated update" in result.rows[0]["baselines"]
+    assert "unrelated update" not in replace(audit(), unrelated=0).run().rows[0]["baselines"]
+
+
+# --- the attacker's side ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spy:
+    """An attack that keeps all it is given."""
+
+    name: str = "spy"
+    needs: frozenset[str] = frozenset()
+    kept: list[Any] = field(default_factory=list)
+
+    def run(self, task: Any, seen: Any, knows: Any = None, seed: int = 0, **rest: Any) -> Reconstruction:
+        self.kept.append((task, seen, knows, seed, rest))
+        return attacks.get("ig", steps=2).run(task, seen, knows, seed)
+
+
+def tensors_in(value: Any, seen: set[int]) -> list[Tensor]:
+    """Every tensor that can be reached from an object, closures and caches included."""
+    if id(value) in seen or isinstance(value, (str, bytes, int, float, type, type(sys))):
+        return []
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [found for held in value.values() for found in tensors_in(held, seen)]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [found for held in value for found in tensors_in(held, seen)]
+    inside = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    inside += [getattr(value, "__self__", None), getattr(value, "__dict__", None)]
+    return [found for held in inside if held is not None for found in tensors_in(held, seen)]
+
+
+def test_no_truth_reaches_the_attacker() -> None:
+    spy = Spy()
+    x, _ = private()
+    audit(attacks=[spy], defences=[None, Noise()], federation=gl.Federation(examples=2), targets=2).run()
+    assert len(spy.kept) == 5
+    pixels = {float(value) for value in x.flatten()}
+    for given in spy.kept:
+        task_, seen, knows, seed, rest = given
+        rest = {name: value for name, value in rest.items() if name != "progress"}  # the auditor's own bar
+        reached = tensors_in((task_, seen, knows, seed, rest), set())
+        assert len(reached) > 10, "the search itself must find the observations"
+        shared = max(len(pixels & set(tensor.detach().flatten().tolist())) for tensor in reached)
+        assert shared < 5, "private pixels are in the attacker's hands"
+        assert [observation.key for observation in seen[:2]] == ["client0/round0/target0", "client0/round0/target1"]
+        assert knows.given == {}
+
+
+# --- folders: killed, resumed, foreign, failing -----------------------------------------------------------------------
+
+SCRIPT = """
+import sys, torch
+sys.path[:0] = [{tests!r}]
+torch.set_num_threads(1)
+from test_audit import grid
+print("ready", flush=True)
+grid().run({folder!r})
+"""
+
+
+def grid() -> Audit:
+    """Six cells of a tenth of a second or more."""
+    return audit(attacks=["ig:steps=40", WORKS, "ig:steps=20,restarts=2"], seeds=[0, 1], targets=2)
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": str(here.parent / "src"), "OMP_NUM_THREADS": "1"}
+    code = SCRIPT.format(tests=str(here), folder=str(folder))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
+    whole = grid().run(tmp_path / "whole")
+    folder, moments = tmp_path / "killed", random.Random(0)
+    kills = 0
+    for _ in range(4):
+        process = started(folder)
+        time.sleep(moments.uniform(0.05, 1.5))
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        if folder.exists() and (folder / "run.toml").exists():
+            AuditResult.load(folder)  # readable at every moment
+    assert kills
+    seen = Counting()
+    result = grid().run(folder, progress=seen)
+    assert comparable(result.rows) == comparable(whole.rows)
+    assert result.complete
+    for cell in {row["cell"] for row in whole.rows}:
+        a, b = whole.store.arrays(cell), result.store.arrays(cell)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert AuditResult.load(folder).rows == result.rows
+
+
+class Killed(BaseException):
+    """What a process that is killed cannot catch; here, at a chosen write."""
+
+
+def test_killed_at_every_write_it_loses_the_cell_in_flight_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def small() -> Audit:
+        return audit(attacks=["ig:steps=2"], seeds=[0, 1], targets=2)
+
+    whole, count, left = small().run(tmp_path / "whole"), 0, [10**9]
+    for name in ("fsync", "replace"):
+
+        def write(*given: Any, real: Any = getattr(os, name)) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            real(*given)
+
+        monkeypatch.setattr(os, name, write)
+    for count in range(100):
+        folder, left[0] = tmp_path / str(count), count
+        try:
+            small().run(folder)
+            break
+        except Killed:
+            left[0] = 10**9
+        kept = {row["cell"] for row in Folder(folder).rows()}
+        seen = Counting()
+        assert comparable(small().run(folder, progress=seen).rows) == comparable(whole.rows)
+        assert seen.ran == 2 - len(kept)
+    assert 10 < count < 99, "every write of a run was interrupted once"
+
+
+@dataclass
+class Counting(Silent):
+    ran: int = 0
+    finishes: int = 0
+    shares: list[float] = field(default_factory=list)
+
+    def cell(self, cell: Any, index: int) -> None:
+        self.ran += 1
+
+    def share(self, fraction: float) -> None:
+        self.shares.append(fraction)
+
+    def finished(self, cell: Any, rows: Any) -> None:
+        self.finishes += 1
+
+
+def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
+    first, second = Counting(), Counting()
+    result = audit().run(tmp_path / "run", progress=first)
+    again = audit().run(tmp_path / "run", progress=second)
+    assert (first.ran, first.finishes, second.ran, second.finishes) == (1, 1, 0, 1)
+    assert first.shares
+    assert max(first.shares) <= 1
+    assert again.rows == result.rows == AuditResult.load(tmp_path / "run").rows
+    assert len(again.environment["resumed"]) == 1
+    with pytest.raises(FolderInUse, match="1 finished cells"):
+        audit().run(tmp_path / "run", resume=False)
+
+
+def test_a_torn_line_is_run_again(tmp_path: Path) -> None:
+    whole = grid().run(tmp_path / "run")
+    path = tmp_path / "run" / "rows.jsonl"
+    content = path.read_bytes()
+    for cut in (len(content) // 2, len(content) - 3):
+        path.write_bytes(content[:cut])
+        assert comparable(grid().run(tmp_path / "run").rows) == comparable(whole.rows)
+
+
+def test_another_configuration_in_the_folder_is_refused(tmp_path: Path) -> None:
+    audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+    before = (tmp_path / "run" / "rows.jsonl").read_bytes()
+    with pytest.raises(FolderInUse, match=r"attacks \(\['ig:steps=3'\] there, \['ig:steps=4'\] now\)"):
+        audit(attacks=["ig:steps=4"]).run(tmp_path / "run")
+    with pytest.raises(FolderInUse, match=r"targets \(3 there, 2 now\).*Choose another folder"):
+        audit(attacks=["ig:steps=3"], targets=2).run(tmp_path / "run")
+    other = audit(attacks=["ig:steps=3"])
+    with torch.no_grad():
+        other.task.model[1].weight[0, 0] += 1  # type: ignore[index, union-attr, operator]
+    with pytest.raises(FolderInUse, match="differ in the task"):
+        other.run(tmp_path / "run")
+    recipe = gl.Federation(training=gl.LocalTraining(lr=1.0, optimiser=gl.rules.SGD(momentum=0.9)))
+    with pytest.raises(FolderInUse, match="momentum=0.9"):
+        audit(attacks=["ig:steps=3"], federation=recipe).run(tmp_path / "run")
+    assert (tmp_path / "run" / "rows.jsonl").read_bytes() == before
+    (tmp_path / "run" / "run.toml").write_text("[")
+    with pytest.raises(FolderInUse, match="cannot be read"):
+        audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+    (tmp_path / "run" / "run.toml").unlink()
+    with pytest.raises(FolderInUse, match="no run.toml"):
+        audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    other = Folder(tmp_path / "run")
+    other.lock()
+    with pytest.raises(FolderInUse, match="Another process"):
+        audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+    other.unlock()
+    audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+
+
+@dataclass(frozen=True)
+class Breaks(Spy):
+    name: str = "breaks"
+
+    def run(self, *given: Any, **rest: Any) -> Reconstruction:
+        raise RuntimeError("a bad day\nwith details")
+
+
+def test_a_failed_cell_is_a_row_and_is_tried_again(tmp_path: Path) -> None:
+    result = audit(attacks=[WORKS, Breaks()]).run(tmp_path / "run")
+    assert [row["status"] for row in result.rows] == ["done"] * 3 + ["failed"]
+    row = result.failed[0]
+    assert row["error"] == "RuntimeError: a bad day"
+    assert "with details" in row["traceback"]
+    assert row["target"] is None
+    assert result.verdict.word == "leaks"
+    assert result.complete
+    assert AuditResult.load(tmp_path / "run").rows == result.rows
+    mended = Counting()
+    again = audit(attacks=[WORKS, Breaks()]).run(tmp_path / "run", progress=mended)
+    assert (mended.ran, mended.finishes) == (1, 2)
+    assert comparable(again.rows) == comparable(result.rows)
+
+
+def test_when_everything_fails_the_run_is_void() -> None:
+    result = audit(attacks=[Breaks()]).run()
+    assert result.verdict.word == "void"
+    assert "a bad day" in result.verdict.paragraph
+
+
+@dataclass(frozen=True)
+class Stops(Spy):
+    name: str = "stops"
+
+    def run(self, *given: Any, **rest: Any) -> Reconstruction:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match=r"1 of 2 cells are kept in .*run; the same command resumes"):
+        audit(attacks=[WORKS, Stops()]).run(tmp_path / "run")
+    found = AuditResult.load(tmp_path / "run")
+    assert len(found.rows) == 3
+    assert not found.complete
+    assert found.verdict.word == "leaks"
+    with pytest.raises(Interrupted, match="nothing is kept"):
+        audit(attacks=[Stops()]).run()
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def test_keys_depend_on_every_setting_and_on_nothing_else() -> None:
+    def key_of(**changes: Any) -> str:
+        return audit(**changes).cells()[-1].key
+
+    assert key_of() == key_of()
+    assert key_of(engine=gl.Engine(device="cpu", chunk=2)) == key_of(), "how it is computed does not change the cell"
+    changes: list[dict[str, Any]] = [
+        {}, {"attacks": ["idlg:steps=41"]}, {"defences": [Halve()]}, {"knowledge": ["naive"], "defences": [Halve()]},
+        {"rounds": [1]}, {"seeds": [1]}, {"targets": 2}, {"unrelated": 1}, {"engine": gl.Engine(precision="double")},
+        {"federation": gl.Federation(training=gl.LocalTraining(lr=0.5))}, {"federation": gl.Federation(clients=2)},
+        {"defences": [Noise(0.1)]}, {"defences": [Noise(0.2)]}, {"gallery": {"x": private()[0]}},
+    ]  # fmt: skip
+    keys = [key_of(**change) for change in changes]
+    assert len(set(keys)) == len(keys)
+
+
+def test_digests_name_functions_not_addresses() -> None:
+    def make(factor: float) -> Any:
+        return lambda value: value * factor
+
+    assert digest(make(2.0)) == digest(make(2.0))
+    assert digest(make(2.0)) != digest(make(3.0))
+    assert digest(attacks.get("ig")) == digest(attacks.get("ig"))
+    assert digest(torch.zeros(3)) != digest(torch.zeros(4))
+    code = "from gradleak import attacks; from gradleak.configuration import digest; print(digest(attacks.get('gi')))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONHASHSEED": "7"}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert told.stdout.strip() == digest(attacks.get("gi"))
+
+
+def test_names_of_equal_attacks_are_told_apart() -> None:
+    twice = [attacks.get("ig", steps=3), attacks.get("ig", steps=4)]
+    assert [cell.attack_name for cell in audit(attacks=twice).cells()] == ["ig", "ig #2"]
+
+
+def test_run_toml_repeats_the_run(tmp_path: Path) -> None:
+    origin = {"task": "train.py:task", "data": "digits"}
+    first = audit(
+        origin=origin, federation=gl.Federation(clients=2, examples=2, training=gl.LocalTraining(lr=0.5, steps=2))
+    )
+    first = replace(first, attacks=["ig:steps=3"], targets=2)
+    result = first.run(tmp_path / "run")
+    text = (tmp_path / "run" / "run.toml").read_text()
+    assert "gradleak audit --config run.toml" in text
+    again = from_settings(result.settings, task=task(), data=private())
+    assert [cell.key for cell in again.cells()] == [cell.key for cell in first.cells()]
+    assert again.settings() == result.settings
+
+
+def test_run_toml_says_when_it_cannot(tmp_path: Path) -> None:
+    audit(attacks=[Spy()], defences=[None]).run(tmp_path / "run")
+    text = (tmp_path / "run" / "run.toml").read_text()
+    assert "cannot repeat it" in text
+    assert "Python object" in text
+
+
+def test_the_environment_is_recorded(tmp_path: Path) -> None:
+    audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+    held = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert {"gradleak", "git", "python", "packages", "threads", "time", "cores", "gpus"} <= held.keys()
+
+
+def test_the_estimate_is_of_the_right_size() -> None:
+    planned = audit(attacks=["ig:steps=100"], seeds=[0, 1])
+    told = estimate(planned)
+    assert (told.cells, told.lanes, told.steps) == (2, 10, 1000)
+    assert told.seconds is not None
+    assert "about" in str(told)
+    began = time.perf_counter()
+    planned.run()
+    taken = time.perf_counter() - began
+    assert told.seconds < 20 * taken
+    assert estimate(audit(attacks=[Spy()])).seconds is None
+
+
+def test_the_built_in_audit_runs_on_real_images() -> None:
+    made = replace(builtin(targets=2), attacks=["cpl:steps=20"])
+    result = made.run()
+    assert result.settings["origin"]["task"] == "builtin"
+    assert result.rows[0]["gallery_size"] == [40], "twenty CIFAR-10 and twenty CIFAR-100 images, the target among them"
+    again = from_settings(result.settings, task=made.task, data=made.data)
+    assert [cell.key for cell in again.cells()] == [cell.key for cell in made.cells()]
