@@ -357,22 +357,23 @@ class Killed(BaseException):
     """What a process that is killed cannot catch; here, at a chosen write."""
 
 
-def test_killed_at_every_write_it_loses_the_cell_in_flight_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_write_it_loses_one_cell_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def small() -> Audit:
         return audit(attacks=["ig:steps=2"], seeds=[0, 1], targets=2)
 
-    whole, count, left = small().run(tmp_path / "whole"), 0, [10**9]
-    for name in ("fsync", "replace"):
+    whole, left, count = small().run(tmp_path / "whole"), [10**9], 0
 
-        def write(*given: Any, real: Any = getattr(os, name)) -> None:
+    def counted(real: Any) -> Any:
+        def write(*given: Any) -> None:
             left[0] -= 1
             if left[0] < 0:
                 raise Killed
             real(*given)
 
-        monkeypatch.setattr(os, name, write)
+        return write
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
     for count in range(100):
         folder, left[0] = tmp_path / str(count), count
         try:
@@ -541,6 +542,10 @@ def test_digests_name_functions_not_addresses() -> None:
     assert told.stdout.strip() == digest(attacks.get("gi"))
 
 
+def test_what_is_named_twice_runs_once() -> None:
+    assert len(audit(attacks=[WORKS, WORKS], defences=[None, "none"], seeds=[0, 0]).cells()) == 1
+
+
 def test_names_of_equal_attacks_are_told_apart() -> None:
     twice = [attacks.get("ig", steps=3), attacks.get("ig", steps=4)]
     assert [cell.attack_name for cell in audit(attacks=twice).cells()] == ["ig", "ig #2"]
@@ -558,6 +563,26 @@ def test_run_toml_repeats_the_run(tmp_path: Path) -> None:
     again = from_settings(result.settings, task=task(), data=private())
     assert [cell.key for cell in again.cells()] == [cell.key for cell in first.cells()]
     assert again.settings() == result.settings
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"atacks": ["ig"]}, "Did you mean 'attacks'"),
+        ({"federation": {"client": 2}}, "Did you mean 'clients'"),
+        ({"federation": {"training": {"learning": 2}}}, "no setting 'learning'"),
+        ({"federation": {"training": {"steps": 2}}}, "lr"),
+        ({"federation": {"training": {"lr": 1.0, "optimiser": "Adam()"}}}, "optimiser cannot be made"),
+        ({"engine": {"precisoin": "fast"}}, "Did you mean 'precision'"),
+        ({"analyses": ["norm"]}, "Run its script again"),
+        ({"targets": "8"}, "whole numbers"),
+        ({"rounds": [0.5]}, "whole numbers"),
+        ({"task": "x"}, "task"),
+    ],
+)
+def test_a_mistake_in_run_toml_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(AuditError, match=message):
+        from_settings({"attacks": ["ig"], **change}, task=task(), data=private())
 
 
 def test_run_toml_says_when_it_cannot(tmp_path: Path) -> None:
@@ -584,6 +609,7 @@ def test_the_estimate_is_of_the_right_size() -> None:
     taken = time.perf_counter() - began
     assert told.seconds < 20 * taken
     assert estimate(audit(attacks=[Spy()])).seconds is None
+    assert "and 1 cells whose time" in str(estimate(audit(attacks=["ig:steps=9", Spy()])))
 
 
 def test_the_built_in_audit_runs_on_real_images() -> None:

@@ -37,7 +37,7 @@ def reconstruction(curves: Tensor, **changes: Any) -> Reconstruction:
         "keys": tuple(f"t{i}" for i in range(targets)),
         "examples": (1,) * targets,
         "seconds": 0.0,
-        "evaluations": points,
+        "evaluations": 1000,
     }
     return Reconstruction(**{**standard, **changes})
 
@@ -83,6 +83,11 @@ def test_a_schedule_that_ends_in_tiny_steps_is_not_convergence() -> None:
     """IG stops moving in the last eighth of any budget: what counts is what the second half still brought."""
     curves = torch.cat([torch.linspace(1, 0.2, 88), torch.full((12,), 0.2)]).double()[:, None, None]
     assert names(checks_of(reconstruction(curves))) == ["not converged"]
+
+
+def test_few_steps_show_nothing() -> None:
+    assert names(checks_of(reconstruction(falling(0.3), evaluations=49))) == ["not converged"]
+    assert names(checks_of(reconstruction(falling(1e-8), evaluations=49))) == []
 
 
 def test_diverged_lanes_are_said_and_all_of_them_is_an_error() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from typer.testing import CliRunner
 import gradleak as gl
 from gradleak import loading, progress
 from gradleak.cli import app
+from gradleak.configuration import from_toml
+from gradleak.report.terminal import fitted
+from gradleak.report.threshold import crossed
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = """
@@ -364,6 +368,170 @@ def test_ctrl_c_says_what_is_kept(seen: Path, monkeypatch: pytest.MonkeyPatch) -
     answer = Answer("attack", seen, "--task", "train.py")
     assert answer.code == 130
     assert "nothing was written" in answer.errors
+
+
+# --- audit -----------------------------------------------------------------------------------------------------------
+
+TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:steps=3", "--targets", 2, "--lr", 0.1)
+
+
+def test_an_audit_of_a_users_file_from_start_to_report() -> None:
+    answer = Answer(*TINY, "-o", "run")
+    assert answer.code == 0, answer
+    assert "1 cells" in answer.errors  # what it will cost
+    assert "[1/1] ig:steps=3" in answer.errors
+    assert re.search(r"^ig:steps=3 +none", answer.out, re.MULTILINE)
+    assert "Report: run/report.html" in answer.out
+    assert "<!doctype html>" in Path("run/report.html").read_text()
+    settings = loading_toml("run/run.toml")
+    assert settings["origin"] == {"task": "train.py:task", "data": "train.py:images"}
+    assert settings["federation"]["training"]["lr"] == 0.1
+
+    assert "kept from before" in Answer(*TINY, "-o", "run").errors  # the same command resumes
+    assert "holds a run with other settings" in refused(*TINY, "--seeds", "0-1", "-o", "run")
+
+
+def loading_toml(path: str) -> dict[str, Any]:
+    return from_toml(Path(path).read_text())
+
+
+def test_a_run_is_repeated_from_its_file_reported_and_compared() -> None:
+    Answer(*TINY, "-o", "one")
+    again = Answer("audit", "--config", "one/run.toml", "-o", "two")
+    assert again.code == 0, again
+    first, second = (json.loads(Path(run, "rows.jsonl").read_text().splitlines()[0]) for run in ("one", "two"))
+    assert first["scores"] == second["scores"]
+    assert first["cell"] == second["cell"]
+    assert "ig:steps=3" in Answer("compare", "one", "two").out
+    assert Answer("report", "one", "-o", "other.html").out.strip() == "other.html"
+    assert Path("other.html").exists()
+    assert Answer("audit", "--config", "one/run.toml").errors.count("kept from before") == 1  # into its own folder
+
+
+def test_folders_are_found_again_and_never_mixed() -> None:
+    assert "Report: runs/train/report.html" in Answer(*TINY).out
+    assert "Report: runs/train-2/report.html" in Answer(*TINY, "--seeds", "1").out
+    assert "kept from before" in Answer(*TINY, "--seeds", "1").errors
+
+
+def test_quick_runs_everything_of_a_users_audit() -> None:
+    answer = Answer("audit", "train.py:audit", "--attack", "dlg:steps=900", "--quick")
+    assert answer.code == 0, answer
+    assert "Report: runs/train-quick/report.html" in answer.out
+    assert "dlg:steps=2" in answer.out
+
+
+def test_a_model_by_name_for_any_images() -> None:
+    answer = Answer("audit", "mlp", "--data", "digits", "--attack", "ig", "--quick", "-o", "run")
+    assert answer.code == 0, answer
+    assert Answer("audit", "--config", "run/run.toml", "-o", "again").code == 0
+    assert "Say which images lenet5 is trained on" in refused("audit", "lenet5")
+    assert "Did you mean 'lenet5'" in refused("audit", "lennet5", "--data", "digits")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train.py:task",), "holds no data. Say which examples"),
+        (("train.py:task", "--data", "nowhere"), "Unknown data 'nowhere'"),
+        (("train.py:task", "--data", "no/such/folder"), "There is no file or folder"),
+        (("train.py:task", "--data", "train.py:number"), "data is int"),
+        (("train.py:task", "--data", "digits"), "shape (1, 8, 8); the task wants (3, 8, 8)"),
+        (("train.py:audit", "--attack", "igg"), "Did you mean 'ig'"),
+        (("train.py:audit", "--attack", "ig:stps=1"), "Did you mean 'steps'"),
+        (("train.py:audit", "--defence", "nnoe"), "defence"),
+        (("train.py:audit", "--targets", "500"), "fewer targets"),
+        (("train.py:audit", "--examples", "500"), "examples"),
+        (("train.py:audit", "--rounds", "soon"), "--rounds must be whole numbers"),
+        (("train.py:audit", "--lr", "0"), "lr must be positive"),
+        (("train.py:audit", "--lr", "1", "--steps", "2", "--epochs", "2"), "steps or epochs, not both"),
+        (("train.py:audit", "--precision", "half"), "precision must be"),
+        (("train.py:audit", "--device", "cuda:99"), "cannot be used"),
+        (("--config", "no.toml"), "no.toml: No such file"),
+        (("--config", "train.py"), "is not TOML"),
+        (("--config", "empty.toml"), "does not say where its task is found"),
+        (("--config", "odd.toml"), "odd.toml"),
+    ],
+)
+def test_audits_that_cannot_run(words: tuple[str, ...], told: str) -> None:
+    Path("empty.toml").write_text("")
+    Path("odd.toml").write_text('[origin]\ntask = "train.py:task"\ndata = "train.py:images"\n[engine]\nwarp = 9\n')
+    assert told in refused("audit", *words)
+
+
+@pytest.mark.parametrize("command", [("report", "."), ("compare", ".", "."), ("report", "nowhere")])
+def test_folders_that_are_no_runs(command: tuple[str, ...]) -> None:
+    assert "run.toml" in refused(*command)
+
+
+def test_a_damaged_run_is_one_message() -> None:
+    Answer(*TINY, "-o", "run")
+    rows = Path("run/rows.jsonl")
+    for text in ("not json\n", "[]\n", '{"version": 99}\n', '{"version": 1, "cell": "../../x", "status": "done"}\n'):
+        rows.write_text(text)
+        assert "rows.jsonl:1" in refused("report", "run")
+
+
+def test_ctrl_c_in_an_audit_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradleak.cli.sys.argv", ["gradleak", "audit", "train.py:audit"])
+    monkeypatch.setattr("gradleak.audit.estimate", lambda audit: "soon")  # it runs the attack too
+    monkeypatch.setattr(gl.Composed, "run", interrupted)
+    answer = Answer("audit", "train.py:audit")
+    assert answer.code == 130
+    assert "0 of 1 cells are kept in runs/train" in answer.errors
+    assert "Go on with: gradleak audit train.py:audit" in answer.errors
+
+
+def test_a_run_in_which_every_cell_failed_did_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("somewhere")
+
+    monkeypatch.setattr("gradleak.audit.estimate", lambda audit: "soon")
+    monkeypatch.setattr(gl.Composed, "run", failing)
+    assert "every cell failed, the first with: ZeroDivisionError: somewhere" in refused("audit", "train.py:audit")
+
+
+def test_the_gate_for_continuous_integration() -> None:
+    """Three steps recover nothing, so the control fails; a void run must not pass a gate."""
+    answer = Answer(*TINY, "--fail-above", "0.99", "-o", "run")
+    assert answer.code == 1, answer
+    assert "the run is void" in answer.errors
+    assert Path("run/report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "shares", "told"),
+    [
+        ("leaks", [0.5, 0.2], "recovered 50%"),
+        ("leaks in part", [0.1], ""),
+        ("not shown to leak", [0.0], ""),
+        ("void", [0.0], "void"),
+        ("inconclusive", [0.0], "inconclusive"),
+        ("leaks", [float("nan")], "no line"),
+    ],
+)
+def test_thresholds(word: str, shares: list[float], told: str) -> None:
+    lines = [
+        SimpleNamespace(attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share))
+        for share in shares
+    ]
+    result: Any = SimpleNamespace(verdict=SimpleNamespace(word=word), summaries=lines)
+    reason = crossed(result, 0.2)
+    assert told in reason
+    assert bool(reason) == bool(told)
+
+
+def test_a_narrow_terminal_gets_fewer_columns() -> None:
+    Answer(*TINY, "-o", "run")
+    result = gl.AuditResult.load("run")
+    narrow = fitted(result, 80)
+    assert max(map(len, narrow.splitlines()[:3])) <= 80
+    assert "more columns" in narrow
+    assert "verdict" in narrow
+    assert fitted(result, None) == fitted(result, 500) == result.table()
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

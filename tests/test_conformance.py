@@ -221,7 +221,17 @@ def test_not_even_where_the_gradient_is_the_image() -> None:
 
     task = gl.Task(Scale(), lambda call, batch: (call(batch["x"]) * batch["x"][0]).sum(), {"x": Field(SHAPE)})
     batch = {"x": private(1)["x"]}
-    for defence in (None, gl.Chain()):
+
+    class Echo(gl.Defence):
+        """Uploads the private tensor itself, and the server takes it as it comes."""
+
+        def upload(self, upload: gl.Upload, client: Any) -> gl.Upload:
+            return replace(upload, payload={"update": {"w": client.batch["x"][0]}})
+
+        def reveal(self, uploads: Any, sizes: Any) -> Any:
+            return uploads[0].payload["update"]
+
+    for defence in (None, gl.Chain(), Echo()):
         seen = gl.observe(task, batch, LocalTraining(lr=1.0), defence)
         assert torch.equal(seen.update["w"], batch["x"][0])
         assert not storages(seen) & storages(batch)

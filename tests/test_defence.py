@@ -385,6 +385,13 @@ def test_dropped_coordinates_are_weighed_out_and_exact_ones_kept() -> None:
     assert largest_difference(tree.flatten(predicted), tree.flatten(seen.update)) < 1e-16
 
 
+def test_an_update_of_zeros_is_weighed_without_dividing_by_it() -> None:
+    task = tiny()
+    nothing = gl.Observation(task.weights(), tree.zeros_like(task.weights()), 2)
+    scene = scene_of(task, nothing, gl.Knowledge(defence=gl.OnlyVisible(Noise(0.0))))
+    assert tree.finite(Replay()(private(2), {}, scene, moment()))
+
+
 def test_the_half_informed_attacker_predicts_plainly() -> None:
     """OnlyVisible takes the weights of the coordinates from a defence, and none of its hooks."""
     task, batch, training = tiny(), private(2), LocalTraining(lr=1.0)

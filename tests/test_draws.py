@@ -97,6 +97,13 @@ def test_children_are_the_same_alone_and_in_company() -> None:
     assert torch.equal(together, torch.stack([Draws(lane).child(2).uniform((3,)) for lane in keys]))
 
 
+def test_a_childs_key_is_no_number_that_its_parent_draws() -> None:
+    """Otherwise whoever sees a parent's noise would know the key of a child's."""
+    source = Draws(key("parent"))
+    drawn = {int(word) for words in source._words(8, 0, 0) for word in words}
+    assert not drawn & {int(word) for number in range(8) for word in source.child(number).key}
+
+
 def test_keys_depend_on_every_name_and_on_their_bounds() -> None:
     keys = [key("a", 1), key("a", 2), key("b", 1), key("a1"), key("a", "1", ""), key(1, "a")]
     assert len({tuple(pair.tolist()) for pair in keys}) == len(keys)

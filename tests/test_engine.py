@@ -23,6 +23,7 @@ from gradleak.engine import Engine, EngineError, Search
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, Observation
 from gradleak.parts.fields import Nothing
+from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, SignedAdam
 from gradleak.parts.predictions import Replay
@@ -317,6 +318,13 @@ def test_a_soft_label_is_found_with_the_image(double: Engine) -> None:
     assert found.batch["y"].argmax(-1)[0].tolist() == batch["y"].tolist()
 
 
+def test_a_given_field_goes_before_what_a_rule_reads(double: Engine) -> None:
+    task, seen, batch = observed(2)
+    stubborn = Composed("toy", (stage_of(optimiser=Still()),), lambda scene: {"y": torch.tensor([2, 2])})
+    assert stubborn.run(task, seen, Knowledge(training=TRAINING), engine=double).batch["y"].tolist() == [[2, 2]]
+    assert stubborn.run(task, seen, knowing(batch), engine=double).batch["y"][0].tolist() == batch["y"].tolist()
+
+
 @pytest.mark.parametrize("norm", ["eval", "train"])
 def test_every_lane_has_running_statistics_of_its_own(norm: str, double: Engine) -> None:
     """Two targets of one model that hold different buffers, together and alone."""
@@ -470,6 +478,38 @@ def test_a_lane_that_is_not_finite_is_frozen_and_reported_while_others_go_on(
     assert broken.match.isfinite().all()
 
 
+def test_a_frozen_lane_stays_where_it_was(double: Engine) -> None:
+    task, seen, batch = observed()
+    attack = attack_of(stage_of(optimiser=Adam(steps=10), priors=(Explodes(),)), restarts=6)
+    [search] = searches(attack, task, seen, knowing(batch), double)
+    places = []
+    for _ in range(6):
+        search.tick()
+        places.append(search.v["x"].clone())
+    stood = (places[2] == places[5]).flatten(1).all(1)  # step 3 is the first that breaks
+    assert stood.tolist() == search.alive.logical_not().tolist()
+    assert 0 < stood.sum() < 6
+    assert not (places[1] == places[2]).flatten(1).all(1).any()
+
+
+@dataclass(frozen=True)
+class Fragile(Replay):
+    """A replay that is not a number outside a region."""
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        inside = (batch["x"] - 0.5).abs().max() < 0.5
+        return tree.scale(super().__call__(batch, v, scene, now), torch.where(inside, 1.0, torch.nan))
+
+
+def test_a_trial_that_is_not_finite_does_not_end_a_lane_of_lbfgs(double: Engine) -> None:
+    task, seen, batch = observed()
+    attack = attack_of(stage_of(predict=Fragile(), optimiser=LBFGS(steps=40)), restarts=3)
+    found = attack.run(task, seen, knowing(batch), engine=double)
+    assert not found.diverged.any()
+    assert (found.match < 0.5 * found.trace["match"][0]).all()
+    assert found.trace["match"].max() > 1e100  # some trials did leave the region
+
+
 @dataclass(frozen=True)
 class Pull:
     """Towards grey, against any match."""
@@ -530,7 +570,7 @@ def test_progress_rises_to_one(double: Engine) -> None:
     task = tiny()
     targets = [observed(seed=seed, task=task)[1] for seed in range(2)]
     told: list[float] = []
-    stages = (stage_of(optimiser=Adam(steps=150)), stage_of(optimiser=Still(7)))
+    stages = (stage_of(optimiser=Still(202)), stage_of(optimiser=Still(206)))  # the trace has every second step
     knows = Knowledge(given={"y": torch.tensor([[0], [1]])}, training=TRAINING)
     attack_of(*stages).run(task, targets, knows, engine=replace(double, chunk=1), progress=told.append)
     assert told == sorted(told)
@@ -634,17 +674,13 @@ class NotCapturable(AssertionError):
 def gate(search: Search) -> None:
     """Trace one tick with fake tensors, which have shapes and no values, and look for what a CUDA graph cannot hold."""
 
-    def tick(v: Tree, state: Tree, lane: Tree, best: Tree, scores: Params) -> Tree:
-        search.v, search.state, search.lane = v, state, lane
-        search.step, search.alive = scores["step"], scores["alive"]
-        search.best = Scored(best, scores["best_objective"], scores["best_match"])
-        search.last = Scored(v, scores["last_objective"], scores["last_match"])
+    def tick(moving: Tree, lane: Tree) -> Tree:
+        search.moving, search.lane = moving, lane
         search.tick()
-        return search.v
+        return search.moving
 
-    static = (search.v, search.state, search.lane, search.best.at, search._scores())
     try:
-        traced = make_fx(tick, tracing_mode="fake", _allow_non_fake_inputs=True)(*static)
+        traced = make_fx(tick, tracing_mode="fake", _allow_non_fake_inputs=True)(search.moving, search.lane)
     except Exception as problem:
         raise NotCapturable(str(problem).splitlines()[0]) from problem
     for node in traced.graph.nodes:

@@ -240,12 +240,18 @@ def test_lbfgs_stays_at_a_minimum() -> None:
     assert torch.equal(best["x"], start["x"])
 
 
-def test_the_direction_is_that_of_the_two_loop_recursion() -> None:
-    """The compact form against Nocedal and Wright, algorithm 7.4, with some of the history still empty."""
+@pytest.mark.parametrize("count", [3, 8])  # some of the five slots still empty; the ring gone round
+def test_the_direction_is_that_of_the_two_loop_recursion(count: int) -> None:
+    """The compact form against Nocedal and Wright, algorithm 7.4, over the pairs that the history still holds."""
     source = draws.Draws(draws.key("pairs"))
-    moves = source.normal((3, 6), dtype=torch.float64)
+    moves = source.normal((count, 6), dtype=torch.float64)
     curvature = torch.diag(torch.linspace(1, 5, 6, dtype=torch.float64))
     turns, g = moves @ curvature, source.normal((6,), stream=1, dtype=torch.float64)
+    optimiser, yes, no = LBFGS(history=5), torch.tensor(True), torch.tensor(False)
+    state = optimiser.init(Function(quadratic), {"x": torch.zeros(6, dtype=torch.float64)})
+    for s, y in zip(moves, turns):
+        state |= optimiser._remember(state, state["x"] + s, state["gradient"] + y, yes, no)
+    moves, turns = moves[-5:], turns[-5:]
     q, alphas = g.clone(), []
     for s, y in reversed(list(zip(moves, turns))):
         alphas.append((s @ q) / (s @ y))
@@ -253,6 +259,4 @@ def test_the_direction_is_that_of_the_two_loop_recursion() -> None:
     r = q * (moves[-1] @ turns[-1]) / (turns[-1] @ turns[-1])
     for s, y, alpha in zip(moves, turns, reversed(alphas)):
         r = r + s * (alpha - (y @ r) / (s @ y))
-    empty = torch.zeros(2, 6, dtype=torch.float64)
-    direction = LBFGS()._direction(g, torch.cat([empty, moves]), torch.cat([empty, turns]))
-    assert largest_difference(direction, -r) < 1e-12
+    assert largest_difference(optimiser._direction(g, state), -r) < 1e-12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,35 @@ def test_scores_that_are_missing_or_infinite_are_dashes() -> None:
     text = render(sample(summaries=[line], rows=[]))
     assert "nan" not in text.split("<h2")[1]
     assert "failed" in text
+
+
+@pytest.mark.browser
+def test_a_browser_shows_the_page_without_asking_the_network(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api")
+    place = tmp_path / "report.html"
+    place.write_text(render(sample()))
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme, width in (("light", 1200), ("dark", 390)):
+            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 900})
+            asked: list[str] = []
+            told: list[str] = []
+            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            page.on("console", lambda message, told=told: told.append(message.text))
+            page.goto(place.as_uri())
+            assert [url for url in asked if not url.startswith("data:")] == [place.as_uri()]
+            assert not told, "the browser complains"
+            assert page.title() == "Gradient-leakage audit: sample: leaks"
+            assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+            assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+                "the page scrolls sideways"
+            )
+            dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
+            assert dark == (scheme == "dark")
+        browser.close()
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -289,6 +289,18 @@ PROBLEMS: dict[str, tuple[Callable[[], gl.Task], str, str, str]] = {
         "not finite at a blank image",
         "sqrt",
     ),
+    "weights of the loss": (
+        lambda: task_of(layers(), nn.CrossEntropyLoss(weight=torch.ones(CLASSES))),
+        "warning",
+        "convert the model to torch.float64: RuntimeError",
+        "w.to(out)",
+    ),
+    "not an image": (
+        lambda: gl.Task.supervised(nn.Linear(5, CLASSES), F.cross_entropy, like=(torch.zeros(1, 5), LIKE[1])),
+        "warning",
+        r"not images.*{'x': \(5,\)}",
+        "idlg",
+    ),
     "relu": (lambda: task_of(layers(nn.ReLU())), "note", "second derivative is zero.*L-BFGS", "strongest"),
     "max pool": (
         lambda: task_of(nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 3))),
@@ -382,7 +394,7 @@ def test_one_example_is_an_error_where_the_batch_has_one() -> None:
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_check_touches_neither_the_model_nor_the_random_state(kind: str) -> None:
     model = layers(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU()).train(kind == "train")
-    model[3].eval()
+    model[2].eval()  # a mixture of modes
     calls: list[int] = []
     hook = model[1].register_forward_hook(lambda *_: calls.append(1))
     state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
 __all__ += ["builtin", "estimate", "from_settings"]
+
+
+Made = TypeVar("Made")
 
 
 class Silent:
@@ -97,8 +100,10 @@ class Audit:
                 raise AuditError(f"{name} must be a list with at least one entry; given {given!r}.")
         if unknown := [form for form in self.knowledge if form not in FORMS]:
             raise AuditError(f"knowledge holds {unknown[0]!r}.{registry.did_you_mean(unknown[0], FORMS)}")
-        if self.targets < 1 or self.unrelated < 0 or min(self.rounds) < 0:
-            raise AuditError("targets must be at least 1, unrelated and rounds at least 0.")
+        for name, least, most in (("targets", 1, 1), ("unrelated", 0, 1), ("rounds", 0, None), ("seeds", 0, None)):
+            values = [getattr(self, name)] if most else getattr(self, name)
+            if not all(type(value) is int and value >= least for value in values):
+                raise AuditError(f"{name} must be whole numbers of at least {least}; given {getattr(self, name)!r}.")
         image = self.task.fields.get("x")
         if image is None or len(image.shape) != 3:
             raise AuditError("An audit scores images: the task needs a field x of shape (channels, height, width).")
@@ -117,7 +122,8 @@ class Audit:
             for seed in dict.fromkeys(self.seeds)
         ]
         control = self._control()
-        return grid if control.key in {cell.key for cell in grid} else [replace(control, control=True), *grid]
+        apart = [] if control.key in {cell.key for cell in grid} else [replace(control, control=True)]
+        return list({cell.key: cell for cell in (*apart, *grid)}.values())  # what was named twice runs once
 
     def _control(self) -> Cell:
         """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
@@ -157,7 +163,7 @@ class Audit:
             "seeds": list(self.seeds),
             "knowledge": list(self.knowledge),
             "unrelated": self.unrelated,
-            "lpips": None if self.lpips is None else str(getattr(self.lpips, "net", "yes")),
+            "lpips": None if self.lpips is None else self.lpips.name,
             "analyses": [_text(analysis) for analysis in self.analyses],
             "origin": dict(self.origin),
             "federation": {
@@ -252,26 +258,46 @@ def _text(value: Any) -> str | None:
     return None if value is None else getattr(value, "__name__", None) or repr(value)
 
 
+_WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
+
+
 def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery: Any = None) -> Audit:
     """The audit that a run.toml describes, on this task and data. The gallery is loaded by name where it has one."""
-    federation = dict(settings.get("federation", {}))
-    recipe = federation.pop("training", {"lr": 1.0})
-    training = LocalTraining(
-        **{name: recipe[name] for name in ("lr", "steps", "epochs", "batch_size") if name in recipe}
-    )
-    origin = dict(settings.get("origin", {}))
-    names = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated")
+    given = {name: value for name, value in settings.items() if name not in _WRITTEN}
+    federation, engine, origin = (dict(given.pop(name, {})) for name in ("federation", "engine", "origin"))
+    recipe = dict(federation.pop("training", {"lr": 1.0}))
+    plain = {name: _text(getattr(LocalTraining(lr=1.0), name)) for name in ("optimiser", "schedule")}
+    beyond = [name for name in plain if recipe.pop(name, plain[name]) != plain[name]]
+    beyond += [name for name in ("analyses", "lpips") if settings.get(name)]
+    if beyond or recipe.pop("augmentation", None):
+        what = ", ".join(beyond) or "augmentation"
+        raise AuditError(
+            f"This run was built in Python: {what} cannot be made from its run.toml. Run its script again."
+        )
     if gallery is None and "gallery" in origin:
         gallery = _pictures(origin["gallery"], task)
-    return Audit(
-        task,
-        data,
-        **{name: settings[name] for name in names if name in settings},
-        federation=Federation(training=training, **federation),
-        engine=Engine(**settings.get("engine", {})),
-        gallery=gallery,
-        origin=origin,
+    _demand_names(given, Audit, "run.toml")
+    held = _made(Federation, {**federation, "training": _made(LocalTraining, recipe)})
+    return _made(
+        Audit,
+        {**given, "task": task, "data": data, "gallery": gallery, "origin": origin}
+        | {"federation": held, "engine": _made(Engine, engine)},
     )
+
+
+def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
+    """An object from a table of a file: an unknown or missing setting is an error that names it."""
+    _demand_names(settings, kind, f"[{kind.__name__}]")
+    try:
+        return kind(**settings)
+    except TypeError as problem:
+        raise AuditError(f"The settings of {kind.__name__} do not fit: {problem}.") from None
+
+
+def _demand_names(settings: Mapping[str, Any], kind: Any, where: str) -> None:
+    known = [entry.name for entry in fields(kind)]
+    if odd := [name for name in settings if name not in known]:
+        raise AuditError(f"{where} has no setting {odd[0]!r}.{registry.did_you_mean(odd[0], known)}")
 
 
 def _pictures(names: str, task: Task) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ diverged             lanes met a number that is not finite and were frozen      
 flat                 the match never changed, or was zero from the start                error
 not fitted           the match stayed above half of where it began                      error
 stuck                the match fell at the start and by less than 1 % after that       error
-not converged        the second half of the steps still lowered the match by over 10 %  warning
+not converged        the second half of the steps still lowered the match by over 10 %,
+                     or there were fewer than 50 steps                                  warning
 restarts disagree    no other restart looks like the chosen one                         warning
 zero update          the update is zero everywhere                                      error
 constant update      every tensor of the update holds one value only                    error
@@ -37,6 +38,7 @@ STUCK = 0.01
 # Of the match, lost over the second half of the steps. A shorter tail would call every schedule that ends in tiny steps
 # converged, whatever it reached.
 STILL_FALLING = 0.1
+SHORT = 50  # steps; a search of fewer shows no tail to judge
 ALIKE = 0.15  # root mean square of pixels in [0, 1], about 16 dB: restarts nearer than this show the same picture
 
 SEVERITIES = ("error", "warning", "note")
@@ -110,12 +112,12 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
             "the others were used; lower the learning rate to have all of them",
             target,
         )
-    yield from _fall(curve[curve.isfinite()], end, target)
+    yield from _fall(curve[curve.isfinite()], end, reconstruction.evaluations, target)
     if reconstruction.candidates.get("x") is not None and diverged.shape[0] > 1:
         yield from _agreement(reconstruction, target, chosen)
 
 
-def _fall(curve: Tensor, end: float, target: int) -> Iterator[Check]:
+def _fall(curve: Tensor, end: float, steps: int, target: int) -> Iterator[Check]:
     """From the match along the steps (finite points only) and the match of the iterate that was kept."""
     if len(curve) < 2:
         return  # a closed form: there was no search that could have gone wrong
@@ -145,6 +147,15 @@ def _fall(curve: Tensor, end: float, target: int) -> Iterator[Check]:
             "error",
             f"after the first steps the match fell from {second:.3g} to {end:.3g} only",
             "a larger learning rate, another start or another attack: this search did not move",
+            target,
+        )
+        return
+    if end > SOLVED * start and steps < SHORT:
+        yield Check(
+            "not converged",
+            "warning",
+            f"{steps} steps are too few to tell",
+            f"at least {SHORT} steps: the result is a lower bound of what leaks",
             target,
         )
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -158,7 +159,8 @@ def audit(
     from gradleak import loading
     from gradleak.audit import estimate
     from gradleak.progress import shown
-    from gradleak.report import threshold
+    from gradleak.report.terminal import fitted
+    from gradleak.report.threshold import crossed
     from gradleak.request import Request
 
     request = Request(
@@ -182,10 +184,12 @@ def audit(
     _tell(f"{estimate(planned)}\nInto {out or request.folder}. Ctrl-C is safe: the same command resumes.")
     with shown() as progress:
         result = request.run(planned, out, progress)
-    typer.echo(result.table())
+    typer.echo(fitted(result, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     typer.echo(f"\n{result.verdict}")
     typer.echo(f"\nReport: {result.report((result.folder or Path()) / 'report.html')}")
-    if fail_above is not None and (reason := threshold.crossed(result, fail_above)):
+    if len(result.failed) == len(result.rows):
+        raise ValueError(f"every cell failed, the first with: {result.failed[0]['error']}. Where: see rows.jsonl.")
+    if fail_above is not None and (reason := crossed(result, fail_above)):
         _tell(f"gradleak: {reason}")
         raise typer.Exit(1)
 

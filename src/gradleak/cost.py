@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """About how much work a run is. `seconds` is None where no attack of it can be timed in part."""
+    """About how much work a run is. `seconds` is None where none of its attacks can be timed in part."""
 
     cells: int
     lanes: int  # of all cells together
     steps: int  # lanes times steps: gradient evaluations
     seconds: float | None
     where: str = "this machine"
+    untimed: int = 0  # cells that are not in `seconds`
 
     def __str__(self) -> str:
         work = f"{self.cells} cells, {self.lanes} reconstructions, {self.steps:,} lane steps"
         if self.seconds is None:
             return f"{work}; the time cannot be told before."
+        rest = f", and {self.untimed} cells whose time cannot be told before" if self.untimed else ""
         minutes = f"{self.seconds / 60:.0f} minutes" if self.seconds >= 120 else f"{self.seconds:.0f} seconds"
-        return f"{work}: about {minutes} on {self.where}, by a few timed steps."
+        return f"{work}: about {minutes} on {self.where}, by a few timed steps{rest}."
 
 
 def estimate(audit: Audit) -> Estimate:
@@ -38,19 +40,23 @@ def estimate(audit: Audit) -> Estimate:
     """
     cells = audit.cells()
     updates = audit.targets + audit.unrelated
-    lanes = steps = 0
-    seconds: float | None = 0.0
-    per_step: dict[str, float | None] = {}
+    lanes = [updates * getattr(cell.attack, "restarts", 1) for cell in cells]
+    steps = [_steps(cell.attack) for cell in cells]
+    timed: dict[tuple[str, int], float | None] = {}
     for cell in cells:
-        own = _steps(cell.attack)
-        lanes += updates * getattr(cell.attack, "restarts", 1)
-        steps += updates * getattr(cell.attack, "restarts", 1) * own
-        name = f"{cell.attack_name} {cell.federation.examples}"
-        if name not in per_step:
-            per_step[name] = _per_step(audit, cell)
-        step = per_step[name]
-        seconds = None if seconds is None or step is None else seconds + own * step
-    return Estimate(len(cells), lanes, steps, seconds, str(audit.engine.where))
+        kind = (cell.attack_name, cell.federation.examples)
+        if kind not in timed:
+            timed[kind] = _per_step(audit, cell)
+    per_step = [timed[cell.attack_name, cell.federation.examples] for cell in cells]
+    seconds = [own * step for own, step in zip(steps, per_step, strict=True) if step is not None]
+    return Estimate(
+        len(cells),
+        sum(lanes),
+        sum(own * count for own, count in zip(steps, lanes, strict=True)),
+        sum(seconds) if seconds else None,
+        str(audit.engine.where),
+        len(cells) - len(seconds),
+    )
 
 
 def _steps(attack: Any) -> int:

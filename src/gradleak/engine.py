@@ -290,17 +290,20 @@ class Search:
         self.stage, self.groups, self.engine = stage, groups, engine
         self.template = template if stage.view is None else stage.view(template)
         device = next(tree.leaves(template.weights)).device
-        self.step = torch.zeros((), device=device)
         self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
+        self.moving: Tree = {"step": torch.zeros((), device=device)}  # all that a tick changes
+        self.static = False  # True once the tick is captured: then `moving` is written in place
         try:
             self._start(before)
         except RuntimeError as problem:
             raise _explained(problem, engine) from problem
         lanes = groups[0] * groups[1]
-        self.alive = torch.ones(lanes, dtype=torch.bool, device=device)
         infinite = torch.full((lanes,), torch.inf, device=device, dtype=engine.dtype)
-        self.best = Scored(tree.detach(self.v), infinite, infinite.clone())
-        self.last = Scored(self.v, infinite.clone(), infinite.clone())
+        self.moving |= {
+            "alive": torch.ones(lanes, dtype=torch.bool, device=device),
+            "best": {"at": tree.detach(self.v), "objective": infinite, "match": infinite.clone()},
+            "last": {"objective": infinite.clone(), "match": infinite.clone()},
+        }
         self.every = max(1, stage.optimiser.steps // TRACE_POINTS)
         points = -(-stage.optimiser.steps // self.every)
         self.traced = torch.full((2, points, lanes), torch.nan, device=device, dtype=engine.dtype)
@@ -327,14 +330,27 @@ class Search:
         self.lane["constants"] = self.lift(constants)(begin)
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
-        self.v = _own(self.lift(variables)(begin))
+        self.moving["v"] = _own(self.lift(variables)(begin))
         if self.step.is_cuda:
             predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
             self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
         for position, prior in enumerate(stage.priors):
             if isinstance(prior, SharedPrior):
                 self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
-        self.state = _own(self.lift(state)(self.v, self.lane))
+        self.moving["state"] = _own(self.lift(state)(self.v, self.lane))
+
+    @property
+    def v(self) -> Tree:
+        return self.moving["v"]  # type: ignore[no-any-return]
+
+    @property
+    def step(self) -> Tensor:
+        return self.moving["step"]  # type: ignore[no-any-return]
+
+    @property
+    def alive(self) -> Tensor:
+        """Lanes in which everything was finite so far."""
+        return self.moving["alive"]  # type: ignore[no-any-return]
 
     # --- one lane ----------------------------------------------------------------------------------------------
 
@@ -372,21 +388,26 @@ class Search:
         return self.lift(lambda v, lane: self.problem(lane, self.step).batch(v))(v, self.lane)
 
     def tick(self) -> None:
-        """One step of every lane, in place. Captured as it stands: no host read, no new shapes."""
-        v, state, at, objective, match = self.lift(self.advance)(self.v, self.state, self.lane)
+        """One step of every lane. Captured as it stands: no host read, no new shapes."""
+        held, best = self.moving, self.moving["best"]
+        v, state, at, objective, match = self.lift(self.advance)(held["v"], held["state"], self.lane)
         sound = objective.isfinite() & match.isfinite()
         for leaf in tree.leaves(v):
             sound = sound & leaf.reshape(leaf.shape[0], -1).isfinite().all(dim=1)
-        better = self.alive & match.isfinite() & (match < self.best.match)
-        _assign(self.best.at, tree.where(better, at, self.best.at))
-        _assign({"": self.best.match}, {"": torch.where(better, match, self.best.match)})
-        _assign({"": self.best.objective}, {"": torch.where(better, objective, self.best.objective)})
-        self.last.objective.copy_(objective)
-        self.last.match.copy_(match)
-        self.alive.logical_and_(sound)  # a lane that is not finite stays where it was, for good
-        _assign(self.v, tree.where(self.alive, v, self.v))
-        _assign(self.state, tree.where(self.alive, state, self.state))
-        self.step.add_(1)
+        better = held["alive"] & match.isfinite() & (match < best["match"])
+        alive = held["alive"] & sound
+        moved = {
+            "step": held["step"] + 1,
+            "v": tree.where(alive, v, held["v"]),  # a lane that is not finite stays where it was, for good
+            "state": state,  # of a frozen lane it is never read again
+            "alive": alive,
+            "best": tree.where(better, {"at": at, "objective": objective, "match": match}, best),
+            "last": {"objective": objective, "match": match},
+        }
+        if self.static:
+            _assign(held, moved)
+        else:
+            self.moving = moved
 
     def run(self, progress: Progress | None) -> None:
         steps, advance = self.stage.optimiser.steps, self.tick
@@ -400,8 +421,8 @@ class Search:
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
                 advance()
                 if step % self.every == 0:
-                    self.traced[0, step // self.every].copy_(self.last.objective)
-                    self.traced[1, step // self.every].copy_(self.last.match)
+                    self.traced[0, step // self.every].copy_(self.moving["last"]["objective"])
+                    self.traced[1, step // self.every].copy_(self.moving["last"]["match"])
                     if progress is not None:
                         progress(step + 1)
             if progress is not None:
@@ -411,8 +432,7 @@ class Search:
 
     def captured(self) -> Callable[[], None]:
         """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""
-        static = {"v": self.v, "state": self.state, "best": self.best.at, "scores": self._scores()}
-        held = tree.detach(static)
+        self.static, start = True, tree.detach(self.moving)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -422,29 +442,15 @@ class Search:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.tick()
-        _assign(static, held)
+        _assign(self.moving, start)
         return graph.replay
-
-    def _scores(self) -> Params:
-        return {
-            "step": self.step,
-            "alive": self.alive,
-            "best_match": self.best.match,
-            "best_objective": self.best.objective,
-            "last_match": self.last.match,
-            "last_objective": self.last.objective,
-        }
 
     def kept(self, keep: str) -> Scored:
         """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
         objective, match = self.lift(self.score)(self.v, self.lane)
-        usable = self.alive & match.isfinite()
-        better = usable & (match < self.best.match) if keep == "best_match" else usable
-        return Scored(
-            tree.where(better, self.v, self.best.at),
-            torch.where(better, objective, self.best.objective),
-            torch.where(better, match, self.best.match),
-        )
+        usable, best = self.alive & match.isfinite(), self.moving["best"]
+        better = usable & (match < best["match"]) if keep == "best_match" else usable
+        return Scored(**tree.where(better, {"at": self.v, "objective": objective, "match": match}, best))
 
     def each_example(self, v: Tree) -> Tensor | None:
         """The match of every example of every lane, for a match that is a mean over examples."""

@@ -363,6 +363,29 @@ def objective_is_scalar(subject: Subject) -> Iterator[Problem]:
     yield Problem("error", f"the objective {what}, so it has no gradient to upload", fix)
 
 
+def other_precisions(subject: Subject) -> Iterator[Problem]:
+    """Attacks run in float32 or float64, on a copy of the model; a tensor inside the loss is not part of the model."""
+    for dtype in (torch.float32, torch.float64):
+        attempt = Subject(subject.task.to(_device(subject.task), dtype)).forward
+        if isinstance(attempt, Failed) and isinstance(subject.forward, Pass):
+            yield Problem(
+                "warning",
+                f"the objective fails where attacks convert the model to {dtype}: {attempt.why}",
+                "convert the loss's own tensors in each call, such as cross_entropy(out, y, weight=w.to(out))",
+            )
+
+
+def fields_are_images(subject: Subject) -> Iterator[Problem]:
+    flat = {name: f.shape for name in _continuous(subject.task) if len((f := subject.task.fields[name]).shape) != 3}
+    if flat:
+        yield Problem(
+            "warning",
+            f"fields that are not images (channels, height, width): {flat}. Image priors and tiled starts (ig, gi, "
+            "cpl) mean nothing there: such attacks diverge at once or refuse",
+            "use dlg, idlg or representation, or a composition without them; reshape what is an image",
+        )
+
+
 def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
     categorical = [(name, f.classes) for name, f in subject.task.fields.items() if f.classes is not None]
     outputs = subject.forward.outputs[-1] if isinstance(subject.forward, Pass) and subject.forward.outputs else None
@@ -556,6 +579,8 @@ CHECKS: tuple[Check, ...] = (
     parameters_are_floats,
     model_accepts_the_shapes,
     objective_is_scalar,
+    other_precisions,
+    fields_are_images,
     outputs_and_classes,
     dropout_is_off,
     recurrent_layers,

@@ -176,9 +176,10 @@ def prepare(
     if done and not resume:
         count = len({row["cell"] for row in done})
         raise FolderInUse(f"{folder.path} holds {count} finished cells. Resume, or choose another folder.")
-    folder.tidy(done)
+    # In this order: whatever moment it is killed at, a folder with rows has its configuration.
     folder.write("environment.json", json.dumps(environment, indent=2, allow_nan=False) + "\n")
     folder.write("run.toml", toml)
+    folder.tidy(done)
     return environment
 
 

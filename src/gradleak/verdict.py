@@ -5,8 +5,8 @@ Shares have 95 % intervals by bootstrap over targets, and what the same attack r
 off. One attack against one defence
 
 leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
-leaks in part         when any image is recovered, or re-identification exceeds the unrelated update's, with the
-                      interval of that excess above zero;
+leaks in part         when any image is recovered, or re-identification at rank 1 exceeds both chance and the
+                      unrelated update's, by their intervals;
 is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
 is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
 

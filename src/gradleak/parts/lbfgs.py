@@ -15,6 +15,8 @@ all tensors of a batch to one step length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +40,7 @@ class LBFGS:
 
     def init(self, problem: Problem, v: Tree) -> Tree:
         x = tree.flatten(v)
-        scalar = x.new_zeros(())
+        scalar, square = x.new_zeros(()), x.new_zeros((self.history, self.history))
         return {
             "x": x,  # the last accepted point, (n,)
             "value": scalar + torch.inf,
@@ -49,8 +51,14 @@ class LBFGS:
             "low": scalar,
             "high": scalar + torch.inf,
             "tries": scalar,
-            "moves": x.new_zeros((self.history, x.shape[0])),  # S, oldest first; unused rows are zero
+            # The pairs (s, y), in a ring: `head` is the slot written next, `held` how many slots count. The products
+            # between them are kept, so that a step reads the two long tables once and never multiplies them.
+            "moves": x.new_zeros((self.history, x.shape[0])),  # S
             "turns": x.new_zeros((self.history, x.shape[0])),  # Y
+            "overlap": square,  # s_i . y_j
+            "gram": square.clone(),  # y_i . y_j
+            "head": torch.zeros((), dtype=torch.long, device=x.device),
+            "held": torch.zeros((), dtype=torch.long, device=x.device),
         }
 
     def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
@@ -70,17 +78,17 @@ class LBFGS:
         accept = first | ~(too_far | too_near) | (exhausted & ~too_far)
         restart = exhausted & ~accept
 
+        with _full_precision():
+            pairs = self._remember(state, trial, safe_gradient, accept & ~first, restart)
         x = torch.where(accept, trial, state["x"])
         held_value = torch.where(accept, value_or_worst, state["value"])
         held_gradient = torch.where(accept, safe_gradient, state["gradient"])
-        moves, turns = self._remember(state, trial, safe_gradient, accept & ~first)
-        moves, turns = torch.where(restart, 0.0, moves), torch.where(restart, 0.0, turns)
 
         fresh = accept | restart
-        turned = self._direction(held_gradient, moves, turns)
+        with _full_precision():
+            turned = self._direction(held_gradient, pairs)
         downhill = (turned * held_gradient).sum() < 0
         turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient)
-        empty = (moves[-1] == 0).all()
         # Without curvature the first step has length one in the norm; after a failed search, much less.
         size = tree.safe_sqrt(held_gradient.square().sum()).clamp_min(1e-20)
         unit = torch.where(restart, 1e-3, 1.0) * torch.minimum(1 / size, torch.ones_like(size))
@@ -89,7 +97,7 @@ class LBFGS:
         high = torch.where(fresh, torch.inf, torch.where(too_far, length, state["high"]))
         within = torch.where(high.isinf(), 2 * length, 0.5 * (low + torch.where(high.isinf(), low, high)))
         direction = torch.where(fresh, turned, state["direction"])
-        length = torch.where(fresh, torch.where(empty, unit, torch.ones_like(unit)), within)
+        length = torch.where(fresh, torch.where(pairs["held"] == 0, unit, torch.ones_like(unit)), within)
         state = {
             "x": x,
             "value": held_value,
@@ -100,8 +108,7 @@ class LBFGS:
             "low": low,
             "high": high,
             "tries": torch.where(fresh, 0.0, state["tries"] + 1),
-            "moves": moves,
-            "turns": turns,
+            **pairs,
         }
         # A trial point that is not finite is this method's business, not a diverged lane: report the last sound value.
         told = Scored(
@@ -111,26 +118,59 @@ class LBFGS:
         )
         return problem.project(tree.unflatten(x + length * direction, v)), state, told
 
-    def _remember(self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the pair (s, y), dropping the oldest, where it has positive curvature."""
+    def _remember(self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor) -> Tree:
+        """Write the pair (s, y) over the oldest, where it has positive curvature. A restart forgets all pairs."""
         s, y = trial - state["x"], gradient - state["gradient"]
         curved = (s * y).sum() > 1e-10 * tree.safe_sqrt(s.square().sum()) * tree.safe_sqrt(y.square().sum())
         keep = accept & curved
-        moves = torch.where(keep, torch.cat([state["moves"][1:], s[None]]), state["moves"])
-        turns = torch.where(keep, torch.cat([state["turns"][1:], y[None]]), state["turns"])
-        return moves, turns
+        head = state["head"]
+        here = (torch.arange(self.history, device=s.device) == head) & keep  # one slot, or none
+        moves = torch.where(here[:, None], s, state["moves"])
+        turns = torch.where(here[:, None], y, state["turns"])
+        s_turns, y_turns = turns @ s, turns @ y  # the new row and column of each table of products
+        s_row, y_row, column = s_turns[None], y_turns[None], (moves @ y)[:, None]
+        return {
+            "moves": moves,
+            "turns": turns,
+            "overlap": torch.where(here[:, None], s_row, torch.where(here, column, state["overlap"])),
+            "gram": torch.where(here[:, None], y_row, torch.where(here, y_turns[:, None], state["gram"])),
+            "head": torch.where(keep, (head + 1) % self.history, head),
+            "held": torch.where(restart, 0, torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])),
+        }
 
-    def _direction(self, gradient: Tensor, moves: Tensor, turns: Tensor) -> Tensor:
-        """-H g. Unused rows of S and Y are zero and contribute nothing: their diagonal is set to one."""
-        overlap = (moves[:, None] * turns[None]).sum(-1) if moves.shape[0] <= 1 else moves @ turns.T  # s_i . y_j
+    def _direction(self, gradient: Tensor, pairs: Tree) -> Tensor:
+        """-H g. The small systems are solved in the order of time; slots that do not count contribute nothing."""
+        moves, turns, head = pairs["moves"], pairs["turns"], pairs["head"]
+        slots = torch.arange(self.history, device=gradient.device)
+        order = (head + slots) % self.history  # oldest first
+        used = slots >= self.history - pairs["held"]
+        square = used[:, None] & used
+        overlap = torch.where(square, _permuted(pairs["overlap"], order), 0.0)
+        gram = torch.where(square, _permuted(pairs["gram"], order), 0.0)
+        along = torch.where(used, (moves @ gradient).index_select(0, order), 0.0)  # S^T g
+        across = torch.where(used, (turns @ gradient).index_select(0, order), 0.0)  # Y^T g
         diagonal = overlap.diagonal()
-        used = diagonal > 0
-        padding = torch.diag_embed((~used).to(overlap.dtype))
-        upper = overlap.triu() + padding
-        newest = turns[-1].square().sum()
+        upper = overlap.triu() + torch.diag_embed((~used).to(overlap.dtype))
+        newest = gram[-1, -1]
         gamma = torch.where(newest > 0, diagonal[-1] / torch.where(newest > 0, newest, 1.0), 1.0)
-        along, across = moves @ gradient, turns @ gradient  # S^T g, Y^T g
         p = torch.linalg.solve_triangular(upper, along[:, None], upper=True)[:, 0]  # R^-1 S^T g
-        weights = torch.where(used, diagonal, 0.0) * p + gamma * (turns @ (turns.T @ p)) - gamma * across
+        weights = diagonal * p + gamma * (gram @ p) - gamma * across
         q = torch.linalg.solve_triangular(upper.T, weights[:, None], upper=False)[:, 0]
-        return -(gamma * gradient + moves.T @ q - gamma * (turns.T @ p))
+        back = (slots - head) % self.history  # from the order of time to the slots
+        p, q = p.index_select(0, back), q.index_select(0, back)
+        return -(gamma * gradient + q @ moves - gamma * (p @ turns))
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Curvature is a difference of gradients: its products must not run in TF32, whatever the networks may do."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _permuted(table: Tensor, order: Tensor) -> Tensor:
+    return table.index_select(0, order).index_select(1, order)

@@ -187,12 +187,12 @@ def _plural(count: int, word: str) -> str:
 def _subtitle(summaries: Sequence[Summary], result: AuditResult) -> str:
     attacks, defences = {s.attack for s in summaries}, {s.defence for s in summaries if s.defence != "none"}
     spent = sum(float(row.get("seconds") or 0.0) for row in result.rows)
-    when = result.environment.get("time") or result.environment.get("date") or ""
+    when = str(result.environment.get("time", ""))[:16].replace("T", " ")  # ISO, in UTC
     parts = [
         _plural(len(attacks), "attack"),
         _plural(len(defences), "defence"),
         f"{duration(spent)} of attacks",
-        str(when),
+        when and f"{when} UTC",
     ]
     if not result.complete:
         parts.insert(0, "INCOMPLETE: cells are missing")
@@ -250,7 +250,7 @@ def _result(line: Summary, varied: Sequence[str]) -> Line:
         Value(f"{100 * excess:+.0f} %" if math.isfinite(excess) else "-", note=_interval(line.excess)),
         score("psnr", 1),
         score("ssim", 2),
-        Value(_percent(rank.value), note=f"chance {_percent(line.chance)}") if rank else Value("-"),
+        Value(_percent(rank.value), note=f"chance {_number(100 * line.chance)} %") if rank else Value("-"),
         Value(_percent(line.means.get("labels"))),
         Value(_percent(line.converged)),
     )
@@ -393,8 +393,8 @@ def _shot(read: Callable[[str], dict[str, Tensor] | None], row: Row, example: in
     recovered = hits["recovered"][example] if hits.get("recovered") else None
     told = f"PSNR {_number(scores.get('psnr'), 1)} dB, SSIM {_number(scores.get('ssim'), 2)}"
     detail = told + {True: ", recovered", False: ", not recovered", None: ""}[recovered]
-    if row.get("converged") is False:
-        detail += ", attack did not converge"
+    if row.get("converged") is False and not recovered:
+        detail += ", and the attack did not converge"
     attacker = "" if row["form"] == "undefended" else f" ({row['form']})"
     what = f"example {example + 1} of target {row['observation']}"
     panels = (
@@ -416,7 +416,7 @@ def _control(result: AuditResult) -> Control:
     read = _reader(result)
     shots = [shot for row in rows[:3] if (shot := _shot(read, row, 0)) is not None]
     word, tone = ("passed", "good") if control.passed else ("failed: this run shows nothing", "bad")
-    return Control(word, tone, control.text, tuple(shots))
+    return Control(word, tone, control.text.partition(": ")[2] or control.text, tuple(shots))
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
