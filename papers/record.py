@@ -53,7 +53,13 @@ def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any])
         environment["git"] = environment["git"] or {"commit": os.environ.get("GRADLEAK_COMMIT"), "dirty": None}
         options_given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         environment["command"] = f"python papers/{expected.parent.name}/run.py {options_given}"
-        rows = {"settings": settings, "figures": figures, "expected": wanted, "failed": failed, "environment": environment}
+        rows = {
+            "settings": settings,
+            "figures": figures,
+            "expected": wanted,
+            "failed": failed,
+            "environment": environment,
+        }
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     raise SystemExit(bool(failed))

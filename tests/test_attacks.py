@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -52,8 +53,9 @@ def test_every_attack_lowers_its_objective(name: str, double: Engine) -> None:
     if found.evaluations < 2:
         pytest.skip("a closed form: nothing to lower")
     first, last = found.trace["objective"][[0, -1], 0]
-    assert (last < 0.95 * first).all()
-    assert (found.match <= found.trace["match"][0]).all()
+    assert (last < first).all()
+    # Priors have floors of their own (the label term of CPL is most of its objective): the match must fall clearly.
+    assert (found.match < 0.85 * found.trace["match"][0]).all()
     assert not found.diverged.any()
 
 
@@ -217,7 +219,8 @@ def test_the_configuration_can_be_read_off_the_result(name: str) -> None:
     found = attacked(name, seed=3)
     assert found.settings["seed"] == 3
     if isinstance(short(name), Composed):
-        assert found.settings["attack"] == repr(short(name, steps=5))
+        assert found.settings["attack"] == re.sub(r" at 0x\w+", "", repr(short(name, steps=5)))
+        assert "0x" not in found.settings["attack"]  # the same in every process
     assert "Engine(" in found.settings["engine"]
 
 

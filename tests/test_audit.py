@@ -574,7 +574,7 @@ def test_run_toml_repeats_the_run(tmp_path: Path) -> None:
         ({"federation": {"training": {"steps": 2}}}, "lr"),
         ({"federation": {"training": {"lr": 1.0, "optimiser": "Adam()"}}}, "optimiser cannot be made"),
         ({"engine": {"precisoin": "fast"}}, "Did you mean 'precision'"),
-        ({"analyses": ["norm"]}, "Run its script again"),
+        ({"analyses": ["norm"]}, "Use its script"),
         ({"targets": "8"}, "whole numbers"),
         ({"rounds": [0.5]}, "whole numbers"),
         ({"task": "x"}, "task"),

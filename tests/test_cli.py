@@ -259,6 +259,18 @@ def test_data_may_be_a_reference(text: str, is_one: bool) -> None:
     assert loading.is_reference(text) is is_one
 
 
+def test_one_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    loading.leave_room()
+    assert asked == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    loading.leave_room()
+    assert asked == [3]
+
+
 # --- attack ----------------------------------------------------------------------------------------------------------
 
 
@@ -370,6 +382,15 @@ def test_ctrl_c_says_what_is_kept(seen: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "nothing was written" in answer.errors
 
 
+def test_bench_shows_a_line_per_measurement() -> None:
+    answer = Answer(
+        "bench", "engine", "--networks", "lenet", "--lanes", "1,2", "--precision", "strict", "--seconds", 0.01
+    )
+    assert answer.code == 0, answer
+    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,.]+ a second$", answer.out, re.MULTILINE)) == 2
+    assert "Did you mean 'lenet'" in refused("bench", "engine", "--networks", "lennet")
+
+
 # --- audit -----------------------------------------------------------------------------------------------------------
 
 TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:steps=3", "--targets", 2, "--lr", 0.1)
@@ -450,12 +471,14 @@ def test_a_model_by_name_for_any_images() -> None:
         (("--config", "no.toml"), "no.toml: No such file"),
         (("--config", "train.py"), "is not TOML"),
         (("--config", "empty.toml"), "does not say where its task is found"),
-        (("--config", "odd.toml"), "odd.toml"),
+        (("--config", "odd.toml"), "odd.toml is not the configuration of an audit"),
     ],
 )
 def test_audits_that_cannot_run(words: tuple[str, ...], told: str) -> None:
     Path("empty.toml").write_text("")
-    Path("odd.toml").write_text('[origin]\ntask = "train.py:task"\ndata = "train.py:images"\n[engine]\nwarp = 9\n')
+    Path("odd.toml").write_text(
+        'attacks = ["ig"]\n[origin]\ntask = "train.py:task"\ndata = "train.py:images"\n[engine]\nwarp = 9\n'
+    )
     assert told in refused("audit", *words)
 
 

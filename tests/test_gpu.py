@@ -25,9 +25,7 @@ def scene_of_targets(count: int, name: str = "lenet") -> tuple[gl.Task, list[gl.
     task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(x[0], y[0]))
     training = gl.LocalTraining(lr=1.0)
     weights = task.weights()
-    seen = [
-        gl.observe(task, {"x": x[i], "y": y[i]}, training, weights=weights, key=f"target{i}") for i in range(count)
-    ]
+    seen = [gl.observe(task, {"x": x[i], "y": y[i]}, training, weights=weights, key=f"target{i}") for i in range(count)]
     return task, seen, gl.Knowledge(training=training)
 
 

@@ -200,7 +200,8 @@ def test_many_large_images_stay_a_modest_file() -> None:
 
 def test_scores_that_are_missing_or_infinite_are_dashes() -> None:
     nothing = Rate(float("nan"), float("nan"), float("nan"), 0)
-    line = summary(recovered=nothing, excess=nothing, rates={}, means={}, worst={}, targets=0, errors=("ValueError",))
+    rates = dict.fromkeys(("recovered", "excess", "identified"), nothing)
+    line = summary(**rates, rates={}, means={}, worst={}, targets=0, errors=("ValueError",))
     text = render(sample(summaries=[line], rows=[]))
     assert "nan" not in text.split("<h2")[1]
     assert "failed" in text

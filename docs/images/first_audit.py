@@ -1,8 +1,8 @@
 """Makes first-audit.png: a real audit of seven photographs (about four minutes on one core, needs the extra `data`).
 
-All seven targets of the run are shown, none is picked out. The photographs come with scikit-image, which states for each
-that it is CC0 or in the public domain: astronaut and rocket (NASA, SpaceX), Chelsea the cat (S. van der Walt), coffee
-(R. Michetti), retina (A. Maier), Hubble deep field (NASA) and cameraman (L. Varshney).
+All seven targets of the run are shown, none is picked out. The photographs come with scikit-image, which states of each
+that it is CC0 or in the public domain: astronaut and Hubble deep field (NASA), rocket (SpaceX), Chelsea the cat
+(S. van der Walt), coffee (R. Michetti), retina (M. Haggstrom) and cameraman (L. Varshney).
 """
 
 from importlib.util import find_spec

@@ -20,9 +20,7 @@ def main() -> None:
     model = gl.models.lenet_zhu(generator=torch.Generator().manual_seed(options.network))
     task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(images.x, images.y))
     training, weights = gl.LocalTraining(lr=1.0), task.weights()
-    seen = [
-        gl.observe(task, images.batch([i]), training, weights=weights, key=f"image{i}") for i in range(len(images))
-    ]
+    seen = [gl.observe(task, images.batch([i]), training, weights=weights, key=f"image{i}") for i in range(len(images))]
     attack = gl.attacks.get("idlg", steps=options.steps, history=options.history, restarts=options.restarts)
     found = attack.run(task, seen, gl.Knowledge(training=training), seed=options.seed)
     scores = gl.metrics.compare(found, {"x": images.x[:, None], "y": images.y[:, None]})

@@ -6,6 +6,7 @@ part, so that ramps, annealing and homotopies need no branch. `v` is a nested di
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.draws import Draws
-from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets, stack
+from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets
 from gradleak.task import Batch, Field, Task
 from gradleak.tree import Params, Tree
 
@@ -265,7 +266,7 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Composed:
-    """An attack made of stages. Fields first (labels and the like), then every stage over all lanes, then the choice."""
+    """An attack made of stages: fields first (labels and the like), every stage over all lanes, then the choice."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -281,8 +282,12 @@ class Composed:
             raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
 
     @property
+    def search_needs(self) -> Needs:
+        return frozenset().union(*(stage.needs for stage in self.stages))
+
+    @property
     def needs(self) -> Needs:
-        return frozenset().union(getattr(self.fields, "needs", frozenset()), *(stage.needs for stage in self.stages))
+        return self.search_needs | getattr(self.fields, "needs", frozenset())
 
     def run(
         self,
@@ -306,22 +311,27 @@ class Composed:
             work = task.to(engine.where, engine.dtype)
             scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
             scenes = [replace(scene, fields={**self.fields(scene), **scene.fields}) for scene in scenes]
-            keys = [[randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets]
+            keys = [
+                [randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets
+            ]
             pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress))
         return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
 
 
 def require(attack: Attack, knows: Knowledge) -> None:
-    """Refuse to run without what the attack needs to know."""
-    missing = sorted(attack.needs - knows.grants)
+    """Refuse to run without what the attack needs to know. Given labels spare what a label rule would need."""
+    needs = attack.search_needs if isinstance(attack, Composed) and "y" in knows.grants else attack.needs
+    missing = sorted(needs - knows.grants)
     if missing:
         how = {
-            "training": "Knowledge(training=LocalTraining(lr=...)): the update is lr times the gradient, and this attack "
-            "compares absolute values",
+            "training": "Knowledge(training=LocalTraining(lr=...)): the update is lr times the gradient, and this "
+            "attack compares absolute values",
             "y": "Knowledge(given={'y': labels}), or an attack that recovers them",
         }
         advice = "; ".join(how.get(name, f"Knowledge({name}=...)") for name in missing)
-        raise MissingKnowledge(f"{attack.name} needs {', '.join(missing)}, which the threat model does not grant. Pass {advice}.")
+        raise MissingKnowledge(
+            f"{attack.name} needs {', '.join(missing)}, which the threat model does not grant. Pass {advice}."
+        )
 
 
 def fits(task: Task, targets: Sequence[Observation]) -> None:
@@ -333,8 +343,8 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
             odd = sorted(set(given.items()) ^ set(expected.items()))[:3]
             told = ", ".join(f"{name} {shape}" for name, shape in odd)
             raise MissingKnowledge(
-                f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the model "
-                "the server sent, with the same number of classes."
+                f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the "
+                "model the server sent, with the same number of classes."
             )
 
 
@@ -350,11 +360,16 @@ def _scene(task: Task, target: Observation, knows: Knowledge, position: int, tar
         own = value[position] if value.dim() == rank + 1 and value.shape[0] == targets else value
         if own.dim() != rank or own.shape[0] != scene.num_examples:
             raise MissingKnowledge(
-                f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one such "
-                f"per target ({targets}, {scene.num_examples}, ...)."
+                f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one "
+                f"such per target ({targets}, {scene.num_examples}, ...)."
             )
         given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
     return replace(scene, fields=given)
+
+
+def _configuration(attack: Composed) -> str:
+    """The attack's repr without the addresses of functions, so that it is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(attack))
 
 
 def _collect(
@@ -401,7 +416,10 @@ def _collect(
         examples=tuple(target.num_examples for target in targets),
         seconds=seconds,
         evaluations=sum(stage.optimiser.steps for stage in attack.stages),
-        settings={"attack": repr(attack), "seed": seed, "engine": repr(engine), "chunks": [p.lanes for p in pieces]},
+        settings={
+            "attack": _configuration(attack),
+            "seed": seed,
+            "engine": repr(engine),
+            "chunks": [p.lanes for p in pieces],
+        },
     )
-
-

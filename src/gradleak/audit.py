@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradleak import __version__, data, models, registry
+from gradleak import data, models, registry
 from gradleak.attack import Attack, require
 from gradleak.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
-from gradleak.configuration import described, digest, from_toml, to_toml
+from gradleak.configuration import digest
 from gradleak.cost import Estimate, estimate
 from gradleak.defence import Defence
 from gradleak.engine import Engine
@@ -29,6 +29,7 @@ from gradleak.private import AuditError, PrivateSide, examples_of
 from gradleak.progress import Progress
 from gradleak.results import AuditResult
 from gradleak.rows import Row
+from gradleak.runfile import arguments, settings_of, toml_of
 from gradleak.store import Folder, FolderInUse, Memory, prepare
 from gradleak.task import Task
 
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
 __all__ += ["builtin", "estimate", "from_settings"]
-
-
-Made = TypeVar("Made")
 
 
 class Silent:
@@ -134,10 +132,11 @@ class Audit:
     def _keyed(self, cell: Cell) -> Cell:
         """Named by a hash of everything that its result depends on."""
         what = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
-        return replace(cell, key=digest([what, self.targets, self.unrelated, self._fingerprint, self.engine.precision]))
+        return replace(cell, key=digest([what, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
 
     @cached_property
-    def _fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the task, the data and the gallery."""
         held = {"task": digest(self.task), "data": self.side.data.fingerprint}
         gallery = self.side.given_gallery
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
@@ -150,63 +149,7 @@ class Audit:
 
     def settings(self) -> dict[str, Any]:
         """What run.toml holds; `from_settings` makes an audit from it where every part has a name."""
-        cells, control = self.cells(), self._control().key
-        attacks, defences = named_attacks(self.attacks), named_defences(self.defences)
-        training = self.federation.training
-        settings = {
-            "version": 1,
-            "gradleak": __version__,
-            "attacks": [name for name, _ in attacks],
-            "defences": [name for name, _ in defences],
-            "rounds": list(self.rounds),
-            "targets": self.targets,
-            "seeds": list(self.seeds),
-            "knowledge": list(self.knowledge),
-            "unrelated": self.unrelated,
-            "lpips": None if self.lpips is None else self.lpips.name,
-            "analyses": [_text(analysis) for analysis in self.analyses],
-            "origin": dict(self.origin),
-            "federation": {
-                **{name: getattr(self.federation, name) for name in ("clients", "examples", "seed", "wire")},
-                "training": {
-                    "lr": float(training.lr),
-                    **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size")},
-                    # Only as text: recipes beyond plain SGD are built in Python.
-                    **{name: _text(getattr(training, name)) for name in ("optimiser", "schedule", "augmentation")},
-                },
-            },
-            "engine": asdict(self.engine),
-            "fields": {name: asdict(held) for name, held in self.task.fields.items()},
-            "fingerprint": {
-                **self._fingerprint,
-                "attacks": [digest(attack) for _, attack in attacks],
-                "defences": [digest(defence) for _, defence in defences],
-                "training": digest(training),
-            },
-            "plan": {
-                "control": control,
-                "cells": [cell.key for cell in cells],
-                "defences": [cell.defence_name for cell in cells if not cell.control],
-            },
-        }
-        return from_toml(to_toml(settings))  # so that it compares equal to what is read back
-
-    def _toml(self, settings: Mapping[str, Any]) -> str:
-        training = replace(self.federation.training, lr=1.0, steps=None, epochs=None, batch_size=None)
-        named = all(item is None or isinstance(item, str) for item in (*self.attacks, *self.defences))
-        obstacles = {
-            "its task or its data are Python objects": not {"task", "data"} <= self.origin.keys(),
-            "an attack or a defence is a Python object": not named,
-            "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),
-            "it has analyses or LPIPS": bool(self.analyses) or self.lpips is not None,
-        }
-        reasons = [reason for reason, holds in obstacles.items() if holds]
-        how = (
-            f"This file alone cannot repeat it, since {', and '.join(reasons)}; the script that built it can."
-            if reasons
-            else "Repeat it with: gradleak audit --config run.toml -o ANOTHER_FOLDER"
-        )
-        return to_toml(settings, f"An audit by gradleak {__version__}.\n{how}")
+        return settings_of(self, self.cells(), self._control().key)
 
     # --- running ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +170,7 @@ class Audit:
         store = Memory() if folder is None else Folder(folder)
         try:
             if isinstance(store, Folder):
-                environment = prepare(store, settings, self._toml(settings), environment, resume)
+                environment = prepare(store, settings, toml_of(self, settings), environment, resume)
             store.put("gallery", {f"gallery/{name}": value for name, value in gallery.items()})
             progress.start(len(cells))
             self._loop(cells, store, runner, progress)
@@ -254,50 +197,12 @@ class Audit:
             progress.finished(cell, held[cell.key])
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else getattr(value, "__name__", None) or repr(value)
-
-
-_WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
-
-
 def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery: Any = None) -> Audit:
     """The audit that a run.toml describes, on this task and data. The gallery is loaded by name where it has one."""
-    given = {name: value for name, value in settings.items() if name not in _WRITTEN}
-    federation, engine, origin = (dict(given.pop(name, {})) for name in ("federation", "engine", "origin"))
-    recipe = dict(federation.pop("training", {"lr": 1.0}))
-    plain = {name: _text(getattr(LocalTraining(lr=1.0), name)) for name in ("optimiser", "schedule")}
-    beyond = [name for name in plain if recipe.pop(name, plain[name]) != plain[name]]
-    beyond += [name for name in ("analyses", "lpips") if settings.get(name)]
-    if beyond or recipe.pop("augmentation", None):
-        what = ", ".join(beyond) or "augmentation"
-        raise AuditError(
-            f"This run was built in Python: {what} cannot be made from its run.toml. Run its script again."
-        )
-    if gallery is None and "gallery" in origin:
-        gallery = _pictures(origin["gallery"], task)
-    _demand_names(given, Audit, "run.toml")
-    held = _made(Federation, {**federation, "training": _made(LocalTraining, recipe)})
-    return _made(
-        Audit,
-        {**given, "task": task, "data": data, "gallery": gallery, "origin": origin}
-        | {"federation": held, "engine": _made(Engine, engine)},
-    )
-
-
-def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
-    """An object from a table of a file: an unknown or missing setting is an error that names it."""
-    _demand_names(settings, kind, f"[{kind.__name__}]")
-    try:
-        return kind(**settings)
-    except TypeError as problem:
-        raise AuditError(f"The settings of {kind.__name__} do not fit: {problem}.") from None
-
-
-def _demand_names(settings: Mapping[str, Any], kind: Any, where: str) -> None:
-    known = [entry.name for entry in fields(kind)]
-    if odd := [name for name in settings if name not in known]:
-        raise AuditError(f"{where} has no setting {odd[0]!r}.{registry.did_you_mean(odd[0], known)}")
+    given = arguments(settings)
+    if gallery is None and "gallery" in given["origin"]:
+        gallery = _pictures(given["origin"]["gallery"], task)
+    return Audit(task, data, gallery=gallery, **given)
 
 
 def _pictures(names: str, task: Task) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ app = typer.Typer(
     epilog="Audit only models, data and clients that you are authorised to audit.",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Real images: what there is, and how to get the full sets.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+bench_app = typer.Typer(invoke_without_command=True, help="Measure speed on this machine; alone: the engine.")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
@@ -180,6 +180,7 @@ def audit(
         quick=quick,
     )
     context.find_root().obj = "Interrupted before the first cell; nothing was written."
+    loading.leave_room()
     planned = request.audit()
     _tell(f"{estimate(planned)}\nInto {out or request.folder}. Ctrl-C is safe: the same command resumes.")
     with shown() as progress:
@@ -247,6 +248,7 @@ def attack(
     from gradleak.progress import shown
     from gradleak.report import reconstruction
 
+    loading.leave_room()
     seen = [Observation.load(path) for path in observations]
     method = registry.parse("attack", attack)
     model = loading.task(task)
@@ -339,6 +341,12 @@ def data_get(
     typer.echo(f"{name} is at {path}")
 
 
+@bench_app.callback()
+def bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        bench_engine()
+
+
 @bench_app.command("engine")
 def bench_engine(
     networks: Annotated[str, typer.Option(help="lenet,convnet64,resnet18")] = "lenet,convnet64,resnet18",
@@ -353,9 +361,9 @@ def bench_engine(
     from gradleak import bench, loading
 
     bench.engine(
-        loading.methods([networks]),
+        loading.names(networks, bench.NETWORKS, "network"),
         loading.numbers(lanes, "--lanes"),
-        loading.methods([precision]),
+        loading.names(precision, ("fast", "strict", "double"), "precision"),
         out,
         seconds,
         show=lambda row: typer.echo(loading.measured(row)),

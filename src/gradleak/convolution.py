@@ -35,7 +35,7 @@ class Window(NamedTuple):
 
 
 class Patches(torch.autograd.Function):
-    """(B, C, H, W) -> (B, C * kernel area, positions). Linear; its transpose is `Fold`, and each is the other's backward."""
+    """(B, C, H, W) -> (B, C * kernel area, positions). Its transpose is `Fold`: each is the other's backward."""
 
     @staticmethod
     def forward(x: Tensor, window: Window) -> Tensor:
@@ -111,10 +111,9 @@ class _Convolution(torch.autograd.Function):
         ]
         to_input = F.conv_transpose2d(grad, weight, None, window.stride, window.padding, tuple(rest))
         rows, columns = grad.flatten(2), Patches.apply(x, window)  # (B, O, P), (B, K, P)
-        if rows.shape[0] == 1:  # one example is the common case, and a sum over one row would still be a pass
-            to_weight = rows[0] @ columns[0].T
-        else:
-            to_weight = (rows @ columns.transpose(1, 2)).sum(0)
+        # One example is the common case, and a sum over one row would still be a pass.
+        one = rows.shape[0] == 1
+        to_weight = rows[0] @ columns[0].T if one else (rows @ columns.transpose(1, 2)).sum(0)
         return to_input, to_weight.reshape(weight.shape), None
 
 

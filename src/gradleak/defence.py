@@ -196,7 +196,7 @@ class Chain(Defence):
 
 @dataclass(frozen=True)
 class OnlyVisible(Defence):
-    """The half-informed attacker (A1): predicts plainly, but weighs out the coordinates that `defence` noised or dropped."""
+    """The half-informed attacker (A1): predicts plainly, but weighs out what `defence` noised or dropped."""
 
     defence: Defence = field(default_factory=Defence)
 

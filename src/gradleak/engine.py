@@ -21,6 +21,7 @@ from gradleak.attack import Now, Progress, Scene, Scored, SharedPrior, Stage
 from gradleak.convolution import LaneConvolutions
 from gradleak.draws import Draws
 from gradleak.observation import stack
+from gradleak.registry import did_you_mean
 from gradleak.task import Batch, double_backward_safe
 from gradleak.tree import Params, Tree
 
@@ -145,9 +146,7 @@ def solve(
     lanes = engine.chunk or chunk_size(stages, max(scenes, key=lambda scene: scene.num_examples), engine)
     per_chunk = max(1, lanes // restarts)
     chunks = [
-        bucket[start : start + per_chunk]
-        for bucket in _buckets(scenes)
-        for start in range(0, len(bucket), per_chunk)
+        bucket[start : start + per_chunk] for bucket in _buckets(scenes) for start in range(0, len(bucket), per_chunk)
     ]
     for done, rows in enumerate(chunks):
         report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
@@ -156,7 +155,7 @@ def solve(
 
 
 def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
-    """Lanes that can be stacked: same weights and broadcasts (so that they are stored once), same number of examples."""
+    """Lanes that can be stacked: same weights and broadcasts (stored once), same number of examples."""
     buckets: list[list[int]] = []
     for row, scene in enumerate(scenes):
         for bucket in buckets:
@@ -319,7 +318,10 @@ class Search:
         def variables(lane: Tree) -> Tree:
             scene = self.scene(lane)
             space = stage.space.variables(scene, _draws(scene), lane["before"] or None)
-            return {**space, **stage.predict.variables(scene, _draws(scene))}
+            prediction = stage.predict.variables(scene, _draws(scene))
+            if twice := space.keys() & prediction.keys():
+                raise ValueError(f"Space and prediction both name an unknown {', '.join(sorted(twice))}; rename one.")
+            return {**space, **prediction}
 
         def observed(lane: Tree) -> Params:
             return stage.match.prepare(stage.predict.target(self.scene(lane)))
@@ -331,6 +333,10 @@ class Search:
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
         self.moving["v"] = _own(self.lift(variables)(begin))
+        for setting in ("rates", "every"):
+            for name in getattr(stage.optimiser, setting, {}):
+                if name not in self.v:
+                    raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
         if self.step.is_cuda:
             predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
             self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
@@ -412,9 +418,9 @@ class Search:
     def run(self, progress: Progress | None) -> None:
         steps, advance = self.stage.optimiser.steps, self.tick
         try:
-            if self.engine.graph and self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable:
-                if steps > 2 * GRAPH_WARMUP:
-                    advance = self.captured()
+            possible = self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable
+            if self.engine.graph and possible and steps > 2 * GRAPH_WARMUP:
+                advance = self.captured()
             for step in range(steps):
                 for position, prior in enumerate(self.stage.priors):
                     if isinstance(prior, SharedPrior) and prior.due(step):
@@ -513,7 +519,10 @@ def _explained(problem: RuntimeError, engine: Engine) -> RuntimeError:
         return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({told.splitlines()[0]})")
     if not engine.batched or isinstance(problem, EngineError):
         return problem
-    if any(word in told for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent", "broadcast shape")):
+    if any(
+        word in told
+        for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent", "broadcast shape")
+    ):
         return EngineError(
             f"This model cannot run as lanes under vmap: {told.splitlines()[0]} Run task.check() for the cause; "
             "Engine(batched=False) attacks lane after lane instead (dropout must be off: model.eval())."

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import shlex
 import sys
 import traceback
@@ -76,6 +77,15 @@ def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found)) if unique else tuple(found)
 
 
+def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
+    """`"lenet,resnet18"` -> `("lenet", "resnet18")`, each one of the known."""
+    known, given = list(known), pieces(text)
+    for name in given:
+        if name not in known:
+            raise UnknownName(f"Unknown {what} {name!r}.{did_you_mean(name, known)}")
+    return tuple(given)
+
+
 KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "labels": "labels"}
 
 
@@ -130,6 +140,16 @@ def images(text: str) -> Any:
 def command_line() -> str:
     """What was typed, to be typed again."""
     return shlex.join(["gradleak", *sys.argv[1:]])
+
+
+def leave_room() -> None:
+    """Use one thread fewer than torch would, unless OMP_NUM_THREADS says how many.
+
+    Steps are many and small, and all threads wait for the slowest after each. With as many threads as cores, one other
+    busy program stops them all: 7 to 20 times slower on two cores, where one thread loses nothing.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def measured(row: dict[str, Any]) -> str:

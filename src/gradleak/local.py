@@ -133,8 +133,8 @@ def observe(
 ) -> Observation:
     """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
 
-    `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so the
-    update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
+    `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so
+    the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
     """
     if wire not in ("update", "weights"):
         raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")

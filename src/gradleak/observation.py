@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradleak.local import LocalTraining
 
 FORMAT, VERSION = "gradleak.observation", 1
+MOST = 10**9  # of examples, rounds or clients; a file that says more is damaged or means harm
 _GROUPS = ("weights", "update", "buffers", "returned_buffers")  # tensor names in a file start with one, or "extras"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 and smaller know no arithmetic
 
@@ -50,8 +51,8 @@ class Observation:
     def __post_init__(self) -> None:
         for name, least in (("num_examples", 1), ("round", 0), ("clients", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise BadObservation(f"{name} must be a whole number of at least {least}; given {value!r}.")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+                raise BadObservation(f"{name} must be a whole number from {least} to {MOST}; given {value!r}.")
         if not isinstance(self.key, str):
             raise BadObservation(f"key must be text; given {type(self.key).__name__}.")
         if self.key.encode("utf-8", "replace").decode() != self.key:
@@ -68,7 +69,7 @@ class Observation:
                 )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a safetensors file with a JSON header. It holds no code; it is still sensitive: it may reveal the data."""
+        """Write a safetensors file with a JSON header. It holds no code, but it is sensitive: it may reveal data."""
         from safetensors.torch import save_file
 
         tensors: Params = {}
@@ -123,7 +124,7 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Several rounds of ONE client, oldest first: noise averages out, optimiser state shows. A list is independent targets."""
+    """Several rounds of ONE client, oldest first: noise averages out, state shows. A list is separate targets."""
 
     observations: tuple[Observation, ...]
 
@@ -157,7 +158,7 @@ class Knowledge:
 
     @property
     def level(self) -> str:
-        """The model of Carletti et al. (USENIX Security 2025) this comes nearest to; F-H are active and out of scope."""
+        """The nearest model of Carletti et al. (USENIX Security 2025); F-H are active servers and out of scope."""
         if self.given.keys() - {"y"} or self.generator is not None:
             return "E (client distribution)"
         if self.public is not None:
@@ -216,8 +217,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Params]:
         if isinstance(problem, BadObservation):
             raise
         raise BadObservation(
-            f"{path} is not a readable observation ({type(problem).__name__}: {problem}). It may be cut off or damaged; "
-            "copy it again, or record it anew with Observation.save."
+            f"{path} is not a readable observation ({type(problem).__name__}: {problem}). It may be cut off or "
+            "damaged; copy it again, or record it anew with Observation.save."
         ) from None
     if not isinstance(header, dict):
         raise BadObservation(f"{path}: the header holds {type(header).__name__}, not an object with num_examples.")
@@ -234,7 +235,9 @@ def as_targets(seen: Observation | Track | Sequence[Observation]) -> list[Observ
     keys = [target.key for target in targets]
     if len(set(keys)) < len(keys):
         twice = {key for key in keys if keys.count(key) > 1}
-        raise BadObservation(f"Targets share a key ({_some(twice)}), so their lanes would draw the same numbers; rename them.")
+        raise BadObservation(
+            f"Targets share a key ({_some(twice)}), so their lanes would draw the same numbers; rename them."
+        )
     return targets
 
 

@@ -66,8 +66,8 @@ class Read:
         for item in items:
             if not isinstance(item, (tuple, list)) or len(item) != len(self.names) or not isinstance(item[0], Tensor):
                 raise AuditError(
-                    f"The data set gives {item!r:.60}; wanted ({', '.join(self.names)}) with x a tensor. For pictures use "
-                    "gradleak.data.from_dataset(data)."
+                    f"The data set gives {item!r:.60}; wanted ({', '.join(self.names)}) with x a tensor. For pictures "
+                    "use gradleak.data.from_dataset(data)."
                 )
         columns = {name: torch.stack([torch.as_tensor(item[i]) for item in items]) for i, name in enumerate(self.names)}
         return {name: _placed(value, self.like) for name, value in columns.items()}

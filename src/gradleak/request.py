@@ -129,8 +129,8 @@ class Request:
         kept = {name: value for name, value in origin.items() if name != "gallery" or not self.data}
         try:
             made = audit.from_settings({**settings, "origin": kept}, task=task, data=held)
-        except (TypeError, AttributeError) as problem:  # a hand-written file with entries that nobody knows
-            raise LoadError(f"{path} is not a configuration of an audit: {problem}.") from None
+        except (TypeError, AttributeError, ValueError) as problem:  # written by hand, with entries that nobody knows
+            raise LoadError(f"{path} is not the configuration of an audit: {problem}") from None
         return replace(made, origin={**kept, "task": reference, "data": data})
 
 

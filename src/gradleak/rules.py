@@ -1,4 +1,4 @@
-"""Client optimisers as pure rules: `step(weights, gradient, state, lr) -> (decrease, state)`, differentiable throughout.
+"""Client optimisers as pure rules: `step(weights, gradient, state, lr) -> (decrease, state)`, differentiable.
 
 A rule returns what is SUBTRACTED from the weights, so the update is summed without passing through the rounding of the
 weights; what a float32 client that returns weights would lose is added where it happens, in `observe(wire="weights")`.
@@ -99,7 +99,7 @@ class Adam:
 
 @dataclass(frozen=True, kw_only=True)
 class Lion:
-    """Sign of an interpolated momentum. Reference: Chen et al., "Symbolic discovery of optimization algorithms", 2023."""
+    """Sign of an interpolated momentum. Reference: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023."""
 
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0

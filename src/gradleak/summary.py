@@ -88,7 +88,8 @@ class Summary:
         """The verdict for this line alone, by the rule of verdict.py."""
         if self.recovered.value >= 0.5 and self.excess.low > 0:
             return LEAKS
-        if self.recovered.value > 0 or (self.identified.low > 0 and self.rates["rank1"].low > self.chance):
+        rank = self.rates.get("rank1", Rate(NAN, NAN, NAN, 0))
+        if self.recovered.value > 0 or (self.identified.low > 0 and rank.low > self.chance):
             return PART
         return NOT_SHOWN if self.optimised else INCONCLUSIVE
 

@@ -75,7 +75,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something `Task.check` found. `severity` is "error" (attacks will fail), "warning" (they will mislead) or "note"."""
+    """What `Task.check` found. `severity`: "error" (attacks will fail), "warning" (they will mislead) or "note"."""
 
     severity: str
     what: str
@@ -92,6 +92,21 @@ class Classifier:
     module: str
     weight: str
     bias: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Supervised:
+    """The objective loss(model(x), y). A loss that is a module (weighted cross-entropy) travels with the task."""
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, call: Callable[..., Any], batch: Batch) -> Tensor:
+        return self.loss(call(batch["x"]), batch["y"])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Supervised:
+        if not isinstance(self.loss, nn.Module):
+            return self
+        return Supervised(copy.deepcopy(self.loss).to(device=device, dtype=dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +130,7 @@ class Task:
     ) -> Task:
         """A classification task. `like=(x, y)` gives SHAPES, nothing else; classes come from the model's output.
 
-        `bounds` are those of the raw pixels, `mean` and `std` what the client's input pipeline subtracts and divides by.
+        `bounds` are those of the raw pixels, `mean` and `std` what the client's pipeline subtracts and divides by.
         """
         x, y = like
         if x.dim() < 2:
@@ -132,7 +147,7 @@ class Task:
                 )
             classes = outputs.shape[1]
         label = Field(tuple(y.shape[1:]) if not y.is_floating_point() else (), classes=classes)
-        return Task(model, lambda call, batch: loss(call(batch["x"]), batch["y"]), {"x": image, "y": label})
+        return Task(model, Supervised(loss), {"x": image, "y": label})
 
     # --- the model as a function -------------------------------------------------------------------------------
 
@@ -164,9 +179,7 @@ class Task:
     ) -> tuple[Params, Params]:
         return grad(self.loss, has_aux=True)(weights, batch, buffers)
 
-    def inputs_of(
-        self, modules: Sequence[str], weights: Params, batch: Batch, buffers: Params | None = None
-    ) -> Batch:
+    def inputs_of(self, modules: Sequence[str], weights: Params, batch: Batch, buffers: Params | None = None) -> Batch:
         """The input of each named submodule in one forward pass of the objective."""
         caught: Batch = {}
         handles = []
@@ -182,7 +195,8 @@ class Task:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         """A private copy on a device and in a type; the user's model is never touched."""
-        return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype))
+        objective = self.objective.to(device, dtype) if isinstance(self.objective, Supervised) else self.objective
+        return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype), objective=objective)
 
     def blank(self, examples: int = 1) -> Batch:
         """A batch of the right shapes at the middle of the bounds, on the model's device and in its type."""

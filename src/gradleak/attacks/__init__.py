@@ -17,7 +17,7 @@ for _module in iter_modules(__path__):
 
 
 def get(name: str, **settings: Any) -> Attack:
-    """The named attack with these hyper-parameters; an unknown name or setting is an error that offers the near ones."""
+    """The named attack with these hyper-parameters; an unknown name or setting is an error with the nearest ones."""
     attack: Attack = registry.get("attack", name, **settings)
     return attack
 

@@ -41,7 +41,7 @@ def cpl(
 
     min over x of sum ||grad(x, y) - observed||^2 + alpha * ||softmax(F(x)) - onehot(y)||^2.
 
-    `start` names one of the published initialisations, or is one (`Surrogate(images)` for an image of the attacker's own).
+    `start` names one of the published initialisations, or is one (`Surrogate(images)`: the attacker's own images).
     Differs: the paper gives no alpha, 0.5 is our choice; the term uses the inferred label, never the client's logits.
     """
     if isinstance(start, str):

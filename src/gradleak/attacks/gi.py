@@ -35,8 +35,8 @@ def gi(
 ) -> Attack:
     """Match the gradient under BatchNorm statistics, image priors and the consensus of all restarts.
 
-    matching * sum_l ||grad_l - observed_l||_2 + tv * TV + norm * ||x||_2 + batch_norm * R_BN + group * R_group, Adam with
-    warm-up and cosine decay, lr * noise * N(0, 1) added to each move.
+    matching * sum_l ||grad_l - observed_l||_2 + tv * TV + norm * ||x||_2 + batch_norm * R_BN + group * R_group,
+    Adam with warm-up and cosine decay, lr * noise * N(0, 1) added to each move.
 
     Differs: registration by translation only (the paper's needs a trained flow network); no official code exists, and
     several weights are as recalled in the literature. On a network without BatchNorm the R_BN term is zero, and

@@ -24,7 +24,7 @@ def ig(
     labels: str = "auto",
     keep: str = "best_match",
 ) -> Attack:
-    """Match the direction of the gradient with signed Adam inside the box of valid images; preset for untrained networks.
+    """Match the direction of the gradient with signed Adam inside the box of valid images; for untrained networks.
 
     min over u of 1 - cos(grad(u, y), observed) + tv * TV(u), u the normalised image from N(0, 1), clamped after every
     step; learning rate times 0.1 at 3/8, 5/8 and 7/8 of the steps.
@@ -39,7 +39,13 @@ def ig(
 
 @named("ig-trained", kind="attack", paper=PAPER)
 def ig_trained(
-    *, steps: int = 24000, lr: float = 0.1, tv: float = 1e-2, restarts: int = 8, labels: str = "auto", keep: str = "best_match"
+    *,
+    steps: int = 24000,
+    lr: float = 0.1,
+    tv: float = 1e-2,
+    restarts: int = 8,
+    labels: str = "auto",
+    keep: str = "best_match",
 ) -> Attack:
     """IG with the settings its authors use for trained networks: a stronger image prior, more steps and restarts.
 

@@ -33,7 +33,9 @@ def representation(
     return Composed("representation", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
-@named("representation-lewis", kind="attack", paper="Lewis, Varadharajan, Noman, representation inversion (SecAdam), 2024")
+@named(
+    "representation-lewis", kind="attack", paper="Lewis, Varadharajan, Noman, representation inversion (SecAdam), 2024"
+)
 def representation_lewis(
     *,
     steps: int = 1000,

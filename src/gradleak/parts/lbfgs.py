@@ -29,7 +29,7 @@ from gradleak.tree import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGS:
-    """history: pairs kept. tries: trial points per line search before the history is dropped and the search starts over."""
+    """history: pairs kept. tries: trial points per line search before it starts over without history."""
 
     steps: int = 300
     history: int = 20
@@ -44,6 +44,7 @@ class LBFGS:
         return {
             "x": x,  # the last accepted point, (n,)
             "value": scalar + torch.inf,
+            "match": scalar + torch.inf,
             "gradient": torch.zeros_like(x),
             "direction": torch.zeros_like(x),
             "slope": scalar,  # gradient . direction
@@ -82,6 +83,7 @@ class LBFGS:
             pairs = self._remember(state, trial, safe_gradient, accept & ~first, restart)
         x = torch.where(accept, trial, state["x"])
         held_value = torch.where(accept, value_or_worst, state["value"])
+        held_match = torch.where(accept, scored.match, state["match"])
         held_gradient = torch.where(accept, safe_gradient, state["gradient"])
 
         fresh = accept | restart
@@ -101,6 +103,7 @@ class LBFGS:
         state = {
             "x": x,
             "value": held_value,
+            "match": held_match,
             "gradient": held_gradient,
             "direction": direction,
             "slope": (held_gradient * direction).sum(),
@@ -114,7 +117,7 @@ class LBFGS:
         told = Scored(
             tree.where(sound, v, tree.unflatten(x, v)),
             torch.where(sound, scored.objective, held_value),
-            torch.where(sound, scored.match, torch.finfo(value.dtype).max),
+            torch.where(sound, scored.match, held_match),
         )
         return problem.project(tree.unflatten(x + length * direction, v)), state, told
 
@@ -135,7 +138,9 @@ class LBFGS:
             "overlap": torch.where(here[:, None], s_row, torch.where(here, column, state["overlap"])),
             "gram": torch.where(here[:, None], y_row, torch.where(here, y_turns[:, None], state["gram"])),
             "head": torch.where(keep, (head + 1) % self.history, head),
-            "held": torch.where(restart, 0, torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])),
+            "held": torch.where(
+                restart, 0, torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
+            ),
         }
 
     def _direction(self, gradient: Tensor, pairs: Tree) -> Tensor:

@@ -119,7 +119,7 @@ class Scaled:
 
     @property
     def squares(self) -> bool:
-        return self.match.squares
+        return False  # the residual is the other match's, without the factor
 
     @property
     def scale_free(self) -> bool:

@@ -113,7 +113,9 @@ class FirstOrder:
     ) -> tuple[Any, Any]:
         if isinstance(v, Mapping):  # nested unknowns, such as a control point by parameter name
             pairs = {
-                name: self._move(v[name], gradient[name], memory[name], rate, count, now, (source[0], source[1] + 16 * i))
+                name: self._move(
+                    v[name], gradient[name], memory[name], rate, count, now, (source[0], source[1] + 16 * i)
+                )
                 for i, name in enumerate(v, start=1)
             }
             return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}

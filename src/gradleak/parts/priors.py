@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from gradleak import tree
 from gradleak.attack import Now, Scene
 from gradleak.parts.predictions import gradient
-from gradleak.task import Batch
+from gradleak.task import Batch, TaskError
 from gradleak.tree import Tree
 
 
 def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of horizontal and vertical neighbours."""
+    if x.dim() != 4 or min(x.shape[-2:]) < 2:
+        raise TaskError(
+            f"This attack's image prior needs examples of shape (channels, height, width); given {tuple(x.shape[1:])}. "
+            "Use an attack without one, such as idlg or dlg."
+        )
     return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
 
 
@@ -117,7 +123,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class GroupConsistency:
-    """weight * sum over images of ||x - E||_2 (/ height / width where `per_pixel`), E the consensus of a target's restarts.
+    """weight * sum over images of ||x - E||_2 (/ height / width where `per_pixel`), E the restarts' consensus.
 
     E is the plain mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form); with
     `register` each restart is first shifted by whole pixels to the mean, by phase correlation, where that brings it
@@ -165,7 +171,7 @@ def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelDistance:
-    """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; the inferred label, never the true logits)."""
+    """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; inferred label, never true logits)."""
 
     weight: float
 

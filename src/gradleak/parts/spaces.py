@@ -27,6 +27,11 @@ def _from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
     return low + picture * (high - low)
 
 
+def _own_stream(scene: Scene, draws: Draws, name: str) -> Draws:
+    """Every field draws from a source of its own, so that two unknowns never start alike."""
+    return draws.child(list(scene.task.fields).index(name))
+
+
 @dataclass(frozen=True)
 class Normal:
     """N(mean, std^2): in model-input space, or on [0, 1] pixels (`unit`), there optionally clipped."""
@@ -123,7 +128,7 @@ class Pixels:
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
-        return {self.field: self.start(scene, draws, self.field)}
+        return {self.field: self.start(scene, _own_stream(scene, draws, self.field), self.field)}
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
@@ -143,7 +148,6 @@ class SoftCategories:
     """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
 
     field: str = "y"
-    stream: int = 1  # its random numbers are its own
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
@@ -152,7 +156,7 @@ class SoftCategories:
         assert kind.classes is not None
         dtype = next(iter(scene.weights.values())).dtype
         shape = (scene.num_examples, *kind.shape, kind.classes)
-        return {self.field: draws.normal(shape, stream=self.stream, dtype=dtype)}
+        return {self.field: _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)}
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}

@@ -1,0 +1,127 @@
+"""run.toml: what an audit was configured with, written so that a person can read it and the run be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradleak import __version__
+from gradleak.cells import Cell, named_attacks, named_defences
+from gradleak.configuration import described, digest, from_toml, to_toml
+from gradleak.engine import Engine
+from gradleak.federation import Federation
+from gradleak.local import LocalTraining
+from gradleak.private import AuditError
+from gradleak.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from gradleak.audit import Audit
+
+VERSION = 1
+PLAIN = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated")  # as Audit takes them
+TABLES = ("federation", "engine", "origin")
+WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
+Made = TypeVar("Made")
+
+
+def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, Any]:
+    """Everything that determines the rows: by value, by name, or by a hash where it is a Python object."""
+    attacks, defences = named_attacks(audit.attacks), named_defences(audit.defences)
+    training = audit.federation.training
+    settings = {
+        "version": VERSION,
+        "gradleak": __version__,
+        "attacks": [name for name, _ in attacks],
+        "defences": [name for name, _ in defences],
+        "rounds": list(audit.rounds),
+        "targets": audit.targets,
+        "seeds": list(audit.seeds),
+        "knowledge": list(audit.knowledge),
+        "unrelated": audit.unrelated,
+        "lpips": None if audit.lpips is None else audit.lpips.name,
+        "analyses": [_text(analysis) for analysis in audit.analyses],
+        "origin": dict(audit.origin),
+        "federation": {
+            **{name: getattr(audit.federation, name) for name in ("clients", "examples", "seed", "wire")},
+            "training": {
+                "lr": float(training.lr),
+                **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size")},
+                # Only as text: recipes beyond plain SGD are built in Python.
+                **{name: _text(getattr(training, name)) for name in ("optimiser", "schedule", "augmentation")},
+            },
+        },
+        "engine": asdict(audit.engine),
+        "fields": {name: asdict(held) for name, held in audit.task.fields.items()},
+        "fingerprint": {
+            **audit.fingerprint,
+            "attacks": [digest(attack) for _, attack in attacks],
+            "defences": [digest(defence) for _, defence in defences],
+            "training": digest(training),
+        },
+        "plan": {
+            "control": control,
+            "cells": [cell.key for cell in cells],
+            "defences": [cell.defence_name for cell in cells if not cell.control],
+        },
+    }
+    return from_toml(to_toml(settings))  # so that it compares equal to what is read back
+
+
+def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
+    """The file, with a comment that says how to repeat the run or why this file is not enough."""
+    training = replace(audit.federation.training, lr=1.0, steps=None, epochs=None, batch_size=None)
+    named = all(item is None or isinstance(item, str) for item in (*audit.attacks, *audit.defences))
+    obstacles = {
+        "its task or its data are Python objects": not {"task", "data"} <= audit.origin.keys(),
+        "an attack or a defence is a Python object": not named,
+        "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),
+        "it has analyses or LPIPS": bool(audit.analyses) or audit.lpips is not None,
+    }
+    reasons = [reason for reason, holds in obstacles.items() if holds]
+    how = (
+        f"This file alone cannot repeat it, since {', and '.join(reasons)}; the script that built it can."
+        if reasons
+        else "Repeat it with: gradleak audit --config run.toml -o ANOTHER_FOLDER"
+    )
+    return to_toml(settings, f"An audit by gradleak {__version__}.\n{how}")
+
+
+def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What Audit takes besides task, data and gallery, from a file that a person may have changed."""
+    _demand_names(settings, (*PLAIN, *TABLES, *WRITTEN), "run.toml")
+    if "attacks" not in settings:
+        raise AuditError("run.toml names no attacks.")
+    federation = dict(settings.get("federation", {}))
+    recipe = dict(federation.pop("training", {"lr": 1.0}))
+    plain = {name: _text(getattr(LocalTraining(lr=1.0), name)) for name in ("optimiser", "schedule", "augmentation")}
+    beyond = [name for name, usual in plain.items() if recipe.pop(name, usual) != usual]
+    beyond += [name for name in ("analyses", "lpips") if settings.get(name)]
+    if beyond:
+        raise AuditError(
+            f"This run was built in Python: {', '.join(beyond)} cannot be made from run.toml. Use its script."
+        )
+    return {
+        **{name: settings[name] for name in PLAIN if name in settings},
+        "federation": _made(Federation, {**federation, "training": _made(LocalTraining, recipe)}),
+        "engine": _made(Engine, settings.get("engine", {})),
+        "origin": dict(settings.get("origin", {})),
+    }
+
+
+def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
+    """An object from a table of the file: an unknown, missing or odd setting is an error that names it."""
+    _demand_names(settings, [entry.name for entry in fields(kind)], kind.__name__)  # type: ignore[arg-type]
+    try:
+        return kind(**settings)
+    except TypeError as problem:
+        raise AuditError(f"The settings of {kind.__name__} do not fit: {problem}.") from None
+
+
+def _demand_names(settings: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    if odd := [name for name in settings if name not in known]:
+        raise AuditError(f"{where} has no setting {odd[0]!r}.{did_you_mean(odd[0], known)}")
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else getattr(value, "__name__", None) or repr(value)
