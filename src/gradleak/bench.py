@@ -83,14 +83,19 @@ def engine(
     rows: list[dict[str, Any]] = []
     for network in networks:
         for precision in precisions:
-            for count in lanes:
+            # One lane, eager, without vmap: what a loop over restarts does. Ratios within one run are what counts.
+            alone, one = (1, Engine(precision=precision, batched=False, graph=False)), 0.0
+            for count, how in (alone, *((count, Engine(precision=precision)) for count in lanes)):
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                 try:
-                    row = rate(network, count, Engine(precision=precision), seconds)
+                    row = rate(network, count, how, seconds)
                 except torch.OutOfMemoryError:
-                    row = {"network": network, "lanes": count, "precision": precision, "rate": None, "why": "memory"}
+                    row = {"network": network, "lanes": count, "precision": precision, "batched": True, "rate": None}
+                if not how.batched:
+                    one = row["rate"]
+                row["times_one_at_a_time"] = row["rate"] / one if row["rate"] else None
                 rows.append(row)
                 show(row)
     if out is not None:

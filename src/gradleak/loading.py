@@ -145,8 +145,9 @@ def command_line() -> str:
 def leave_room() -> None:
     """Use one thread fewer than torch would, unless OMP_NUM_THREADS says how many.
 
-    Steps are many and small, and all threads wait for the slowest after each. With as many threads as cores, one other
-    busy program stops them all: 7 to 20 times slower on two cores, where one thread loses nothing.
+    Steps are many and small, and all threads wait for the slowest after each, so a core that another program uses holds
+    up all of them. On a shared machine of two cores `estimate` of the built-in audit was 5 to 26 times higher with two
+    threads than with one (four pairs). What it costs on an idle machine has not been measured.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
