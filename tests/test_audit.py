@@ -214,6 +214,7 @@ class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
         ({"data": [("a", 1)] * 9}, "from_dataset"),
         ({"data": private(3)}, "All 3 examples are targets"),
         ({"targets": 30}, "fewer targets"),
+        ({"data": private(9), "federation": gl.Federation(examples=4), "targets": 2}, "baseline needs 4 images"),
         ({"attacks": []}, "at least one"),
         ({"attacks": "ig"}, "must be a list"),
         ({"knowledge": ["adaptiv"]}, "Did you mean 'adaptive'"),
@@ -249,7 +250,10 @@ def test_a_gallery_stands_in_where_all_data_are_targets() -> None:
     result = replace(audit(), data=(x[:3], y[:3]), gallery=gallery).run()
     assert result.rows[0]["gallery_size"] == [7]
     assert "unrelated update" in result.rows[0]["baselines"]
-    assert "unrelated update" not in replace(audit(), unrelated=0).run().rows[0]["baselines"]
+    x, y = private()
+    without = replace(audit(), data=Pairs(x, y), unrelated=0).run()
+    assert "unrelated update" not in without.rows[0]["baselines"]
+    assert "no baseline was run" in without.verdict.paragraph
 
 
 # --- the attacker's side ----------------------------------------------------------------------------------------------

@@ -98,8 +98,9 @@ class Audit:
                 raise AuditError(f"{name} must be a list with at least one entry; given {given!r}.")
         if unknown := [form for form in self.knowledge if form not in FORMS]:
             raise AuditError(f"knowledge holds {unknown[0]!r}.{registry.did_you_mean(unknown[0], FORMS)}")
-        for name, least, most in (("targets", 1, 1), ("unrelated", 0, 1), ("rounds", 0, None), ("seeds", 0, None)):
-            values = [getattr(self, name)] if most else getattr(self, name)
+        counts = {"targets": [self.targets], "unrelated": [self.unrelated], "rounds": self.rounds, "seeds": self.seeds}
+        for name, values in counts.items():
+            least = 1 if name == "targets" else 0
             if not all(type(value) is int and value >= least for value in values):
                 raise AuditError(f"{name} must be whole numbers of at least {least}; given {getattr(self, name)!r}.")
         image = self.task.fields.get("x")

@@ -174,8 +174,7 @@ class PrivateSide:
     def gallery(self, federations: Iterable[Federation]) -> Batch:
         """Real images that are not the clients', for re-identification: those given, else the rest of the data."""
         federations = list(federations)
-        for federation in federations:
-            self.truth(federation)  # checked here, before the first cell
+        truths = [self.truth(federation) for federation in federations]
         if self.given_gallery is not None:
             held = self.given_gallery.batch(torch.arange(len(self.given_gallery)))
         else:
@@ -186,6 +185,8 @@ class PrivateSide:
                 "gallery= (real images that are not the clients'), or fewer targets."
             )
         _demand_range({"x": held["x"]}, self.task, "gallery")
+        for federation, truth in zip(federations, truths, strict=True):
+            self._unrelated(federation, truth)  # so that all that is wrong with the data is said before the first cell
         return held
 
     def victims(
@@ -216,9 +217,11 @@ class PrivateSide:
 
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
         """Batches of images that are nobody's target, so what an attack makes of them owes nothing to the targets."""
+        if not self.unrelated:
+            return []
         size, pool = federation.examples, self._pool(federation, truth)
         count = min(self.unrelated, len(pool) // size)
-        if count < min(1, self.unrelated):
+        if not count:
             raise AuditError(
                 f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a "
                 "larger gallery=, more data, or unrelated=0 to go without the baseline."
