@@ -250,7 +250,8 @@ def test_the_direction_is_that_of_the_two_loop_recursion(count: int) -> None:
     optimiser, yes, no = LBFGS(history=5), torch.tensor(True), torch.tensor(False)
     state = optimiser.init(Function(quadratic), {"x": torch.zeros(6, dtype=torch.float64)})
     for s, y in zip(moves, turns):
-        state |= optimiser._remember(state, state["x"] + s, state["gradient"] + y, yes, no)
+        pairs, along, across = optimiser._remember(state, state["x"] + s, state["gradient"] + y, yes, no, g)
+        state |= pairs
     moves, turns = moves[-5:], turns[-5:]
     q, alphas = g.clone(), []
     for s, y in reversed(list(zip(moves, turns))):
@@ -259,4 +260,4 @@ def test_the_direction_is_that_of_the_two_loop_recursion(count: int) -> None:
     r = q * (moves[-1] @ turns[-1]) / (turns[-1] @ turns[-1])
     for s, y, alpha in zip(moves, turns, reversed(alphas)):
         r = r + s * (alpha - (y @ r) / (s @ y))
-    assert largest_difference(optimiser._direction(g, state), -r) < 1e-12
+    assert largest_difference(optimiser._direction(g, state, along, across), -r) < 1e-12

@@ -211,7 +211,7 @@ def _pictures(names: str, task: Task) -> dict[str, Tensor]:
     return {"x": task.fields["x"].model(torch.cat([data.load(name).x for name in names.split("+")]))}
 
 
-BUILTIN_ATTACKS = ("cpl:steps=1200", "ig:steps=1000")  # the first must pass the positive control
+BUILTIN_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the first must pass the positive control
 BUILTIN_GALLERY = "cifar10-samples+cifar100-samples"
 
 

@@ -79,16 +79,15 @@ class LBFGS:
         accept = first | ~(too_far | too_near) | (exhausted & ~too_far)
         restart = exhausted & ~accept
 
-        with _full_precision():
-            pairs = self._remember(state, trial, safe_gradient, accept & ~first, restart)
         x = torch.where(accept, trial, state["x"])
         held_value = torch.where(accept, value_or_worst, state["value"])
         held_match = torch.where(accept, scored.match, state["match"])
         held_gradient = torch.where(accept, safe_gradient, state["gradient"])
 
-        fresh = accept | restart
         with _full_precision():
-            turned = self._direction(held_gradient, pairs)
+            pairs, along, across = self._remember(state, trial, safe_gradient, accept & ~first, restart, held_gradient)
+            turned = self._direction(held_gradient, pairs, along, across)
+        fresh = accept | restart
         downhill = (turned * held_gradient).sum() < 0
         turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient)
         # Without curvature the first step has length one in the norm; after a failed search, much less.
@@ -121,8 +120,13 @@ class LBFGS:
         )
         return problem.project(tree.unflatten(x + length * direction, v)), state, told
 
-    def _remember(self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor) -> Tree:
-        """Write the pair (s, y) over the oldest, where it has positive curvature. A restart forgets all pairs."""
+    def _remember(
+        self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor, held_gradient: Tensor
+    ) -> tuple[Tree, Tensor, Tensor]:
+        """Write the pair (s, y) over the oldest, where it has positive curvature. A restart forgets all pairs.
+
+        Returns the pairs, and the products of S and Y with the held gradient: each table is read once for all of them.
+        """
         s, y = trial - state["x"], gradient - state["gradient"]
         curved = (s * y).sum() > 1e-10 * tree.safe_sqrt(s.square().sum()) * tree.safe_sqrt(y.square().sum())
         keep = accept & curved
@@ -130,21 +134,22 @@ class LBFGS:
         here = (torch.arange(self.history, device=s.device) == head) & keep  # one slot, or none
         moves = torch.where(here[:, None], s, state["moves"])
         turns = torch.where(here[:, None], y, state["turns"])
-        s_turns, y_turns = turns @ s, turns @ y  # the new row and column of each table of products
-        s_row, y_row, column = s_turns[None], y_turns[None], (moves @ y)[:, None]
-        return {
+        with_moves = moves @ torch.stack([y, held_gradient], dim=1)  # (m, 2)
+        with_turns = turns @ torch.stack([s, y, held_gradient], dim=1)  # (m, 3)
+        here_row, column = here[:, None], with_moves[:, :1]
+        held = torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
+        pairs = {
             "moves": moves,
             "turns": turns,
-            "overlap": torch.where(here[:, None], s_row, torch.where(here, column, state["overlap"])),
-            "gram": torch.where(here[:, None], y_row, torch.where(here, y_turns[:, None], state["gram"])),
+            "overlap": torch.where(here_row, with_turns[:, 0], torch.where(here, column, state["overlap"])),
+            "gram": torch.where(here_row, with_turns[:, 1], torch.where(here, with_turns[:, 1:2], state["gram"])),
             "head": torch.where(keep, (head + 1) % self.history, head),
-            "held": torch.where(
-                restart, 0, torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
-            ),
+            "held": torch.where(restart, 0, held),
         }
+        return pairs, with_moves[:, 1], with_turns[:, 2]
 
-    def _direction(self, gradient: Tensor, pairs: Tree) -> Tensor:
-        """-H g. The small systems are solved in the order of time; slots that do not count contribute nothing."""
+    def _direction(self, gradient: Tensor, pairs: Tree, along: Tensor, across: Tensor) -> Tensor:
+        """-H g, with S^T g and Y^T g given. The small systems are solved in the order of time; slots that do not count contribute nothing."""
         moves, turns, head = pairs["moves"], pairs["turns"], pairs["head"]
         slots = torch.arange(self.history, device=gradient.device)
         order = (head + slots) % self.history  # oldest first
@@ -152,8 +157,8 @@ class LBFGS:
         square = used[:, None] & used
         overlap = torch.where(square, _permuted(pairs["overlap"], order), 0.0)
         gram = torch.where(square, _permuted(pairs["gram"], order), 0.0)
-        along = torch.where(used, (moves @ gradient).index_select(0, order), 0.0)  # S^T g
-        across = torch.where(used, (turns @ gradient).index_select(0, order), 0.0)  # Y^T g
+        along = torch.where(used, along.index_select(0, order), 0.0)
+        across = torch.where(used, across.index_select(0, order), 0.0)
         diagonal = overlap.diagonal()
         upper = overlap.triu() + torch.diag_embed((~used).to(overlap.dtype))
         newest = gram[-1, -1]
