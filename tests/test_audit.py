@@ -22,13 +22,13 @@ import gradleak as gl
 from gradleak import attacks, tree
 from gradleak.attack import Reconstruction
 from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
-from gradleak.cells import forms_of
-from gradleak.configuration import digest
+from gradleak.audit.cells import forms_of
 from gradleak.data import Images
 from gradleak.draws import Draws, key
 from gradleak.observation import MissingKnowledge
 from gradleak.results import AuditResult
-from gradleak.store import Folder
+from gradleak.results.configuration import digest
+from gradleak.results.store import Folder
 
 SHAPE = (1, 6, 6)
 WORKS = "idlg:steps=40"  # recovers this network's inputs exactly, in half a second
@@ -540,7 +540,7 @@ def test_digests_name_functions_not_addresses() -> None:
     assert digest(make(2.0)) != digest(make(3.0))
     assert digest(attacks.get("ig")) == digest(attacks.get("ig"))
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
-    code = "from gradleak import attacks; from gradleak.configuration import digest; print(digest(attacks.get('gi')))"
+    code = "import gradleak.attacks as a, gradleak.results.configuration as c; print(c.digest(a.get('gi')))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONHASHSEED": "7"}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert told.stdout.strip() == digest(attacks.get("gi"))

@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gradleak as gl
-from gradleak import loading, progress
-from gradleak.cli import app
-from gradleak.configuration import from_toml
+from gradleak.cli import app, loading, progress
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
+from gradleak.results.configuration import from_toml
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = """
@@ -387,7 +386,8 @@ def test_bench_shows_a_line_per_measurement() -> None:
         "bench", "engine", "--networks", "lenet", "--lanes", "1,2", "--precision", "strict", "--seconds", 0.01
     )
     assert answer.code == 0, answer
-    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,.]+ a second$", answer.out, re.MULTILINE)) == 2
+    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,]+ a second +x[\d,.]+$", answer.out, re.MULTILINE)) == 2
+    assert re.search(r"^lenet +one at a time +strict +[\d,]+ a second +x1\.0$", answer.out, re.MULTILINE)
     assert "Did you mean 'lenet'" in refused("bench", "engine", "--networks", "lennet")
 
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from gradleak import data, fetch
-from gradleak.data import DataError, Images, load
+from gradleak import data
+from gradleak.data import DataError, Images, fetch, load
 from gradleak.registry import UnknownName
 
 EMBEDDED = {  # name: shape without the leading count, classes, least count

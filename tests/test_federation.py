@@ -11,8 +11,8 @@ import torch
 import gradleak as gl
 from conftest import largest_difference, private, tiny
 from gradleak import tree
+from gradleak.audit.private import Stored
 from gradleak.federation import Federation, FederationError, with_buffers
-from gradleak.private import Stored
 from gradleak.rules import SGD
 
 

@@ -31,10 +31,11 @@ def example(**settings: object) -> Observation:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"num_examples": 0}, "num_examples must be a whole number of at least 1; given 0"),
+        ({"num_examples": 0}, "num_examples must be a whole number from 1 to 1000000000; given 0"),
+        ({"num_examples": 10**30}, "num_examples must be a whole number from 1 to 1000000000"),
         ({"num_examples": 2.0}, "num_examples must be a whole number"),
         ({"num_examples": True}, "num_examples must be a whole number"),
-        ({"round": -1}, "round must be a whole number of at least 0"),
+        ({"round": -1}, "round must be a whole number from 0"),
         ({"clients": 0}, "clients must be"),
         ({"key": 3}, "key must be text; given int"),
         ({"weights": {}}, "weights are empty"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradleak import metrics, perceptual
-from gradleak.perceptual import LPIPS, TRUNKS, Weights, WeightsMissing, find_weights
+from gradleak import metrics
+from gradleak.metrics import perceptual
+from gradleak.metrics.perceptual import LPIPS, TRUNKS, Weights, WeightsMissing, find_weights
 from gradleak.task import Field
 
 WIDTHS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}

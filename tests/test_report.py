@@ -16,7 +16,7 @@ from torch import Tensor
 from gradleak.report import pictures, render
 from gradleak.report.page import MOST
 from gradleak.results import Control, Rate, Summary, Verdict
-from gradleak.rows import BadRun
+from gradleak.results.rows import BadRun
 
 HOSTILE = "<script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
 NOTHING: dict[str, Any] = {  # an attack that did not work: inconclusive, never safe

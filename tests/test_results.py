@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from gradleak import rows as schema
-from gradleak.configuration import from_toml, to_toml
 from gradleak.results import AuditResult, BadRun
-from gradleak.store import Folder, Memory
-from gradleak.summary import rate, summaries_of
-from gradleak.verdict import RULE
+from gradleak.results import rows as schema
+from gradleak.results.configuration import from_toml, to_toml
+from gradleak.results.store import Folder, Memory
+from gradleak.results.summary import rate, summaries_of
+from gradleak.results.verdict import RULE
 
 CELL = "0123456789abcdef"
 

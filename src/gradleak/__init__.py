@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 # Loaded on first use: `gl.attacks`, `gl.Audit`, ...
 _modules: tuple[str, ...] = ("assignment", "attacks", "audit", "checks", "data", "defences", "federation")
 _modules += ("metrics", "models", "parts")
-_modules += ("perceptual", "registry", "report", "results", "rules")
+_modules += ("registry", "report", "results", "rules")
 _names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
 
 __all__ = [

@@ -1,36 +1,28 @@
-"""Lanes: one loop solves everything.
+"""Lanes: how targets and restarts become chunks of one tensor program, stage after stage.
 
-A lane is one (target, restart). Parts are written for one lane; here they are stacked and run under vmap, so that
-hundreds of reconstructions are one tensor program. On CUDA the whole step (predict, match, backward, optimiser, best so
-far) is captured once as a graph and replayed; the step number is a device tensor and nothing in the loop waits.
+A lane is one (target, restart). Lanes of equal shape are stacked and solved together (`search.py`), as many at a time
+as the memory of the device holds. `Engine` says where and in which precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
 
 from gradleak import tree
-from gradleak.attack import Now, Progress, Scene, Scored, SharedPrior, Stage
+from gradleak.attack import Progress, Scene, Scored, Stage
 from gradleak.convolution import LaneConvolutions
-from gradleak.draws import Draws
 from gradleak.observation import stack
-from gradleak.registry import did_you_mean
+from gradleak.search import EngineError, Search
 from gradleak.task import Batch, double_backward_safe
 from gradleak.tree import Params, Tree
 
-TRACE_POINTS = 100
-GRAPH_WARMUP = 3  # eager steps before capture, as torch asks; undone afterwards
-
-
-class EngineError(RuntimeError):
-    """The model cannot be run as lanes; the message says what to change."""
+__all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
 
 
 @dataclass(frozen=True)
@@ -92,45 +84,6 @@ class Solved:
     each: Tensor | None  # (lanes, examples): the match of every example, where it separates
     diverged: Tensor
     trace: dict[str, Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LaneProblem:
-    """What the optimiser of one lane may ask, at one moment."""
-
-    stage: Stage
-    scene: Scene
-    observed: Params
-    now: Now
-
-    def batch(self, v: Tree) -> Batch:
-        return {**self.scene.fields, **self.stage.space.decode(v, self.scene, self.now)}
-
-    def predicted(self, v: Tree) -> Params:
-        return self.stage.predict(self.batch(v), v, self.scene, self.now)
-
-    def residual(self, v: Tree) -> Tree:
-        return self.stage.match.residual(self.predicted(v), self.observed)
-
-    def value(self, v: Tree) -> Scored:
-        batch = self.batch(v)
-        match = self.stage.match.distance(self.stage.predict(batch, v, self.scene, self.now), self.observed)
-        objective = match
-        for position, prior in enumerate(self.stage.priors):
-            scene = replace(self.scene, shared=self.scene.shared.get(str(position), {}))
-            objective = objective + prior(batch, v, scene, self.now)
-        return Scored(v, objective, match)
-
-    def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]:
-        def objective(at: Tree) -> tuple[Tensor, Tensor]:
-            scored = self.value(at)
-            return scored.objective, scored.match
-
-        gradient, (value, match) = grad_and_value(objective, has_aux=True)(v)
-        return gradient, Scored(v, value, match)
-
-    def project(self, v: Tree) -> Tree:
-        return self.stage.space.project(v, self.scene, self.now)
 
 
 def solve(
@@ -278,253 +231,3 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
         "key": torch.stack([key for target in keys for key in target]).to(device),
     }
     return first, lane
-
-
-class Search:
-    """One stage over all lanes of a chunk: static tensors, one `tick` that advances them, and the best so far."""
-
-    def __init__(
-        self, stage: Stage, template: Scene, lane: Tree, groups: tuple[int, int], engine: Engine, before: Tree | None
-    ) -> None:
-        self.stage, self.groups, self.engine = stage, groups, engine
-        self.template = template if stage.view is None else stage.view(template)
-        device = next(tree.leaves(template.weights)).device
-        self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
-        self.moving: Tree = {"step": torch.zeros((), device=device)}  # all that a tick changes
-        self.static = False  # True once the tick is captured: then `moving` is written in place
-        try:
-            self._start(before)
-        except RuntimeError as problem:
-            raise _explained(problem, engine) from problem
-        lanes = groups[0] * groups[1]
-        infinite = torch.full((lanes,), torch.inf, device=device, dtype=engine.dtype)
-        self.moving |= {
-            "alive": torch.ones(lanes, dtype=torch.bool, device=device),
-            "best": {"at": tree.detach(self.v), "objective": infinite, "match": infinite.clone()},
-            "last": {"objective": infinite.clone(), "match": infinite.clone()},
-        }
-        self.every = max(1, stage.optimiser.steps // TRACE_POINTS)
-        points = -(-stage.optimiser.steps // self.every)
-        self.traced = torch.full((2, points, lanes), torch.nan, device=device, dtype=engine.dtype)
-
-    def _start(self, before: Tree | None) -> None:
-        stage = self.stage
-        begin = {**self.lane, "before": before or {}}
-
-        def constants(lane: Tree) -> Tree:
-            scene = self.scene(lane)
-            return stage.space.constants(scene, _draws(scene), lane["before"] or None)
-
-        def variables(lane: Tree) -> Tree:
-            scene = self.scene(lane)
-            space = stage.space.variables(scene, _draws(scene), lane["before"] or None)
-            prediction = stage.predict.variables(scene, _draws(scene))
-            if twice := space.keys() & prediction.keys():
-                raise ValueError(f"Space and prediction both name an unknown {', '.join(sorted(twice))}; rename one.")
-            return {**space, **prediction}
-
-        def observed(lane: Tree) -> Params:
-            return stage.match.prepare(stage.predict.target(self.scene(lane)))
-
-        def state(v: Tree, lane: Tree) -> Tree:
-            return stage.optimiser.init(self.problem(lane, self.step), v)
-
-        self.lane["constants"] = self.lift(constants)(begin)
-        begin["constants"] = self.lane["constants"]
-        self.lane["observed"] = self.lift(observed)(self.lane)
-        self.moving["v"] = _own(self.lift(variables)(begin))
-        for setting in ("rates", "every"):
-            for name in getattr(stage.optimiser, setting, {}):
-                if name not in self.v:
-                    raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
-        if self.step.is_cuda:
-            predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
-            self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
-        for position, prior in enumerate(stage.priors):
-            if isinstance(prior, SharedPrior):
-                self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
-        self.moving["state"] = _own(self.lift(state)(self.v, self.lane))
-
-    @property
-    def v(self) -> Tree:
-        return self.moving["v"]  # type: ignore[no-any-return]
-
-    @property
-    def step(self) -> Tensor:
-        return self.moving["step"]  # type: ignore[no-any-return]
-
-    @property
-    def alive(self) -> Tensor:
-        """Lanes in which everything was finite so far."""
-        return self.moving["alive"]  # type: ignore[no-any-return]
-
-    # --- one lane ----------------------------------------------------------------------------------------------
-
-    def scene(self, lane: Tree) -> Scene:
-        return replace(
-            self.template,
-            update=lane["update"],
-            fields=lane["fields"],
-            buffers=lane["buffers"],
-            returned_buffers=lane["returned_buffers"] or None,
-            constants=lane["constants"],
-            shared=lane["shared"],
-            draws=Draws(lane["key"]),
-        )
-
-    def problem(self, lane: Tree, step: Tensor) -> LaneProblem:
-        return LaneProblem(self.stage, self.scene(lane), lane["observed"], Now(step, self.stage.optimiser.steps))
-
-    def advance(self, v: Tree, state: Tree, lane: Tree) -> tuple[Tree, Tree, Tree, Tensor, Tensor]:
-        problem = self.problem(lane, self.step)
-        v, state, scored = self.stage.optimiser.step(problem, v, state, problem.now)
-        return v, state, scored.at, scored.objective, scored.match
-
-    def score(self, v: Tree, lane: Tree) -> tuple[Tensor, Tensor]:
-        scored = self.problem(lane, self.step).value(v)
-        return scored.objective, scored.match
-
-    # --- all lanes ---------------------------------------------------------------------------------------------
-
-    def lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of one lane as a function of all of them."""
-        return vmap(function) if self.engine.batched else _one_by_one(function)
-
-    def decode(self, v: Tree) -> Batch:
-        return self.lift(lambda v, lane: self.problem(lane, self.step).batch(v))(v, self.lane)
-
-    def tick(self) -> None:
-        """One step of every lane. Captured as it stands: no host read, no new shapes."""
-        held, best = self.moving, self.moving["best"]
-        v, state, at, objective, match = self.lift(self.advance)(held["v"], held["state"], self.lane)
-        sound = objective.isfinite() & match.isfinite()
-        for leaf in tree.leaves(v):
-            sound = sound & leaf.reshape(leaf.shape[0], -1).isfinite().all(dim=1)
-        better = held["alive"] & match.isfinite() & (match < best["match"])
-        alive = held["alive"] & sound
-        moved = {
-            "step": held["step"] + 1,
-            "v": tree.where(alive, v, held["v"]),  # a lane that is not finite stays where it was, for good
-            "state": state,  # of a frozen lane it is never read again
-            "alive": alive,
-            "best": tree.where(better, {"at": at, "objective": objective, "match": match}, best),
-            "last": {"objective": objective, "match": match},
-        }
-        if self.static:
-            _assign(held, moved)
-        else:
-            self.moving = moved
-
-    def run(self, progress: Progress | None) -> None:
-        steps, advance = self.stage.optimiser.steps, self.tick
-        try:
-            possible = self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable
-            if self.engine.graph and possible and steps > 2 * GRAPH_WARMUP:
-                advance = self.captured()
-            for step in range(steps):
-                for position, prior in enumerate(self.stage.priors):
-                    if isinstance(prior, SharedPrior) and prior.due(step):
-                        _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
-                advance()
-                if step % self.every == 0:
-                    self.traced[0, step // self.every].copy_(self.moving["last"]["objective"])
-                    self.traced[1, step // self.every].copy_(self.moving["last"]["match"])
-                    if progress is not None:
-                        progress(step + 1)
-            if progress is not None:
-                progress(steps)
-        except RuntimeError as problem:
-            raise _explained(problem, self.engine) from problem
-
-    def captured(self) -> Callable[[], None]:
-        """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""
-        self.static, start = True, tree.detach(self.moving)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(GRAPH_WARMUP):
-                self.tick()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.tick()
-        _assign(self.moving, start)
-        return graph.replay
-
-    def kept(self, keep: str) -> Scored:
-        """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
-        objective, match = self.lift(self.score)(self.v, self.lane)
-        usable, best = self.alive & match.isfinite(), self.moving["best"]
-        better = usable & (match < best["match"]) if keep == "best_match" else usable
-        return Scored(**tree.where(better, {"at": self.v, "objective": objective, "match": match}, best))
-
-    def each_example(self, v: Tree) -> Tensor | None:
-        """The match of every example of every lane, for a match that is a mean over examples."""
-        if not getattr(self.stage.match, "per_example", False):
-            return None
-        residual = self.lift(lambda v, lane: self.problem(lane, self.step).residual(v))(v, self.lane)
-        return next(tree.leaves(residual)).cpu()
-
-    def trace(self) -> dict[str, Tensor]:
-        steps = torch.arange(self.traced.shape[1]) * self.every
-        return {"step": steps, "objective": self.traced[0], "match": self.traced[1]}
-
-
-def _draws(scene: Scene) -> Draws:
-    assert scene.draws is not None  # every lane has one
-    return scene.draws
-
-
-def _own(values: Tree) -> Tree:
-    """Memory of its own for every tensor: vmap returns expanded views, and static tensors are written in place."""
-    return tree.map(lambda value: value.detach().clone(memory_format=torch.contiguous_format), values)
-
-
-def _laid_out_like(value: Tensor, other: Tensor) -> Tensor:
-    """The same values in the memory order of `other`: comparing two orders costs a GPU several times the bandwidth."""
-    return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
-
-
-def _assign(held: Tree, values: Tree) -> None:
-    tree.map(lambda target, source: target.copy_(source), held, values)  # by name: an order of names means nothing
-
-
-def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The documented fall-back for models that vmap rejects: same function, lane after lane, results stacked."""
-
-    def run(*arguments: Tree) -> Any:
-        lanes = next(leaf for argument in arguments for leaf in tree.leaves(argument)).shape[0]
-        results = [
-            function(*(tree.map(lambda value, lane=lane: value[lane], argument) for argument in arguments))
-            for lane in range(lanes)
-        ]
-        return _stacked(results)
-
-    return run
-
-
-def _stacked(results: Sequence[Any]) -> Any:
-    first = results[0]
-    if isinstance(first, dict):
-        return {name: _stacked([result[name] for result in results]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(_stacked(column) for column in zip(*results, strict=True))
-    return torch.stack(list(results))
-
-
-def _explained(problem: RuntimeError, engine: Engine) -> RuntimeError:
-    """Say what to do about the errors that users of their own models meet."""
-    told = str(problem)
-    if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({told.splitlines()[0]})")
-    if not engine.batched or isinstance(problem, EngineError):
-        return problem
-    if any(
-        word in told
-        for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent", "broadcast shape")
-    ):
-        return EngineError(
-            f"This model cannot run as lanes under vmap: {told.splitlines()[0]} Run task.check() for the cause; "
-            "Engine(batched=False) attacks lane after lane instead (dropout must be off: model.eval())."
-        )
-    return problem

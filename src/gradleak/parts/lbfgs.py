@@ -149,7 +149,7 @@ class LBFGS:
         return pairs, with_moves[:, 1], with_turns[:, 2]
 
     def _direction(self, gradient: Tensor, pairs: Tree, along: Tensor, across: Tensor) -> Tensor:
-        """-H g, with S^T g and Y^T g given. The small systems are solved in the order of time; slots that do not count contribute nothing."""
+        """-H g, with S^T g and Y^T g given. Small systems are solved in the order of time; unused slots add nothing."""
         moves, turns, head = pairs["moves"], pairs["turns"], pairs["head"]
         slots = torch.arange(self.history, device=gradient.device)
         order = (head + slots) % self.history  # oldest first

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradleak.progress import duration
+from gradleak.cli.progress import duration
 from gradleak.report import pictures
 
 if TYPE_CHECKING:
@@ -370,7 +370,7 @@ def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
 
 def _reader(result: AuditResult) -> Callable[[str], dict[str, Tensor] | None]:
     """The images of a cell, read once; None where there are none."""
-    from gradleak.rows import BadRun
+    from gradleak.results.rows import BadRun
 
     @cache
     def images(cell: str) -> dict[str, Tensor] | None:

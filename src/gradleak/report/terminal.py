@@ -16,7 +16,7 @@ DISPENSABLE = (
 
 def fitted(result: AuditResult, width: int | None) -> str:
     """The whole table, or, where it is wider than `width`, what fits of it, with a line that says so. None: a pipe."""
-    from gradleak.tables import entries
+    from gradleak.results.tables import entries
 
     rows = entries(result.summaries)
     left_out: list[str] = []

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from gradleak import audit, registry
-from gradleak.audit import Audit
-from gradleak.configuration import from_toml
+from gradleak.audit import Audit, Progress
+from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, pieces
 from gradleak.data import Images
 from gradleak.engine import Engine
-from gradleak.loading import LoadError, a_task, images, is_reference, named_object, pieces
 from gradleak.local import LocalTraining
-from gradleak.progress import Progress
 from gradleak.results import AuditResult
-from gradleak.store import FolderInUse
+from gradleak.results.configuration import from_toml
+from gradleak.results.store import FolderInUse
 from gradleak.task import Task
 
 BUILTIN = "builtin"  # the task of the audit that runs without any argument, as run.toml names it
@@ -152,7 +151,7 @@ def _said(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usable(engine: Engine) -> Engine:
-    from gradleak.loading import engine as checked
+    from gradleak.cli.loading import engine as checked
 
     checked(engine.device, engine.precision)
     return engine

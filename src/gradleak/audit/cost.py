@@ -10,7 +10,7 @@ from gradleak.attack import Composed
 
 if TYPE_CHECKING:
     from gradleak.audit import Audit
-    from gradleak.cells import Cell
+    from gradleak.audit.cells import Cell
 
 
 @dataclass(frozen=True)

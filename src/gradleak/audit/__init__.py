@@ -9,35 +9,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gradleak import data, models, registry
 from gradleak.attack import Attack, require
-from gradleak.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
-from gradleak.configuration import digest
-from gradleak.cost import Estimate, estimate
+from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
+from gradleak.audit.cost import Estimate, estimate
+from gradleak.audit.execution import Analysis, Runner
+from gradleak.audit.private import AuditError, PrivateSide, examples_of
+from gradleak.audit.runfile import arguments, settings_of, toml_of
 from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.environment import describe
-from gradleak.execution import Analysis, Runner
 from gradleak.federation import Federation
 from gradleak.local import LocalTraining
-from gradleak.private import AuditError, PrivateSide, examples_of
-from gradleak.progress import Progress
 from gradleak.results import AuditResult
-from gradleak.rows import Row
-from gradleak.runfile import arguments, settings_of, toml_of
-from gradleak.store import Folder, FolderInUse, Memory, prepare
+from gradleak.results.configuration import digest
+from gradleak.results.rows import Row
+from gradleak.results.store import Folder, FolderInUse, Memory, prepare
 from gradleak.task import Task
 
 if TYPE_CHECKING:
-    from gradleak.perceptual import LPIPS
+    from gradleak.metrics.perceptual import LPIPS
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
 __all__ += ["builtin", "estimate", "from_settings"]
+
+
+class Progress(Protocol):
+    """What an audit tells while it runs: `start`; per cell `cell`, any number of `share`, `finished`; and `note`."""
+
+    def start(self, total_cells: int) -> None: ...
+
+    def cell(self, cell: Cell | str, index: int) -> None: ...
+
+    def share(self, fraction: float) -> None: ...
+
+    def finished(self, cell: Cell | str, rows: Sequence[Row]) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
 
 class Silent:
@@ -45,11 +58,11 @@ class Silent:
 
     def start(self, total_cells: int) -> None: ...
 
-    def cell(self, cell: Cell, index: int) -> None: ...
+    def cell(self, cell: Cell | str, index: int) -> None: ...
 
     def share(self, fraction: float) -> None: ...
 
-    def finished(self, cell: Cell, rows: Sequence[Row]) -> None: ...
+    def finished(self, cell: Cell | str, rows: Sequence[Row]) -> None: ...
 
     def note(self, text: str) -> None: ...
 

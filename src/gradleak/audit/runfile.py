@@ -7,13 +7,13 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradleak import __version__
-from gradleak.cells import Cell, named_attacks, named_defences
-from gradleak.configuration import described, digest, from_toml, to_toml
+from gradleak.audit.cells import Cell, named_attacks, named_defences
+from gradleak.audit.private import AuditError
 from gradleak.engine import Engine
 from gradleak.federation import Federation
 from gradleak.local import LocalTraining
-from gradleak.private import AuditError
 from gradleak.registry import did_you_mean
+from gradleak.results.configuration import described, digest, from_toml, to_toml
 
 if TYPE_CHECKING:
     from gradleak.audit import Audit

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.fetch import DataError, cache_folder, get
+from gradleak.data.fetch import DataError, cache_folder, get
+from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
 from gradleak.registry import UnknownName, did_you_mean
-from gradleak.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
 
 __all__ = [
     "SOURCES",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gradleak import metrics
-from gradleak.rows import finite
+from gradleak.results.rows import finite
 from gradleak.task import Batch, Field
 
 if TYPE_CHECKING:
-    from gradleak.perceptual import LPIPS
+    from gradleak.metrics.perceptual import LPIPS
 
 UNRELATED = "unrelated update"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradleak.summary import NAN, Summary
+from gradleak.results.summary import NAN, Summary
 
 
 def _share(value: float) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradleak.fetch import CIFAR10_NAMES, DOWNLOADS, DataError, cache_folder
+from gradleak.data.fetch import CIFAR10_NAMES, DOWNLOADS, DataError, cache_folder
 
 Size = int | tuple[int, int]
 Array = NDArray[Any]

@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -153,10 +153,13 @@ def leave_room() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
-def measured(row: dict[str, Any]) -> str:
-    """One row of `gradleak bench engine` as a line."""
-    speed = f"{row['rate']:12,.1f} a second" if row["rate"] is not None else f"no result ({row['why']})"
-    return f"{row['network']:10} {row['lanes']:5d} lanes  {row['precision']:7} {speed}"
+def measured(row: Mapping[str, Any]) -> str:
+    """One line of a benchmark: beside the rate, how many times that of one lane after the other in the same run."""
+    how = f"{row['lanes']:>4} lanes" if row["batched"] else "one at a time"
+    what = f"{row['network']:<12}{how:>14}  {row['precision']:<7}"
+    if row["rate"] is None:
+        return f"{what} too large for this device"
+    return f"{what}{row['rate']:>12,.0f} a second  x{row['times_one_at_a_time']:,.1f}"
 
 
 def task(reference: str) -> Task:

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gradleak.rows import FORMS, Row
-from gradleak.summary import INCONCLUSIVE, LEAKS, NAN, NOT_SHOWN, PART, VOID, WORDS, Summary
+from gradleak.results.rows import FORMS, Row
+from gradleak.results.summary import INCONCLUSIVE, LEAKS, NAN, NOT_SHOWN, PART, VOID, WORDS, Summary
 
 CONTROL_PSNR = 18.0
 RULE = (__doc__ or "").partition("Rule. ")[2].strip()

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from gradleak.attack import Progress, Reconstruction
-from gradleak.cells import Cell
+from gradleak.audit.cells import Cell
+from gradleak.audit.private import PrivateSide, Victims
 from gradleak.checks import Check, Checks, observation_checks
 from gradleak.engine import Engine
 from gradleak.observation import Observation
-from gradleak.private import PrivateSide, Victims
-from gradleak.rows import ROW_VERSION, Row, finite
-from gradleak.scoring import scores_of
-from gradleak.store import Arrays
+from gradleak.results.rows import ROW_VERSION, Row, finite
+from gradleak.results.scoring import scores_of
+from gradleak.results.store import Arrays
 from gradleak.task import Batch, Task
 
 if TYPE_CHECKING:
-    from gradleak.perceptual import LPIPS
+    from gradleak.metrics.perceptual import LPIPS
 
 Analysis: TypeAlias = Callable[[Task, Observation, Batch], Mapping[str, float]]
 """Numbers about a target, beside its scores. They are the auditor's: they may look at the truth."""

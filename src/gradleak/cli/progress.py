@@ -11,23 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from gradleak.audit import Progress
 
 SPEAK_EVERY = 30.0  # seconds between two plain lines of one long cell: enough to see life, not enough to fill a log
-
-
-class Progress(Protocol):
-    """What an audit tells while it runs."""
-
-    def start(self, total_cells: int) -> None: ...
-
-    def cell(self, cell: Any, index: int) -> None: ...
-
-    def share(self, fraction: float) -> None: ...
-
-    def finished(self, cell: Any, rows: Sequence[Any]) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 def duration(seconds: float) -> str:

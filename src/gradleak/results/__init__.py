@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradleak.configuration import from_toml
 from gradleak.metrics import to_unit
-from gradleak.rows import BadRun, Row, read_object
-from gradleak.scoring import scores_of
-from gradleak.store import Arrays, Folder, Memory, Store
-from gradleak.summary import Rate, Summary, summaries_of
-from gradleak.tables import FORMATS, Comparison, entries
+from gradleak.results.configuration import from_toml
+from gradleak.results.rows import BadRun, Row, read_object
+from gradleak.results.scoring import scores_of
+from gradleak.results.store import Arrays, Folder, Memory, Store
+from gradleak.results.summary import Rate, Summary, summaries_of
+from gradleak.results.tables import FORMATS, Comparison, entries
+from gradleak.results.verdict import Control, Verdict, control_of, overall, verdict_on
 from gradleak.task import Field
-from gradleak.verdict import Control, Verdict, control_of, overall, verdict_on
 
 if TYPE_CHECKING:
-    from gradleak.perceptual import LPIPS
+    from gradleak.metrics.perceptual import LPIPS
 
 __all__ = ["AuditResult", "BadRun", "Comparison", "Control", "Rate", "Row", "Summary", "Verdict"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradleak.rows import FORMS, Row
-from gradleak.scoring import UNRELATED
+from gradleak.results.rows import FORMS, Row
+from gradleak.results.scoring import UNRELATED
 
 LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
 WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)

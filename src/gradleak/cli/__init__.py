@@ -31,7 +31,7 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             raise  # `gradleak list | head`: typer knows
         except KeyboardInterrupt as stop:
-            from gradleak.loading import command_line
+            from gradleak.cli.loading import command_line
 
             kept = f"{stop} Go on with: {command_line()}" if str(stop) else ctx.obj or "Interrupted."
             _tell(kept)
@@ -156,12 +156,12 @@ def audit(
 
     Without any argument: the built-in audit on real images, on a CPU in about two minutes.
     """
-    from gradleak import loading
     from gradleak.audit import estimate
-    from gradleak.progress import shown
+    from gradleak.cli import loading
+    from gradleak.cli.progress import shown
+    from gradleak.cli.request import Request
     from gradleak.report.terminal import fitted
     from gradleak.report.threshold import crossed
-    from gradleak.request import Request
 
     request = Request(
         reference=reference,
@@ -243,9 +243,10 @@ def attack(
     ),
 ) -> None:
     """Attack updates recorded anywhere. Needs no private data, so it tells how well it fitted, not how close it is."""
-    from gradleak import loading, registry
+    from gradleak import registry
+    from gradleak.cli import loading
+    from gradleak.cli.progress import shown
     from gradleak.observation import Observation
-    from gradleak.progress import shown
     from gradleak.report import reconstruction
 
     loading.leave_room()
@@ -269,7 +270,7 @@ def check(
     reference: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Task; FILE.py alone means FILE.py:task.")],
 ) -> None:
     """Can this model be attacked as it stands? Every problem at once, each with a fix; exit code 1 on errors."""
-    from gradleak import loading
+    from gradleak.cli import loading
 
     problems = loading.task(reference).check()
     for problem in problems:
@@ -290,7 +291,8 @@ def list_methods(
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
 ) -> None:
     """What there is by name: its paper, whether its figures were checked, its settings."""
-    from gradleak import loading, registry
+    from gradleak import registry
+    from gradleak.cli import loading
 
     if not kind:
         for plural, singular in loading.KINDS.items():
@@ -330,8 +332,8 @@ def data_get(
     into: Annotated[Path | None, typer.Option(help="Folder to keep it in; default: the cache folder.")] = None,
 ) -> None:
     """Fetch a full public data set once, checked by SHA-256; running it again resumes or does nothing."""
+    from gradleak.cli.progress import shown
     from gradleak.data import get
-    from gradleak.progress import shown
 
     context.find_root().obj = f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}"
     with shown() as progress:
@@ -358,7 +360,8 @@ def bench_engine(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the rows as JSON.")] = None,
 ) -> None:
     """Images x iterations per second of gradient matching, over networks, lanes and precision."""
-    from gradleak import bench, loading
+    from gradleak import bench
+    from gradleak.cli import loading
 
     bench.engine(
         loading.names(networks, bench.NETWORKS, "network"),

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gradleak import draws as randomness
 from gradleak.assignment import pairwise_mse
-from gradleak.configuration import digest
 from gradleak.data import Images
 from gradleak.defence import Defence
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.metrics import EXACT
 from gradleak.observation import Observation
+from gradleak.results.configuration import digest
 from gradleak.task import Batch, Task
 
 GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from gradleak.configuration import from_toml
-from gradleak.rows import REQUIRED, BadRun, Row, decode, encode, read_object
+from gradleak.results.configuration import from_toml
+from gradleak.results.rows import REQUIRED, BadRun, Row, decode, encode, read_object
 
 Arrays: TypeAlias = dict[str, Tensor]
 

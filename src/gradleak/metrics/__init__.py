@@ -16,150 +16,28 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from gradleak.assignment import Distance, cost_matrix, identification_rank, match, pairwise_mse
+from gradleak.metrics.similarity import (
+    EXACT,
+    capped,
+    grey,
+    mse,
+    pairwise_ssim_distance,
+    precise,
+    psnr,
+    psnr_ggl,
+    s004_compat,
+    ssim,
+    ssim_skimage,
+    ssim_zero_pad_gauss,
+    to_unit,
+)
 
 if TYPE_CHECKING:
-    from gradleak.perceptual import LPIPS
+    from gradleak.metrics.perceptual import LPIPS
 
-EXACT = 1e-12
-"""An MSE below this counts as exact: PSNR is then reported as the cap of 120 dB, so that means stay finite."""
-
-
-def _precise(images: Tensor) -> Tensor:
-    return images.detach().to(torch.float32 if images.device.type == "mps" else torch.float64)  # mps has no doubles
-
-
-def to_unit(images: Tensor) -> Tensor:
-    """[0, 1] in double precision; NaN becomes 0, infinities the bounds: a diverged attack is scored, not dropped."""
-    return _precise(images).nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
-
-
-def _pair(found: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    if found.shape != truth.shape or found.dim() != 4:
-        shapes = f"{tuple(found.shape)} and {tuple(truth.shape)}"
-        raise ValueError(f"Scores compare images of equal shape (N, C, H, W), pair by pair; given {shapes}.")
-    return to_unit(found), to_unit(truth)
-
-
-def mse(found: Tensor, truth: Tensor) -> Tensor:
-    """Mean squared error over channels and pixels, (N,)."""
-    found, truth = _pair(found, truth)
-    return (found - truth).square().flatten(1).mean(1)
-
-
-def psnr(found: Tensor, truth: Tensor) -> Tensor:
-    """10 log10(1 / MSE) in dB, data range 1, at most 120 dB, (N,). `capped` tells which images are at the cap."""
-    return -10 * mse(found, truth).clamp_min(EXACT).log10()
-
-
-def capped(found: Tensor, truth: Tensor) -> Tensor:
-    """Which images are exact up to the cap of PSNR, (N,); sum it for the count."""
-    return mse(found, truth) < EXACT
-
-
-def psnr_ggl(found: Tensor, truth: Tensor) -> Tensor:
-    """PSNR as in GGL's code, for parity only: on [-1, 1] with peak 1, so 4 x the MSE and 6.02 dB lower."""
-    return -10 * (4 * mse(found, truth)).clamp_min(EXACT).log10()
-
-
-# --- structural similarity -------------------------------------------------------------------------------------------
-
-
-def _gaussian(size: int) -> Tensor:
-    offset = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
-    weights = (-offset.square() / (2 * 1.5**2)).exp()
-    return weights / weights.sum()
-
-
-def _uniform(size: int) -> Tensor:
-    return torch.full((size,), 1 / size, dtype=torch.float64)
-
-
-def _smoothing(window: Tensor, size: int, padding: int) -> Tensor:
-    """The matrix (positions, size) that slides a window along an axis with zero padding."""
-    positions = size + 2 * padding - len(window) + 1
-    offset = torch.arange(size) - torch.arange(positions)[:, None] + padding
-    inside = (offset >= 0) & (offset < len(window))
-    return torch.where(inside, window[offset.clamp(0, len(window) - 1)], 0.0)
-
-
-def _similarity(
-    found: Tensor, truth: Tensor, window: Callable[[int], Tensor], size: int, same: bool = False, sample: bool = False
-) -> Tensor:
-    """(2 mu_x mu_y + c1)(2 cov + c2) / ((mu_x^2 + mu_y^2 + c1)(var_x + var_y + c2)), averaged over an image.
-
-    Images (..., C, H, W) with leading axes that broadcast: all pairs of two sets need only their products anew.
-    """
-    height, width = truth.shape[-2:]
-    if not same:
-        short = min(size, height, width)
-        size = short - 1 + short % 2  # the largest odd window that fits
-    rows, columns = (_smoothing(window(size), side, size // 2 * same).to(truth) for side in (height, width))
-
-    def mean(images: Tensor) -> Tensor:  # (..., C, positions, positions), with these swapped: two plain matrix products
-        return (images @ columns.T).mT @ rows.T
-
-    mean_x, mean_y = mean(found), mean(truth)
-    unbiased = size**2 / max(size**2 - 1, 1) if sample else 1.0
-    variances = unbiased * ((mean(found**2) - mean_x**2) + (mean(truth**2) - mean_y**2))
-    covariance = unbiased * (mean(found * truth) - mean_x * mean_y)
-    c1, c2 = 0.01**2, 0.03**2
-    score = (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))
-    return score.mean((-3, -2, -1))
-
-
-def ssim(found: Tensor, truth: Tensor) -> Tensor:
-    """Structural similarity (Wang, Bovik, Sheikh, Simoncelli 2004), (N,); 1 is identical.
-
-    Gaussian 11 x 11, sigma 1.5, K1 0.01, K2 0.03, data range 1, population covariance, windows inside the image only,
-    per channel. With a side below 11 the largest odd window that fits is used; such scores are not comparable with
-    those of larger images.
-    """
-    return _similarity(*_pair(found, truth), _gaussian, 11)
-
-
-def pairwise_ssim_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - SSIM of every pair, (n, m), in blocks of about a million pixels (64 million off the CPU)."""
-    first, second = to_unit(first)[:, None], to_unit(second)
-    block = max(1, 2 ** (20 if first.device.type == "cpu" else 26) // first.numel())
-    return 1 - torch.cat([_similarity(first, some, _gaussian, 11) for some in second.split(block)], 1)
-
-
-def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
-    """`ssim` with zero padding, for parity with GIFD's code (which moreover feeds it normalised images)."""
-    return _similarity(*_pair(found, truth), _gaussian, 11, same=True)
-
-
-def ssim_skimage(found: Tensor, truth: Tensor) -> Tensor:
-    """scikit-image's default on grey images, as S004 uses it: uniform 7 x 7, sample covariance, border of 3 cropped."""
-    found, truth = _pair(found, truth)
-    return _similarity(grey(found), grey(truth), _uniform, 7, sample=True)
-
-
-def grey(images: Tensor) -> Tensor:
-    """Luma 0.2125 R + 0.7154 G + 0.0721 B, (N, 1, H, W); one channel stays as it is."""
-    if images.shape[1] == 1:
-        return images
-    return (images * images.new_tensor([0.2125, 0.7154, 0.0721])[:, None, None]).sum(1, keepdim=True)
-
-
-def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
-    """ORACLE, for parity with S004 (Lewis et al. 2024) only: best of all pairs of a batch (B, C, H, W).
-
-    On grey images, SSIM and PSNR apart. Both are taken again after a "brightness tuning" that uses the true batch,
-    X <- X std(x) / std(X), X <- X + mean(x) + mean(X) (their code, not their text), and kept if both have risen.
-    """
-
-    def best(images: Tensor) -> dict[str, float]:
-        guess, real = grey(to_unit(images)), grey(truth)
-        least = pairwise_mse(guess, real).min().clamp_min(EXACT)
-        similar = _similarity(guess[:, None], real, _uniform, 7, sample=True)  # (B, B)
-        return {"oracle_psnr": float(-10 * least.log10()), "oracle_ssim": float(similar.max())}
-
-    found, truth = to_unit(found), to_unit(truth)
-    scaled = found * (truth.std(correction=0) / found.std(correction=0))
-    plain, tuned = best(found), best(scaled + truth.mean() + scaled.mean())
-    return tuned if all(tuned[name] > plain[name] for name in plain) else plain
-
+__all__ = ["DISTANCES", "EXACT", "IMAGE_SCORES", "Scores", "baselines", "capped", "compare", "grey", "image_scores"]
+__all__ += ["label_scores", "mse", "psnr", "psnr_ggl", "s004_compat", "ssim", "ssim_skimage", "ssim_zero_pad_gauss"]
+__all__ += ["to_unit"]
 
 # --- labels ----------------------------------------------------------------------------------------------------------
 
@@ -353,7 +231,7 @@ def compare(
         raise ValueError(f"The reconstruction is {tuple(raw.shape)} but the truth {tuple(exact.shape)}.")
 
     def unit(images: Tensor) -> Tensor:
-        return to_unit(fields["x"].unit(_precise(images)))  # in double precision the conversion costs no digits
+        return to_unit(fields["x"].unit(precise(images)))  # in double precision the conversion costs no digits
 
     guess, real = unit(raw), unit(exact).expand_as(raw)
     targets, most = raw.shape[:2]
