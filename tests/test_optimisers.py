@@ -15,7 +15,7 @@ from conftest import largest_difference, moment
 from gradleak import draws
 from gradleak.attack import Now, Scored
 from gradleak.parts.lbfgs import LBFGS
-from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, soft_sign
+from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, constant, soft_sign
 from gradleak.tree import Tree
 
 
@@ -231,6 +231,43 @@ def test_lbfgs_works_on_nested_unknowns() -> None:
     for step in range(40):
         v, state, scored = optimiser.step(problem, v, state, moment(step, 40))
     assert scored.match < 1e-15
+
+
+def valley(v: Tree) -> Tensor:
+    """A quadratic whose two variables are of very different sizes."""
+    return (v["x"] - 1).square().sum() + 1e-8 * (v["y"] - 1000).square().sum()
+
+
+def test_lbfgs_measures_a_variable_in_its_unit() -> None:
+    start = {"x": torch.zeros(3, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
+    _, plain = solve(LBFGS(steps=4), Function(valley), start)
+    _, scaled = solve(LBFGS(steps=4, rates={"y": 1e4}), Function(valley), start)
+    assert scaled < 1e-6 * plain
+
+
+def test_lbfgs_moves_a_variable_only_in_every_so_many_searches() -> None:
+    problem, optimiser = Function(valley), LBFGS(steps=30, every={"y": 3}, rates={"y": 1e4})
+    v = {"x": torch.zeros(3, dtype=torch.float64), "y": torch.zeros(2, dtype=torch.float64)}
+    state = optimiser.init(problem, v)
+    moved = []
+    for step in range(30):
+        before, search = state["x"], int(state["searches"])
+        v, state, scored = optimiser.step(problem, v, state, moment(step, 30))
+        if not torch.equal(before, state["x"]):  # a point was accepted: it belongs to the search that began before
+            moved.append(((search - 1) % 3 == 0, bool((before[3:] != state["x"][3:]).any())))
+    assert all(due or not went for due, went in moved)
+    assert any(went for _, went in moved)
+    assert scored.match < 1e-10
+
+
+def test_lbfgs_schedules_the_first_trial_of_a_search() -> None:
+    problem, start = Function(quadratic), {"x": torch.zeros(10, dtype=torch.float64)}
+    for lr, schedule, factor in ((1.0, constant, 1.0), (0.5, constant, 0.5), (1.0, lambda now: 0.25, 0.25)):
+        optimiser = LBFGS(steps=5, lr=lr, schedule=schedule)
+        _, state, _ = optimiser.step(problem, start, optimiser.init(problem, start), moment(0, 5))
+        reference = LBFGS(steps=5)
+        _, plain, _ = reference.step(problem, start, reference.init(problem, start), moment(0, 5))
+        assert float(state["length"] / plain["length"]) == pytest.approx(factor)
 
 
 def test_lbfgs_stays_at_a_minimum() -> None:

@@ -11,7 +11,12 @@ from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import named
 
 
-@named("idlg", kind="attack", paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020")
+@named(
+    "idlg",
+    kind="attack",
+    paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
+    status="verified",  # papers/idlg: labels 100 % as published
+)
 def idlg(
     *, steps: int = 6000, history: int = 100, restarts: int = 1, labels: str = "auto", keep: str = "best_match"
 ) -> Attack:

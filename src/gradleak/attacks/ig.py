@@ -14,7 +14,7 @@ from gradleak.registry import named
 PAPER = "Geiping, Bauermeister, Droege, Moeller, Inverting Gradients, NeurIPS 2020"
 
 
-@named("ig", kind="attack", paper=PAPER)
+@named("ig", kind="attack", paper=PAPER, status="verified")  # papers/ig: the cosine cost of the authors' notebook
 def ig(
     *,
     steps: int = 4800,

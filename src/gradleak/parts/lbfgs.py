@@ -15,31 +15,44 @@ all tensors of a batch to one step length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradleak import tree
 from gradleak.attack import Now, Problem, Scored
+from gradleak.parts.optimisers import Schedule, constant
 from gradleak.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGS:
-    """history: pairs kept. tries: trial points per line search before it starts over without history."""
+    """Quasi-Newton search with a line search per lane.
+
+    history     pairs kept
+    tries       trial points per line search before it starts over without history
+    lr          length of a search's first trial, in units of the quasi-Newton step; `schedule` multiplies it
+    rates       unit in which a named variable is measured: 10 makes it move as if its gradient were 100 times as large
+    every       a named variable moves only in every so many line searches
+    """
 
     steps: int = 300
     history: int = 20
     armijo: float = 1e-4
     wolfe: float = 0.9
     tries: int = 20
+    lr: float = 1.0
+    schedule: Schedule = constant
+    rates: Mapping[str, float] = field(default_factory=dict)
+    every: Mapping[str, int] = field(default_factory=dict)
     graphable: bool = True
 
     def init(self, problem: Problem, v: Tree) -> Tree:
-        x = tree.flatten(v)
+        x = tree.flatten(v) / self._units(v)
         scalar, square = x.new_zeros(()), x.new_zeros((self.history, self.history))
         return {
             "x": x,  # the last accepted point, (n,)
@@ -52,6 +65,7 @@ class LBFGS:
             "low": scalar,
             "high": scalar + torch.inf,
             "tries": scalar,
+            "searches": scalar,
             # The pairs (s, y), in a ring: `head` is the slot written next, `held` how many slots count. The products
             # between them are kept, so that a step reads the two long tables once and never multiplies them.
             "moves": x.new_zeros((self.history, x.shape[0])),  # S
@@ -63,9 +77,10 @@ class LBFGS:
         }
 
     def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
-        trial = tree.flatten(v)
+        units = self._units(v)
+        trial = tree.flatten(v) / units
         gradient_tree, scored = problem.value_and_grad(v)
-        value, gradient = scored.objective, tree.flatten(gradient_tree)
+        value, gradient = scored.objective, tree.flatten(gradient_tree) * units
         length, slope = state["length"], state["slope"]
         first = torch.isinf(state["value"])  # the very first evaluation has nothing to compare with
         sound = value.isfinite() & gradient.isfinite().all()
@@ -88,8 +103,11 @@ class LBFGS:
             pairs, along, across = self._remember(state, trial, safe_gradient, accept & ~first, restart, held_gradient)
             turned = self._direction(held_gradient, pairs, along, across)
         fresh = accept | restart
+        searches = state["searches"] + fresh.to(x.dtype)
+        moving = self._moving(v, searches - 1)
+        turned = turned * moving
         downhill = (turned * held_gradient).sum() < 0
-        turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient)
+        turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient * moving)
         # Without curvature the first step has length one in the norm; after a failed search, much less.
         size = tree.safe_sqrt(held_gradient.square().sum()).clamp_min(1e-20)
         unit = torch.where(restart, 1e-3, 1.0) * torch.minimum(1 / size, torch.ones_like(size))
@@ -98,7 +116,8 @@ class LBFGS:
         high = torch.where(fresh, torch.inf, torch.where(too_far, length, state["high"]))
         within = torch.where(high.isinf(), 2 * length, 0.5 * (low + torch.where(high.isinf(), low, high)))
         direction = torch.where(fresh, turned, state["direction"])
-        length = torch.where(fresh, torch.where(pairs["held"] == 0, unit, torch.ones_like(unit)), within)
+        begin = torch.where(pairs["held"] == 0, unit, torch.ones_like(unit)) * (self.lr * self.schedule(now))
+        length = torch.where(fresh, begin, within)
         state = {
             "x": x,
             "value": held_value,
@@ -110,15 +129,29 @@ class LBFGS:
             "low": low,
             "high": high,
             "tries": torch.where(fresh, 0.0, state["tries"] + 1),
+            "searches": searches,
             **pairs,
         }
         # A trial point that is not finite is this method's business, not a diverged lane: report the last sound value.
         told = Scored(
-            tree.where(sound, v, tree.unflatten(x, v)),
+            tree.where(sound, v, tree.unflatten(x * units, v)),
             torch.where(sound, scored.objective, held_value),
             torch.where(sound, scored.match, held_match),
         )
-        return problem.project(tree.unflatten(x + length * direction, v)), state, told
+        return problem.project(tree.unflatten((x + length * direction) * units, v)), state, told
+
+    def _units(self, v: Tree) -> Tensor | float:
+        """The unit of every entry: the search runs in v / unit, where all variables are of a size."""
+        return self._spread(v, self.rates) if self.rates else 1.0
+
+    def _moving(self, v: Tree, search: Tensor) -> Tensor | float:
+        """1 for entries that move in this line search, else 0."""
+        due = {name: (torch.remainder(search, interval) == 0).to(search.dtype) for name, interval in self.every.items()}
+        return self._spread(v, due) if due else 1.0
+
+    def _spread(self, v: Tree, values: Mapping[str, Any]) -> Tensor:
+        """One number per named variable (1 for the others) as one per entry, in the order of `tree.flatten`."""
+        return torch.cat([torch.ones_like(tree.flatten({name: v[name]})) * values.get(name, 1.0) for name in v])
 
     def _remember(
         self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor, held_gradient: Tensor
