@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from gradleak import tree
-from gradleak.inspection.subject import DROPOUT, (
+from gradleak.inspection.subject import (
+    DROPOUT,
     Failed,
     Pass,
     Subject,
