@@ -44,7 +44,7 @@ def test_every_attack_says_what_it_does_and_where_it_comes_from(name: str) -> No
     assert len(entry.summary) > 20
     assert entry.paper
     assert entry.status in ("verified", "unverified")
-    assert gl.attacks.get(name).name == name.replace("ig-trained", "ig")
+    assert gl.attacks.get(name).name == name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,7 @@ from gradleak import attacks, tree
 from gradleak.attack import Reconstruction
 from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
 from gradleak.audit.cells import forms_of
+from gradleak.audit.probe import gradient_of
 from gradleak.data import Images
 from gradleak.draws import Draws, key
 from gradleak.observation import MissingKnowledge
@@ -454,6 +455,140 @@ def test_another_configuration_in_the_folder_is_refused(tmp_path: Path) -> None:
         audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
 
 
+USERS = """
+import torch
+from torch import nn
+import gradleak as gl
+from gradleak import tree
+
+SCALE = 0.5
+KINDS = {"in": "a", "out": "b"}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(36, 24), nn.Linear(24, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).cos().reshape(parameter.shape) - 0.9)
+
+    def forward(self, x):
+        "Says nothing."
+        if x.dim() in {1, 2, 3}:
+            raise ValueError
+        return self.second(torch.sigmoid(self.first(x.flatten(1))))
+
+
+def loss(scores, y):
+    return 1 * nn.functional.cross_entropy(scores, y)
+
+
+def halved(update):
+    return tree.scale(update, SCALE)
+
+
+class Halve(gl.Defence):
+    def upload(self, upload, client):
+        return upload.map(lambda update: halved(update))
+
+
+task = gl.Task.supervised(Net(), loss, like=(torch.zeros(1, 1, 6, 6), torch.zeros(1, dtype=torch.long)))
+"""
+
+
+def users(folder: Path, old: str = "", new: str = "") -> Audit:
+    """The audit of a user's file, imported anew after an edit."""
+    assert old in USERS
+    names: dict[str, Any] = {"__name__": "users"}
+    path = folder / "users.py"
+    path.write_text(USERS.replace(old, new) if old else USERS)
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    settings: dict[str, Any] = {"targets": 1, "unrelated": 0, "engine": gl.Engine(device="cpu"), "knowledge": ["naive"]}
+    return Audit(names["task"], private(), ["ig:steps=2"], [names["Halve"]()], **settings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("torch.sigmoid(", "torch.relu(", "what model and loss compute"),
+        ("1 * nn", "7 * nn", "what model and loss compute"),
+        ("halved(update))", "halved(halved(update)))", "a defence, or its code"),
+        ("SCALE = 0.5", "SCALE = 0.25", "a defence, or its code"),
+        ("tree.scale(update, SCALE)", "tree.scale(update, -SCALE)", "a defence, or its code"),
+    ],
+)
+def test_edited_code_is_another_run(tmp_path: Path, old: str, new: str, message: str) -> None:
+    users(tmp_path).run(tmp_path / "run")
+    counting = Counting()
+    users(tmp_path, '"Says nothing."', '"Says more."\n\n').run(tmp_path / "run", progress=counting)
+    assert counting.ran == 0, "a docstring changes nothing"
+    edited = users(tmp_path, old, new)
+    with pytest.raises(FolderInUse, match=message):
+        edited.run(tmp_path / "run")
+    assert not {cell.key for cell in edited.cells()[1:]} & {cell.key for cell in users(tmp_path).cells()[1:]}
+
+
+def test_code_alone_and_computation_alone_tell_runs_apart(tmp_path: Path) -> None:
+    plain, same = users(tmp_path).fingerprint, users(tmp_path, "1 * nn", "1.0 * nn").fingerprint
+    assert plain["gradient"] == same["gradient"]
+    assert plain["task"] != same["task"]
+    patched = users(tmp_path)
+    patched.task.model.forward = lambda x: 2 * type(patched.task.model).forward(patched.task.model, x)  # type: ignore[method-assign]
+    assert patched.fingerprint["gradient"] != plain["gradient"]
+
+
+def test_unchanged_code_is_the_same_run_in_another_process(tmp_path: Path) -> None:
+    here = users(tmp_path).settings()
+    code = (
+        f"import sys, json; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        f"import pathlib, test_audit as t; print(json.dumps(t.users(pathlib.Path({str(tmp_path)!r})).settings()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONHASHSEED": "7"}
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(told.stdout) == json.loads(json.dumps(here))
+
+
+class OnlyFloat32(nn.Module):
+    def __init__(self, works: bool) -> None:
+        super().__init__()
+        self.inner, self.works = network(), works
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32 or not self.works:
+            raise RuntimeError("no")
+        scores: Tensor = self.inner(x)
+        return scores
+
+
+def test_a_model_that_cannot_be_probed_is_told_by_its_code() -> None:
+    fields = task().fields
+    single = gl.Task(OnlyFloat32(True), task().objective, fields)
+    assert len(gradient_of(single)) == 16
+    assert gradient_of(single) == gradient_of(single)
+    notes: list[str] = []
+
+    class Noting(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    planned = replace(audit(), task=gl.Task(OnlyFloat32(False), task().objective, fields))
+    assert planned.fingerprint["gradient"] == "not run: RuntimeError"
+    planned.run(progress=Noting())
+    assert "does not run on the CPU" in notes[0]
+
+
+def test_a_quick_run_says_so(tmp_path: Path) -> None:
+    audit(attacks=["ig:steps=2"], trial=True).run(tmp_path / "run")
+    result = AuditResult.load(tmp_path / "run")
+    assert result.settings["trial"] is True
+    assert result.verdict.paragraph.startswith("Quick run: shows that everything runs, nothing else.")
+    assert from_settings(result.settings, task=task(), data=private()).trial
+    assert "Quick run: shows that everything runs" in result.report(tmp_path / "report.html").read_text()
+    with pytest.raises(FolderInUse, match="trial"):
+        audit(attacks=["ig:steps=2"]).run(tmp_path / "run")
+
+
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
     other = Folder(tmp_path / "run")
@@ -563,7 +698,8 @@ def test_run_toml_repeats_the_run(tmp_path: Path) -> None:
     first = replace(first, attacks=["ig:steps=3"], targets=2)
     result = first.run(tmp_path / "run")
     text = (tmp_path / "run" / "run.toml").read_text()
-    assert "gradleak audit --config run.toml" in text
+    assert "from the folder where it was started" in text
+    assert "gradleak audit --config PATH/TO/THIS/run.toml" in text
     again = from_settings(result.settings, task=task(), data=private())
     assert [cell.key for cell in again.cells()] == [cell.key for cell in first.cells()]
     assert again.settings() == result.settings
@@ -581,6 +717,7 @@ def test_run_toml_repeats_the_run(tmp_path: Path) -> None:
         ({"analyses": ["norm"]}, "Use its script"),
         ({"targets": "8"}, "whole numbers"),
         ({"rounds": [0.5]}, "whole numbers"),
+        ({"trial": "yes"}, "true or false"),
         ({"task": "x"}, "task"),
     ],
 )
@@ -602,7 +739,7 @@ def test_the_environment_is_recorded(tmp_path: Path) -> None:
     assert {"gradleak", "git", "python", "packages", "threads", "time", "cores", "gpus"} <= held.keys()
 
 
-def test_the_estimate_is_of_the_right_size() -> None:
+def test_the_estimate_is_of_the_right_size(tmp_path: Path) -> None:
     planned = audit(attacks=["ig:steps=100"], seeds=[0, 1])
     told = estimate(planned)
     assert (told.cells, told.lanes, told.steps) == (2, 10, 1000)
@@ -613,6 +750,10 @@ def test_the_estimate_is_of_the_right_size() -> None:
     taken = time.perf_counter() - began
     assert told.seconds < 20 * taken
     assert estimate(audit(attacks=[Spy()])).seconds is None
+    audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
+    rest = estimate(audit(attacks=["ig:steps=3"]), out=tmp_path / "run")
+    assert (rest.cells, rest.kept, rest.seconds) == (0, 1, 0)
+    assert "(1 more are kept from before)" in str(rest)
     assert "and 1 cells whose time" in str(estimate(audit(attacks=["ig:steps=9", Spy()])))
 
 

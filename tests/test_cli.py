@@ -140,7 +140,8 @@ def test_words_that_nobody_knows(words: list[str]) -> None:
 
 def test_list_shows_paper_status_and_settings() -> None:
     out = Answer("list", "attacks", "ig*").out
-    assert "ig  [unverified]" in out
+    assert "ig  [verified]" in out
+    assert "ig-modern  [unverified]" in out
     assert "Geiping" in out
     assert "steps=4800" in out
     assert "dlg" not in out
@@ -174,7 +175,17 @@ def test_check_lists_problems_with_fixes_and_fails_on_errors() -> None:
     )
     bad = Answer("check", "bad.py")
     assert "->" in bad.out
+    assert not re.search(r"\b1 (findings|errors)", bad.out), bad
     assert (bad.code == 1) == ("error" in bad.out)
+
+
+def test_check_looks_at_the_data_too() -> None:
+    assert Answer("check", "train.py:task", "--data", "train.py:images").code == 0
+    Path("raw.py").write_text(
+        USER_FILE + "x = torch.arange(24 * 192.).reshape(24, 3, 8, 8) % 256\npair = (x, images.y)\n"
+    )
+    assert "looks like 0-255 data" in Answer("check", "raw.py:task", "--data", "raw.py:pair").out
+    assert "shape (1, 8, 8); the task wants (3, 8, 8)" in refused("check", "train.py", "--data", "digits")
 
 
 # --- references ------------------------------------------------------------------------------------------------------
@@ -288,7 +299,52 @@ def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
     assert "--lr" in refused(*words)
     assert Answer(*words, "--lr", "0.1", "--steps", "1").code == 0
     assert "needs --lr" in refused(*words, "--epochs", "2")
-    assert "shape" in refused(*words[:-1], "1,2,3", "--lr", "0.1")
+    unrelated = refused(*words[:-1], "1,2,3", "--lr", "0.1")
+    assert "shape" in unrelated
+    assert "On the command line" not in unrelated
+
+
+def test_files_with_one_key_are_told_apart_by_their_names(seen: Path) -> None:
+    folder = seen.with_name("other")
+    folder.mkdir()
+    copies = [seen, seen.with_name("b.safetensors"), folder / "b.safetensors"]
+    for copy in copies[1:]:
+        copy.write_bytes(seen.read_bytes())
+    answer = Answer("attack", *copies, "--task", "train.py", "--attack", "ig:steps=2")
+    assert answer.code == 0, answer
+    assert re.findall(r"^(\S+): objective", answer.out, re.MULTILINE) == ["seen", "b", "b-2"]
+
+
+def test_odd_updates_are_told_before_the_attack(seen: Path) -> None:
+    good = gl.Observation.load(seen)
+    zero = {name: torch.zeros_like(value) for name, value in good.update.items()}
+    path = gl.Observation(good.weights, zero, 1).save("zero.safetensors")
+    answer = Answer("attack", path, "--task", "train.py", "--attack", "ig:steps=2", "--labels", "1")
+    assert answer.out.startswith("target: error: the update is zero everywhere"), answer
+    assert "checks: checks" not in answer.out
+
+
+VALUE = """
+class Valued(torch.nn.Module):
+    def forward(self, x):
+        return x * (1.0 if float(x.detach().mean()) > -9 else 2.0)
+
+task = gl.Task.supervised(torch.nn.Sequential(Valued(), model), torch.nn.functional.cross_entropy, like=like)
+"""
+
+
+def test_models_that_vmap_rejects_run_one_by_one() -> None:
+    Path("valued.py").write_text(USER_FILE + VALUE)
+    task = loading.task("valued.py")
+    path = gl.observe(task, {"x": torch.rand(1, 3, 8, 8), "y": torch.tensor([2])}, gl.LocalTraining(lr=0.1)).save("v")
+    words = ("attack", path, "--task", "valued.py", "--attack", "ig:steps=2")
+    assert "On the command line: --one-by-one" in refused(*words)
+    assert Answer(*words, "--one-by-one").code == 0
+    audit = ("audit", "valued.py:task", "--data", "valued.py:images", "--attack", "ig", "--quick", "-o")
+    assert "On the command line: --one-by-one" in refused(*audit, "lanes")
+    answer = Answer(*audit, "single", "--one-by-one")
+    assert answer.code == 0, answer
+    assert loading_toml("single/run.toml")["engine"]["batched"] is False
 
 
 @pytest.mark.parametrize(
@@ -297,10 +353,13 @@ def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
         (("--attack", "igg"), "Did you mean 'ig'"),
         (("--attack", "ig:stps=3"), "has no setting 'stps'. Did you mean 'steps'"),
         (("--attack", "ig:steps"), "is not a setting"),
+        (("--attack", "ig:steps=abc"), "attack 'ig': steps must be a whole number; given 'abc'."),
+        (("--attack", "ig:steps=0"), "steps must be"),
+        (("--labels", "77"), "77"),
         (("--attack", "ig:restarts=0"), "restarts must be at least 1"),
-        (("--defence", "fedsma"), "Unknown defence 'fedsma'"),
+        (("--defence", "fedsma"), "Unknown defence 'fedsma'. This version has no named defences yet"),
         (("--precision", "half"), "precision must be"),
-        (("--device", "cuda:99"), "cannot be used"),
+        (("--device", "cuda:99"), ". Try --device cpu."),
         (("--device", "nonsense"), "cannot be used"),
         (("--labels", "cat"), "--labels must be whole numbers"),
     ],
@@ -399,7 +458,7 @@ TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:s
 def test_an_audit_of_a_users_file_from_start_to_report() -> None:
     answer = Answer(*TINY, "-o", "run")
     assert answer.code == 0, answer
-    assert "1 cells" in answer.errors  # what it will cost
+    assert re.search(r"\b1 cells?\b", answer.errors)  # what it will cost
     assert "[1/1] ig:steps=3" in answer.errors
     assert re.search(r"^ig:steps=3 +none", answer.out, re.MULTILINE)
     assert "Report: run/report.html" in answer.out
@@ -440,6 +499,8 @@ def test_quick_runs_everything_of_a_users_audit() -> None:
     assert answer.code == 0, answer
     assert "Report: runs/train-quick/report.html" in answer.out
     assert "dlg:steps=2" in answer.out
+    assert "Quick run: shows that everything runs, nothing else." in answer.out
+    assert loading_toml("runs/train-quick/run.toml")["trial"] is True
 
 
 def test_a_model_by_name_for_any_images() -> None:

@@ -29,7 +29,7 @@ from gradleak.parts.optimisers import Adam, SignedAdam
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Together, Uniform
-from gradleak.task import Batch
+from gradleak.task import Batch, TaskError
 from gradleak.tree import Params, Tree
 
 TRAINING = LocalTraining(lr=1.0)
@@ -618,12 +618,14 @@ def test_a_model_that_vmap_rejects_is_an_error_with_advice_and_runs_lane_after_l
     assert found.match.isfinite().all()
 
 
-def test_dropout_is_an_error_with_advice(double: Engine) -> None:
+@pytest.mark.parametrize("batched", [True, False])
+def test_dropout_is_an_error_with_advice(batched: bool) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, CLASSES)).double()
-    task = gl.Task.supervised(model, cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
+    task = gl.Task.supervised(model, nn.functional.cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
     seen = gl.observe(task, private(1), TRAINING)
-    with pytest.raises(EngineError, match=r"model\.eval\(\)"):
-        attack_of(stage_of(optimiser=Adam(steps=3))).run(task, seen, knowing(private(1)), engine=double)
+    engine_ = Engine(device="cpu", precision="double", batched=batched)
+    with pytest.raises(TaskError, match=r"Dropout is active \(1\).*model.eval\(\)"):
+        gl.attacks.get("ig", steps=2).run(task, seen, engine=engine_)
 
 
 def test_other_errors_are_not_dressed_up(double: Engine) -> None:

@@ -37,7 +37,6 @@ def trained_by_torch(
     ("settings", "sizes"),
     [
         ({}, [5]),
-        ({"batch_size": 2}, [2]),
         ({"steps": 3}, [5, 5, 5]),
         ({"steps": 4, "batch_size": 2}, [2, 2, 1, 2]),
         ({"epochs": 2}, [5, 5]),
@@ -47,7 +46,7 @@ def trained_by_torch(
 )
 def test_steps_and_epochs_fix_the_rows_of_each_step(settings: dict, sizes: list[int]) -> None:
     plan = LocalTraining(lr=1.0, **settings).order(5)
-    assert [5 if rows is None else len(rows) for rows in plan] == sizes
+    assert [5 if rows is None else len(torch.arange(5)[rows]) for rows in plan] == sizes
 
 
 def test_every_epoch_sees_every_example_in_a_new_order() -> None:
@@ -58,7 +57,8 @@ def test_every_epoch_sees_every_example_in_a_new_order() -> None:
 
 
 def test_without_a_generator_the_order_stands() -> None:
-    assert torch.cat(LocalTraining(lr=1.0, epochs=1, batch_size=2).order(5)).tolist() == [0, 1, 2, 3, 4]
+    plan = LocalTraining(lr=1.0, epochs=1, batch_size=2).order(5)
+    assert torch.cat([torch.arange(5)[rows] for rows in plan]).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_without_a_generator_the_order_stands() -> None:
     [
         ({"lr": 1.0, "steps": 1, "epochs": 1}, "not both"),
         ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": 1.0, "batch_size": 2}, "batch_size needs steps or epochs"),
         ({"lr": -1.0}, "lr must be positive"),
         ({"lr": 1.0, "steps": 0}, "steps must be at least 1"),
         ({"lr": 1.0, "batch_size": 0}, "batch_size must be at least 1"),

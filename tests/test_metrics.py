@@ -56,7 +56,7 @@ def test_mean_psnr_exceeds_psnr_of_the_mean_mse() -> None:
     found = torch.stack([x[0] + 0.1, x[1] + 0.01])  # 20 and 40 dB
     assert metrics.psnr(found, x).mean().item() == pytest.approx(30, abs=1e-4)
     assert -10 * metrics.mse(found, x).mean().log10().item() == pytest.approx(22.967, abs=1e-3)
-    assert -10 * math.log10(0.00696) == pytest.approx(21.57, abs=5e-3)  # S000 prints this MSE beside a PSNR of 22.58
+    assert -10 * math.log10(0.00696) == pytest.approx(21.57, abs=5e-3)  # a paper prints this MSE beside a PSNR of 22.58
 
 
 def test_scores_are_clamped_and_differ_per_image() -> None:

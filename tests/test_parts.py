@@ -16,6 +16,7 @@ from gradleak import draws, tree
 from gradleak.attack import Scene
 from gradleak.draws import Draws
 from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge, MissingKnowledge
 from gradleak.parts.matches import Cosine, LayerNorms, RowCosine, Scaled, SquaredError
 from gradleak.parts.predictions import Replay, Representation, gradient
 from gradleak.parts.priors import (
@@ -201,17 +202,18 @@ def test_batch_norm_statistics_by_hand(norm: str) -> None:
 
 
 def test_returned_statistics_are_those_of_the_client() -> None:
-    """With momentum 1 the client returns its batch's own mean, and only the variance's correction is left."""
+    """Held statistics, momentum and the unbiased variance are taken off: at the true batch nothing is left."""
     model = network(norm="train")
-    model[1].momentum = 1.0
+    model[1].momentum = 0.3
     task = gl.Task.supervised(model, cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
     batch = private(4)
     seen, _ = seen_by(task, batch)
     scene = scene_of(task, seen, y=batch["y"])
     held, returned = (BatchNormStatistics(1.0, returned=r)(batch, {}, scene, moment()) for r in (False, True))
-    var = model[0](batch["x"]).var((0, 2, 3), correction=0)
-    torch.testing.assert_close(returned, (var - var * 16 / 15).norm())  # torch keeps the unbiased variance, n = 16
-    assert returned < held
+    assert returned < 1e-12 < held
+    other = replace(scene, knows=Knowledge(training=gl.LocalTraining(lr=1.0, steps=2)))
+    with pytest.raises(MissingKnowledge, match="after ONE step"):
+        BatchNormStatistics(1.0, returned=True)(batch, {}, other, moment())
 
 
 def test_a_network_without_batch_norm_has_no_such_prior() -> None:
@@ -279,7 +281,7 @@ def test_the_consensus_is_refreshed_at_its_start_and_every_interval() -> None:
 def test_the_pull_begins_with_the_consensus() -> None:
     prior, x = GroupConsistency(2.0, start=5), torch.zeros(2, 1, 2, 2)
     x[0, 0, 0, 0], x[1, 0, 0, 0] = 3.0, 4.0
-    scene = replace(any_scene(), shared={"consensus": torch.zeros_like(x)})
+    scene = replace(any_scene(), shared={"consensus": torch.zeros_like(x), "several": torch.ones(())})
     assert prior({"x": x}, {}, scene, moment(4)) == 0
     assert prior({"x": x}, {}, scene, moment(5)) == 2 * (3 + 4)
     assert GroupConsistency(2.0, start=5, per_pixel=True)({"x": x}, {}, scene, moment(5)) == 2 * (3 + 4) / 4

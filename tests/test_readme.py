@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
+from typer.testing import CliRunner
 
 from gradleak import registry
 from gradleak.cli import app
+from gradleak.report.pictures import picture, png
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -95,6 +98,53 @@ def test_commands_exist(page: Path) -> None:
             assert set(named[1].split(",") if named else []) <= extras, words
         else:
             pytest.fail(f"{page.name}: nobody checks the command {words[0]!r}")
+
+
+TRAIN = """
+import torch
+import gradleak as gl
+
+model = gl.models.lenet_zhu(shape=(3, 8, 8), classes=4, generator=torch.Generator().manual_seed(0))
+like = (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long))
+task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)
+"""
+
+
+def test_the_commands_for_ones_own_model_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As README.md writes them, in a folder with a train.py and pictures; the audit with --quick added."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "train.py").write_text(TRAIN)
+    images = torch.rand(4, 8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    for label, own in enumerate(images):
+        folder = tmp_path / "path/to/images" / f"class{label}"
+        folder.mkdir(parents=True)
+        for number, pixels in enumerate(own):
+            (folder / f"{number}.png").write_bytes(png(picture(pixels)))
+    check, audit, compare = (
+        next(words for words in commands(README) if words[:2] == ["gradleak", name])
+        for name in ("check", "audit", "compare")
+    )
+    try:
+        for words in (check, [*audit, "--quick"], [*audit[:-1], "runs/builtin", "--quick"], compare):
+            answer = CliRunner().invoke(app, words[1:])
+            assert answer.exit_code == 0, (words, answer.output, answer.exception)
+    finally:
+        sys.modules.pop("gradleak_user_train", None)
+    assert (tmp_path / "runs/mine/report.html").is_file()
+    assert "ig" in answer.stdout
+
+
+def test_verified_attacks_have_results_that_hold() -> None:
+    verified = [entry.name for entry in registry.entries("attack") if entry.status == "verified"]
+    assert verified
+    text = README.read_text()
+    for name in verified:
+        results = sorted((ROOT / "papers" / name / "results").glob("*.json"))
+        assert results, f"{name} is called verified, but papers/{name}/results is empty"
+        for path in results:
+            assert json.loads(path.read_text())["failed"] == [], path
+        assert f"- `{name}`: " in text, f"README.md does not say what verified means for {name}"
 
 
 def test_inline_commands_exist() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradleak.report import pictures, render
-from gradleak.report.page import MOST
+from gradleak.report.page import MOST, Page
 from gradleak.results import Control, Rate, Summary, Verdict
 from gradleak.results.rows import BadRun
 
@@ -121,6 +121,18 @@ def test_every_section_of_the_report_card_is_there() -> None:
     for word in ("Threat model", "honest-but-curious", "level C", "ig recovered 75 %", "The strongest attack counts.",
                  "[40, 100]", "mid-grey", "unrelated update", "Geiping", "federation.lr", "--config"):  # fmt: skip
         assert word in text, word
+
+
+def test_it_says_what_a_reader_could_get_wrong() -> None:
+    page = render(sample())
+    assert "exact binomial ones" in page
+    assert "clearest 33.0" in page
+    assert "worst 33.0" not in page
+    assert "From the folder where it was started" in page
+    assert Page.of(sample()).command == "gradleak audit --config runs/sample/run.toml --out runs/sample-again"
+    inside = sample(folder=Path.cwd() / "runs" / "my run")
+    assert Page.of(inside).command == "gradleak audit --config 'runs/my run/run.toml' --out 'runs/my run-again'"
+    assert "QUICK RUN" in Page.of(sample(settings={"trial": True})).subtitle
 
 
 def test_hostile_text_stays_text() -> None:

@@ -177,6 +177,21 @@ def test_a_cell_that_was_not_run_is_inconclusive() -> None:
     assert "1 of 2 cells were not run" in verdict.paragraph
 
 
+def test_an_unfinished_run_says_so_first() -> None:
+    part = result(rows_of(ALL))
+    cells = [*part.settings["plan"]["cells"], key(7), key(8), key(9)]
+    part = AuditResult.of(part.store, {**part.settings, "plan": {**part.settings["plan"], "cells": cells}}, {})
+    assert part.verdict.paragraph.startswith("Incomplete: 2 of 5 cells. ")
+    trial = AuditResult.of(part.store, {**part.settings, "trial": True}, {})
+    assert trial.verdict.paragraph.startswith("Incomplete: 2 of 5 cells. Quick run: shows that everything runs")
+    assert result(rows_of(ALL)).verdict.paragraph.startswith("Undefended")
+
+
+def test_the_rule_names_both_intervals() -> None:
+    assert "bootstrap" in RULE
+    assert "exact binomial" in RULE
+
+
 @pytest.mark.parametrize("psnr", [17.9, 3.0])
 def test_a_failed_control_voids_everything(psnr: float) -> None:
     found = result(control(psnr), rows_of(ALL))

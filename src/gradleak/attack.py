@@ -6,6 +6,7 @@ part, so that ramps, annealing and homotopies need no branch. `v` is a nested di
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.draws import Draws
 from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets
-from gradleak.task import Batch, Field, Task
+from gradleak.task import Batch, Field, Task, TaskError
 from gradleak.tree import Params, Tree
 
 Needs: TypeAlias = frozenset[str]
@@ -64,9 +65,9 @@ class Scene:
             task,
             knows,
             weights=move(seen.weights),
-            update=move(seen.update),
+            update=move({name: seen.update[name] for name in seen.weights}),  # one order of names everywhere
             num_examples=seen.num_examples,
-            buffers=task.buffers() if seen.buffers is None else move(seen.buffers),
+            buffers={**task.buffers(), **move(seen.buffers or {})},
             returned_buffers=None if seen.returned_buffers is None else move(seen.returned_buffers),
             extras={name: move(params) for name, params in seen.extras.items()},
             limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
@@ -320,7 +321,7 @@ class Composed:
 
 def require(attack: Attack, knows: Knowledge) -> None:
     """Refuse to run without what the attack needs to know. Given labels spare what a label rule would need."""
-    needs = attack.search_needs if isinstance(attack, Composed) and "y" in knows.grants else attack.needs
+    needs = getattr(attack, "search_needs", attack.needs) if "y" in knows.grants else attack.needs
     missing = sorted(needs - knows.grants)
     if missing:
         how = {
@@ -334,8 +335,20 @@ def require(attack: Attack, knows: Knowledge) -> None:
         )
 
 
+MOST_ENTRIES = 10**9
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
 def fits(task: Task, targets: Sequence[Observation]) -> None:
-    """The observation must be of this model: same parameter names, same shapes."""
+    """The observation must be of this model: same names, same shapes, and few enough examples to hold in memory."""
+    dropout = [name for name, m in task.model.named_modules() if isinstance(m, _DROPOUT) and m.training and m.p > 0]
+    if dropout:
+        raise TaskError(
+            f"Dropout is active ({', '.join(dropout[:3])}): the client's masks are its own secret, and a replay with "
+            "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval()."
+        )
+    entries = sum(math.prod(held.shape) for held in task.fields.values() if held.classes is None)
+    others = {name: tuple(b.shape) for name, b in task.buffers().items()}
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
     for target in targets:
         given = {name: tuple(value.shape) for name, value in target.weights.items()}
@@ -346,6 +359,17 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
                 f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the "
                 "model the server sent, with the same number of classes."
             )
+        for name, value in {**(target.buffers or {}), **(target.returned_buffers or {})}.items():
+            if others.get(name) != tuple(value.shape):
+                raise MissingKnowledge(
+                    f"Observation {target.key!r} has a buffer {name} of shape {tuple(value.shape)}; this model has "
+                    f"{others.get(name, 'none of that name')}. Build the task from the model the server sent."
+                )
+        if target.num_examples * entries > MOST_ENTRIES:
+            raise MissingKnowledge(
+                f"Observation {target.key!r} says {target.num_examples} examples: {target.num_examples * entries:.1e} "
+                f"unknowns are more than the {MOST_ENTRIES:.0e} that one attack takes on. Is the number right?"
+            )
 
 
 def _scene(task: Task, target: Observation, knows: Knowledge, position: int, targets: int) -> Scene:
@@ -355,13 +379,22 @@ def _scene(task: Task, target: Observation, knows: Knowledge, position: int, tar
     for name, value in knows.given.items():
         if name not in task.fields:
             raise MissingKnowledge(f"Knowledge.given names {name!r}; the task's fields are {', '.join(task.fields)}.")
+        if not isinstance(value, Tensor):
+            raise MissingKnowledge(f"Knowledge.given[{name!r}] must be a tensor; given {type(value).__name__}.")
         known = task.fields[name]
         rank = 1 + len(known.shape) + (known.classes is not None and value.is_floating_point())
-        own = value[position] if value.dim() == rank + 1 and value.shape[0] == targets else value
-        if own.dim() != rank or own.shape[0] != scene.num_examples:
+        several = value.dim() == rank + 1 and value.shape[0] == targets
+        # Targets of fewer examples than others are padded, as in a Reconstruction: with -1 or NaN, which end here.
+        own = value[position][: scene.num_examples] if several else value
+        filled = bool(own.isfinite().all()) if own.is_floating_point() else bool((own >= 0).all())
+        if own.dim() != rank or own.shape[0] != scene.num_examples or not filled:
             raise MissingKnowledge(
                 f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one "
-                f"such per target ({targets}, {scene.num_examples}, ...)."
+                f"such per target ({targets}, {scene.num_examples}, ...), with no padding among the examples."
+            )
+        if known.classes is not None and not own.is_floating_point() and int(own.max()) >= known.classes:
+            raise MissingKnowledge(
+                f"Knowledge.given[{name!r}] holds {int(own.max())}; the model has classes 0 to {known.classes - 1}."
             )
         given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
     return replace(scene, fields=given)

@@ -105,7 +105,7 @@ class Defence:
         """The step the server takes (subtracted from the weights)."""
         return self.reveal(uploads, sizes)
 
-    def assumed(self, seen: Scene, task: Task) -> Defence:
+    def assumed(self, scene: Scene, task: Task) -> Defence:
         """The attacker's version: noise off, data-dependent masks frozen from the observation. Runs inside a lane."""
         return self
 
@@ -179,8 +179,8 @@ class Chain(Defence):
             return owner.aggregate(uploads, sizes, server)
         return self.reveal(uploads, sizes)
 
-    def assumed(self, seen: Scene, task: Task) -> Defence:
-        return Chain(*(member.assumed(seen, task) for member in self.members))
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return Chain(*(member.assumed(scene, task) for member in self.members))
 
     def noise_variance(self, scene: Scene) -> Params:
         variance = tree.zeros_like(scene.update)
@@ -189,9 +189,17 @@ class Chain(Defence):
         return variance
 
     def guarantee(self, **setting: Any) -> Guarantee:
-        """A chain is as private as the member that proves most; what follows it is post-processing."""
-        proved = [given for member in self.members if (given := member.guarantee(**setting)).epsilon is not None]
-        return min(proved, key=lambda given: given.epsilon or 0.0) if proved else Guarantee()
+        """The epsilon of the last member, where nobody else touches gradients; else none is claimed.
+
+        Other members see the raw update, batch and state: one that comes later, or that asks for more gradients, could
+        undo what an earlier one proved.
+        """
+        if not self.members:
+            return Guarantee()
+        *others, last = self.members
+        if any(overrides(member, "gradient") for member in others):
+            return Guarantee(reason=f"{last.name} is combined with a member that changes the gradients")
+        return last.guarantee(**setting)
 
 
 @dataclass(frozen=True)

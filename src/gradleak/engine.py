@@ -6,6 +6,7 @@ as the memory of the device holds. `Engine` says where and in which precision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from gradleak.attack import Progress, Scene, Scored, Stage
 from gradleak.convolution import LaneConvolutions
 from gradleak.observation import stack
 from gradleak.search import EngineError, Search
-from gradleak.task import Batch, double_backward_safe
+from gradleak.task import Batch, double_backward_safe, float32_products
 from gradleak.tree import Params, Tree
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
@@ -52,6 +53,8 @@ class Engine:
     def where(self) -> torch.device:
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise EngineError(f"There is no CUDA device for Engine(device={self.device!r}); use 'cpu' or 'auto'.")
         return torch.device(self.device)
 
     @property
@@ -61,15 +64,10 @@ class Engine:
     @contextmanager
     def settings(self) -> Iterator[None]:
         """The precision and the attention kernels this engine asks for; the user's settings come back afterwards."""
-        matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision == "fast"
         # On a GPU lanes gain severalfold from convolutions as matrix products; a CPU runs grouped ones well enough.
         layers = LaneConvolutions() if self.batched and self.where.type == "cuda" else nullcontext()
-        try:
-            with double_backward_safe(), layers:
-                yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, conv
+        with float32_products(fast=self.precision == "fast"), double_backward_safe(), layers:
+            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +117,7 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
                 and (first.returned_buffers is None) == (scene.returned_buffers is None)
                 and _equal(first.weights, scene.weights)
                 and _equal(first.extras, scene.extras)
+                and _equal(_frozen(first), _frozen(scene))
             ):
                 bucket.append(row)
                 break
@@ -137,9 +136,12 @@ def _equal(a: Tree, b: Tree) -> bool:
 def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     """Lanes per chunk from the sizes of the model and of the machine: fixed by the configuration, so a run repeats.
 
-    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both).
+    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), and what
+    the optimiser remembers of every unknown.
     """
-    elements = 8 * tree.size(scene.update) + 24 * _activations(scene)
+    unknowns = scene.num_examples * sum(math.prod(f.shape) for f in scene.task.fields.values() if f.classes is None)
+    remembered = max(getattr(stage.optimiser, "copies", 4) for stage in stages) * unknowns
+    elements = 8 * tree.size(scene.update) + 24 * _activations(scene) + remembered + 2 * tree.size(_running(scene))
     per_lane = elements * torch.finfo(engine.dtype).bits // 8
     if engine.where.type == "cuda":
         budget, most = 0.6 * torch.cuda.get_device_properties(engine.where).total_memory, 1024
@@ -200,11 +202,11 @@ def _solve_chunk(
         targets=rows,
         lanes=groups[0] * groups[1],
         batch={name: value.detach().cpu() for name, value in search.decode(best.at).items()},
-        objective=best.objective.cpu(),
-        match=best.match.cpu(),
+        objective=best.objective.detach().cpu(),
+        match=best.match.detach().cpu(),
         each=search.each_example(best.at),
         diverged=diverged.cpu(),
-        trace={name: torch.cat([part[name].cpu() for part in trace]) for name in trace[0]},
+        trace={name: torch.cat([part[name].detach().cpu() for part in trace]) for name in trace[0]},
     )
 
 
@@ -213,6 +215,17 @@ def _best_of_target(best: Scored, groups: tuple[int, int]) -> Tree:
     match = torch.where(best.match.isnan(), torch.inf, best.match).reshape(groups)
     winner = match.argmin(dim=1) + torch.arange(groups[0], device=match.device) * groups[1]
     return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), best.at)
+
+
+def _running(scene: Scene) -> Params:
+    """The buffers proper, which a forward pass may change: one copy per lane. Frozen parameters are held once."""
+    names = {name for name, _ in scene.task.model.named_buffers()}
+    return {name: value for name, value in (scene.buffers or {}).items() if name in names}
+
+
+def _frozen(scene: Scene) -> Params:
+    names = {name for name, _ in scene.task.model.named_buffers()}
+    return {name: value for name, value in (scene.buffers or {}).items() if name not in names}
 
 
 def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
@@ -226,7 +239,7 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
     lane: Tree = {
         "update": spread([scene.update for scene in scenes]),
         "fields": spread([scene.fields for scene in scenes]),
-        "buffers": spread([scene.buffers or {} for scene in scenes]),
+        "buffers": spread([_running(scene) for scene in scenes]),
         "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
         "key": torch.stack([key for target in keys for key in target]).to(device),
     }

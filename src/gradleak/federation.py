@@ -1,8 +1,8 @@
 """Clients, their data and their rounds: who trains on what, and what the weights are at a given round.
 
-Kept to the honest minimum: an even random split, every client in every round, one client after the other. A later
-issue vectorises the clients of a round, adds partial participation, label-skewed (Dirichlet) splits, checkpoints of
-long trainings, and clients that carry a defence's memory into the round in which they are attacked.
+Kept to the honest minimum: an even random split, every client in every round, one client after the other. Planned:
+clients of a round vectorised, partial participation, label-skewed (Dirichlet) splits, checkpoints of long
+trainings, and clients that carry a defence's memory into the round in which they are attacked.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Federation:
         step = defence.aggregate(uploads, [upload.num_examples for upload in uploads], {})
         return Snapshot(
             tree.detach(tree.subtract(now.weights, step)),
-            _mean([state.buffers or {} for state in states]),
+            _mean([upload.buffers or now.buffers for upload in uploads]),
         )
 
     def observe(

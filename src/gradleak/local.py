@@ -15,10 +15,10 @@ from gradleak.defence import Client, Defence, Upload
 from gradleak.draws import Draws
 from gradleak.observation import Observation
 from gradleak.rules import SGD, Rule, Schedule, constant
-from gradleak.task import Batch, Task
+from gradleak.task import Batch, Task, TaskError, float32_products
 from gradleak.tree import Params, Tree
 
-Order: TypeAlias = Sequence[Tensor | None]
+Order: TypeAlias = Sequence[Tensor | slice | None]
 """Rows of the batch that each step uses; None means all of them."""
 
 
@@ -56,22 +56,26 @@ class LocalTraining:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; given {value}.")
+        if self.batch_size is not None and self.steps is None and self.epochs is None:
+            raise ValueError("batch_size needs steps or epochs: one step on one batch would leave examples unused.")
         if not isinstance(self.lr, Tensor) and not self.lr > 0:
             raise ValueError(f"lr must be positive; given {self.lr}.")
 
-    def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | None]:
+    def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
         """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
         size = self.batch_size or examples
         whole = size >= examples
         per_epoch = 1 if whole else -(-examples // size)
         total = self.steps if self.steps is not None else (self.epochs or 1) * (per_epoch if self.epochs else 1)
-        plan: list[Tensor | None] = []
+        plan: list[Tensor | slice | None] = []
         while len(plan) < total:
             if whole:
                 plan.append(None)
                 continue
-            rows = torch.arange(examples) if generator is None else torch.randperm(examples, generator=generator)
-            plan.extend(rows.split(size))
+            if generator is None:  # slices: a replay's step holds no index tensor that would have to be moved
+                plan.extend(slice(start, start + size) for start in range(0, examples, size))
+            else:
+                plan.extend(torch.randperm(examples, generator=generator).split(size))
         return plan[:total]
 
     def run(
@@ -97,7 +101,7 @@ class LocalTraining:
         view = Client(task, weights, moved, batch, state, client.extras, client.memory, source)
 
         for step, rows in enumerate(plan):
-            part = batch if rows is None else {name: value[rows.to(value.device)] for name, value in batch.items()}
+            part = batch if rows is None else {name: _rows(value, rows) for name, value in batch.items()}
             if self.augmentation is not None:
                 # A child: a defence that draws from the client's source must not meet the same numbers.
                 part = self.augmentation(part, _required(source, "augmentation").child(1 << 16), step)
@@ -138,13 +142,15 @@ def observe(
     """
     if wire not in ("update", "weights"):
         raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
+    _fits(task, batch)
     defence = defence or Defence()
     weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
     state = ClientState(extras=defence.broadcast(weights, {}), key=randomness.key("client", key, seed))
     shuffle = torch.Generator().manual_seed(int(state.key[0])) if state.key is not None else None
-    sent, after = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))
+    with float32_products():
+        sent, _ = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))
     update = tree.detach(defence.reveal([sent], [sent.num_examples]))
     if wire == "weights":
         update = tree.map(lambda w, u: w - (w - u), weights, update)
@@ -154,9 +160,34 @@ def observe(
         num_examples=examples,
         key=key,
         buffers=task.buffers() or None,
-        returned_buffers=tree.detach(after.buffers) if after.buffers else None,
+        returned_buffers=tree.detach(sent.buffers) if sent.buffers else None,
         extras=state.extras,
     )
+
+
+def _fits(task: Task, batch: Batch) -> None:
+    """The client's batch must have the task's fields, shapes and classes: torch's own errors do not say which."""
+    if batch.keys() != task.fields.keys():
+        raise TaskError(
+            f"The batch has fields {', '.join(sorted(batch))}; the task has {', '.join(sorted(task.fields))}."
+        )
+    counts = {name: value.shape[0] if value.dim() else 0 for name, value in batch.items()}
+    if len(set(counts.values())) != 1 or 0 in counts.values():
+        raise TaskError(f"Every field needs the same number of examples, at least one; given {counts}.")
+    for name, field_ in task.fields.items():
+        value, soft = batch[name], field_.classes is not None and batch[name].is_floating_point()
+        wanted = (*field_.shape, field_.classes) if soft else field_.shape
+        if tuple(value.shape[1:]) != wanted:
+            raise TaskError(f"Field {name!r} has examples of shape {tuple(value.shape[1:])}; the task has {wanted}.")
+        if field_.classes is not None and not soft and not 0 <= int(value.min()) <= int(value.max()) < field_.classes:
+            raise TaskError(
+                f"Field {name!r} holds {int(value.min())} to {int(value.max())}; the model has classes 0 to "
+                f"{field_.classes - 1}."
+            )
+
+
+def _rows(value: Tensor, rows: Tensor | slice) -> Tensor:
+    return value[rows] if isinstance(rows, slice) else value[rows.to(value.device)]
 
 
 def _required(source: Draws | None, what: str) -> Draws:

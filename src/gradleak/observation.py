@@ -60,7 +60,8 @@ class Observation:
         if not self.weights:
             raise BadObservation("weights are empty: give the model that was sent to the client, by parameter name.")
         _same_names_and_shapes(self.weights, self.update)
-        for name, params in (("weights", self.weights), ("update", self.update)):
+        groups = {group: getattr(self, group) or {} for group in _GROUPS}
+        for name, params in (groups | {f"extras {extra}": held for extra, held in self.extras.items()}).items():
             broken = [key for key, value in params.items() if not tree.finite({key: value})]
             if broken:
                 raise BadObservation(

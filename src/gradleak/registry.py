@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Make = TypeVar("Make", bound=Callable[..., Any])
 
@@ -39,6 +41,20 @@ class Entry:
         parameters = inspect.signature(self.make).parameters.values()
         return {p.name: None if p.default is p.empty else p.default for p in parameters}
 
+    @property
+    def required(self) -> list[str]:
+        """Hyper-parameters without a default."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """The annotations of the hyper-parameters; empty where they name what only a type checker imports."""
+        try:
+            return get_type_hints(self.make)
+        except (NameError, TypeError, AttributeError):
+            return {}
+
 
 _entries: dict[tuple[str, str], Entry] = {}
 # Where each kind lives. Imported on first use, so `import gradleak` stays light.
@@ -48,6 +64,10 @@ _homes = {
     "labels": "gradleak.parts.labels",
     "model": "gradleak.models",
 }
+# Said where a kind has no names at all.
+_none_yet = {
+    "defence": "This version has no named defences yet; docs/add-a-defence.md shows how to add one.",
+}
 _loaded: set[str] = set()
 
 
@@ -56,7 +76,7 @@ class UnknownName(LookupError):
 
 
 class BadSetting(TypeError):
-    """A hyper-parameter that the named method does not take, or text that does not spell one."""
+    """A hyper-parameter that the named method does not take, a value of the wrong type, or text that spells none."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -103,15 +123,23 @@ def entry(kind: str, name: str) -> Entry:
         return _entries[kind, name]
     except KeyError:
         known = [other.name for other in entries(kind)]
+        if not known and kind in _none_yet:
+            raise UnknownName(f"Unknown {kind} {name!r}. {_none_yet[kind]}") from None
         raise UnknownName(f"Unknown {kind} {name!r}.{did_you_mean(name, known)}") from None
 
 
 def get(kind: str, name: str, **settings: Any) -> Any:
-    """Make the named method with these hyper-parameters; an unknown one is an error that lists the known ones."""
+    """Make the named method. An unknown hyper-parameter, or a value of another type than annotated, is an error."""
     found = entry(kind, name)
     unknown = [key for key in settings if key not in found.settings]
     if unknown:
         raise BadSetting(f"{kind} {name!r} has no setting {unknown[0]!r}.{did_you_mean(unknown[0], found.settings)}")
+    if missing := [key for key in found.required if key not in settings]:
+        raise BadSetting(f"{kind} {name!r} needs the setting {missing[0]!r}.")
+    types = found.types
+    for key, value in settings.items():
+        if key in types and not _fits(value, types[key]):
+            raise BadSetting(f"{kind} {name!r}: {key} must be {_wanted(types[key])}; given {value!r:.80}.")
     return found.make(**settings)
 
 
@@ -119,16 +147,79 @@ def parse(kind: str, text: str) -> Any:
     """Make a method from the command line's spelling, `name` or `name:setting=value,setting=value`."""
     name, _, rest = text.strip().partition(":")
     settings: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in rest.split(","))):
+    types = entry(kind, name).types
+    for item in pieces(rest):
         key, equals, value = item.partition("=")
         if not equals:
             raise BadSetting(f"In {text!r}, {item!r} is not a setting. Write {name}:setting=value,setting=value.")
-        settings[key.strip().replace("-", "_")] = _literal(value.strip())
+        setting = key.strip().replace("-", "_")
+        settings[setting] = _literal(value.strip(), types.get(setting, Any))
     return get(kind, name, **settings)
 
 
-def _literal(text: str) -> Any:
+def pieces(text: str) -> list[str]:
+    """Split at commas outside brackets; empty pieces are dropped."""
+    pieces, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += character
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def _literal(text: str, hint: Any) -> Any:
+    """The value that the text spells; the text itself where only that fits (`norm=none`, where norm is text)."""
     try:
-        return ast.literal_eval(text)
+        value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return value if _fits(value, hint) or not _fits(text, hint) else text
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Is this a value of that annotation? True for annotations that cannot be checked."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, member) for member in inside)
+    if origin is Literal:
+        return value in inside
+    if hint is None or hint is type(None):
+        return value is None
+    if hint in (int, float):  # True is an int to Python, and no number to a person
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    plain = origin or hint
+    if plain in (tuple, list, Sequence):  # a file gives lists where a person writes tuples
+        return isinstance(value, (tuple, list)) and _members_fit(value, plain, inside)
+    if plain is Callable:
+        return callable(value)
+    try:
+        return isinstance(value, plain)
+    except TypeError:  # a protocol, a type variable, Any
+        return True
+
+
+def _members_fit(values: Sequence[Any], plain: Any, inside: tuple[Any, ...]) -> bool:
+    if plain is tuple and inside and inside[-1] is not Ellipsis:
+        return len(values) == len(inside) and all(map(_fits, values, inside))
+    return not inside or all(_fits(value, inside[0]) for value in values)
+
+
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    None: "none",
+    type(None): "none",
+}
+
+
+def _wanted(hint: Any) -> str:
+    """An annotation in words."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_wanted, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return _WORDS.get(hint) or inspect.formatannotation(hint)

@@ -89,7 +89,8 @@ class Adam:
 
         def move(m: Tensor, v: Tensor) -> Tensor:
             # safe_sqrt: a coordinate whose gradient is exactly zero must not make the replay's derivative infinite.
-            return lr * (m / c1) / (tree.safe_sqrt(v / c2) + self.eps)
+            # `to`: a 0-d parameter divided by a float64 scalar would become float64.
+            return lr * (m / c1.to(m.dtype)) / (tree.safe_sqrt(v / c2.to(v.dtype)) + self.eps)
 
         decrease = tree.map(move, first, second)
         if self.weight_decay and self.decoupled:

@@ -156,7 +156,7 @@ class Search:
             self.template,
             update=lane["update"],
             fields=lane["fields"],
-            buffers=lane["buffers"],
+            buffers={**(self.template.buffers or {}), **lane["buffers"]},
             returned_buffers=lane["returned_buffers"] or None,
             constants=lane["constants"],
             shared=lane["shared"],
@@ -244,10 +244,12 @@ class Search:
 
     def kept(self, keep: str) -> Scored:
         """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
-        objective, match = self.lift(self.score)(self.v, self.lane)
+        final = getattr(self.stage.optimiser, "final", None)  # where v is a trial point and not yet an iterate
+        last = self.v if final is None else self.lift(final)(self.v, self.moving["state"])
+        objective, match = self.lift(self.score)(last, self.lane)
         usable, best = self.alive & match.isfinite(), self.moving["best"]
         better = usable & (match < best["match"]) if keep == "best_match" else usable
-        return Scored(**tree.where(better, {"at": self.v, "objective": objective, "match": match}, best))
+        return Scored(**tree.where(better, {"at": last, "objective": objective, "match": match}, best))
 
     def each_example(self, v: Tree) -> Tensor | None:
         """The match of every example of every lane, for a match that is a mean over examples."""

@@ -264,6 +264,22 @@ def _output(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 
 
 @contextmanager
+def float32_products(fast: bool = False) -> Iterator[None]:
+    """Matrix products and convolutions in the type of their operands: no TF32 (unless `fast`), no autocast.
+
+    Late in a match the residual is smaller than what TF32 rounds off; client and attacker must agree on the digits.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = fast
+    try:
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
 def double_backward_safe() -> Iterator[None]:
     """Fused attention has no double backward and no forward mode: use the math kernel and the plain layer path."""
     from torch.backends import mha

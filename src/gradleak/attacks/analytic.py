@@ -17,7 +17,7 @@ from gradleak.engine import Engine
 from gradleak.observation import Knowledge, Observation, Track
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
 from gradleak.parts.spaces import Pixels
 from gradleak.registry import named
@@ -48,6 +48,10 @@ class Analytic:
     @property
     def name(self) -> str:
         return "analytic"
+
+    @property
+    def search_needs(self) -> Needs:
+        return frozenset()
 
     @property
     def needs(self) -> Needs:
@@ -82,7 +86,8 @@ class Analytic:
     def images(self, scene: Scene) -> tuple[Tensor, int]:
         """The examples found, at most B, (found, ...) in model-input space, and how many of them are exact."""
         layer, field, examples = input_layer(scene), scene.task.fields["x"], scene.num_examples
-        rows, deltas = (scene.update[f"{layer}{name}"].detach().cpu().double() for name in ("weight", "bias"))
+        seen = gradient(scene)  # free of weight decay, which would shift every row
+        rows, deltas = (seen[f"{layer}{name}"].detach().cpu().double() for name in ("weight", "bias"))
         rows, deltas = rows[deltas != 0], deltas[deltas != 0, None]  # (rows, inputs), (rows, 1)
         if examples == 1 and len(deltas):
             found = (deltas * rows).sum(0, keepdim=True) / deltas.square().sum()

@@ -42,7 +42,9 @@ def cpl(
     min over x of sum ||grad(x, y) - observed||^2 + alpha * ||softmax(F(x)) - onehot(y)||^2.
 
     `start` names one of the published initialisations, or is one (`Surrogate(images)`: the attacker's own images).
-    Differs: the paper gives no alpha, 0.5 is our choice; the term uses the inferred label, never the client's logits.
+    Differs: the paper gives no alpha, 0.5 is our choice; the term uses the inferred label, never the client's logits;
+    L-BFGS has a line search per lane, `steps` counts gradient evaluations, and the best iterate by match is returned.
+    Unknowns are in model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
     if isinstance(start, str):
         if start not in STARTS:

@@ -19,8 +19,9 @@ def dlg(*, steps: int = 6000, history: int = 100, restarts: int = 1, keep: str =
     argmax of q.
 
     Differs from the paper: L-BFGS with a line search per lane instead of torch's without; `steps` counts gradient
-    evaluations (6,000 is the ceiling of the code's 300 outer iterations of 20); the best iterate is kept
-    unless keep="last".
+    evaluations (6,000 is the ceiling of the code's 300 outer iterations of 20); the best iterate by
+    match is kept unless keep="last"; no restart rule by cost; all examples of a batch move together. Unknowns are in
+    model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
     space = Together((Pixels(Normal()), SoftCategories()))
     stage = Stage(space, Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))

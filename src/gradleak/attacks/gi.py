@@ -24,6 +24,7 @@ def gi(
     norm: float = 1e-6,
     batch_norm: float = 0.1,
     first_layer: float = 1.0,
+    returned: bool = False,
     group: float = 0.01,
     group_start: int = 500,
     group_interval: int = 100,
@@ -38,14 +39,16 @@ def gi(
     matching * sum_l ||grad_l - observed_l||_2 + tv * TV + norm * ||x||_2 + batch_norm * R_BN + group * R_group,
     Adam with warm-up and cosine decay, lr * noise * N(0, 1) added to each move.
 
-    Differs: registration by translation only (the paper's needs a trained flow network); no official code exists, and
-    several weights are as recalled in the literature. On a network without BatchNorm the R_BN term is zero, and
+    `returned` compares with the client's own batch statistics, from the buffers it sent back. Differs: registration by
+    translation only (the paper's needs a trained flow network); the best iterate by match of the best restart is
+    returned, not the consensus; warm-up is at most a tenth of the steps; no official code exists, and several weights
+    are as recalled in the literature. On a network without BatchNorm the R_BN term is zero, and
     what is left is plain matching with weak image priors.
     """
     priors = (
         TotalVariation(tv),
         ImageNorm(norm),
-        BatchNormStatistics(batch_norm, first=first_layer),
+        BatchNormStatistics(batch_norm, first=first_layer, returned=returned),
         GroupConsistency(group, start=group_start, interval=group_interval, register=register),
     )
     optimiser = Adam(lr=lr, steps=steps, schedule=CosineDecay(warmup=min(50, steps // 10)), noise=noise)
@@ -57,7 +60,10 @@ def gi(
 def gi_lazy(
     *, steps: int = 15000, lr: float = 0.1, restarts: int = 4, labels: str = "row-minimum", keep: str = "best_match"
 ) -> Attack:
-    """GI as later papers run it: squared error, lazy mean consensus, no BatchNorm term, no noise."""
+    """GI as later papers run it: squared error, lazy mean consensus, no BatchNorm term, no noise.
+
+    Differs: the best iterate by match is returned, not the last (keep="last").
+    """
     priors = (TotalVariation(1e-4), ImageNorm(1e-6, per_pixel=True), GroupConsistency(0.01, per_pixel=True))
     optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay())
     stage = Stage(Pixels(Normal(), boxed=True), Replay(), SquaredError(), priors, optimiser)

@@ -25,8 +25,9 @@ def idlg(
     min over x of sum ||grad(x, y) - observed||^2 from N(0, 1), no prior and no box.
 
     Differs from the paper: L-BFGS with a line search per lane; `steps` counts gradient evaluations (6,000 is the
-    ceiling of the code's 300 outer iterations of 20); for more than one
-    example the labels come from the count rules (the paper has one example only).
+    ceiling of the code's 300 outer iterations of 20) and has no early stop; the best iterate by match is kept unless
+    keep="last"; for more than one example the labels come from the count rules (the paper has one example only).
+    Unknowns are in model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
     stage = Stage(Pixels(Normal()), Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))
     return Composed("idlg", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -23,14 +23,15 @@ def ig(
     restarts: int = 1,
     labels: str = "auto",
     keep: str = "best_match",
-) -> Attack:
+) -> Composed:
     """Match the direction of the gradient with signed Adam inside the box of valid images; for untrained networks.
 
     min over u of 1 - cos(grad(u, y), observed) + tv * TV(u), u the normalised image from N(0, 1), clamped after every
     step; learning rate times 0.1 at 3/8, 5/8 and 7/8 of the steps.
 
     `tv` bounds what can be reached: 1e-6 to 1e-4 for untrained networks, 1e-2 to 1e-1 for trained ones (`ig-trained`).
-    Differs from the paper's code: the iterate with the best match is returned, not the last (keep="last").
+    Differs from the paper's code: the iterate with the best match is returned, not the last (keep="last"); its
+    options (median filter, other starts, a tolerance) are not offered.
     """
     optimiser = SignedAdam(lr=lr, steps=steps, schedule=StepDecay())
     stage = Stage(Pixels(Normal(), boxed=True), Replay(), Cosine(), (TotalVariation(tv),), optimiser)
@@ -49,9 +50,10 @@ def ig_trained(
 ) -> Attack:
     """IG with the settings its authors use for trained networks: a stronger image prior, more steps and restarts.
 
-    tv 1e-2 is their CIFAR setting, 1e-1 their ImageNet one.
+    tv 1e-2 is their CIFAR setting, 1e-1 their ImageNet one. Differs as `ig` does.
     """
-    return ig(steps=steps, lr=lr, tv=tv, restarts=restarts, labels=labels, keep=keep)
+    stages = ig(steps=steps, lr=lr, tv=tv).stages
+    return Composed("ig-trained", stages, Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
 @named("ig-modern", kind="attack", paper=f"{PAPER}; settings of the breaching library")
@@ -66,9 +68,11 @@ def ig_modern(
 ) -> Attack:
     """IG with a soft sign, warm-up and cosine decay, a tiled start, colour-opponent variation and a feature term.
 
-    The feature term pulls the classifier's input towards the one its own gradient gives away; exact for one example.
+    The feature term pulls the classifier's input towards the one its own gradient gives away; exact for one example,
+    for more it compares means over the batch. Differs: no zero padding in the variation; warm-up is at most a tenth of
+    the steps; the best iterate by match is returned.
     """
     optimiser = Adam(lr=lr, steps=steps, schedule=CosineDecay(warmup=min(50, steps // 10)), transform=soft_sign)
     priors = (OpponentVariation(tv), FeatureDistance(features))
-    stage = Stage(Pixels(Tiled(fraction=8, normal=True), boxed=True), Replay(), Cosine(), priors, optimiser)
+    stage = Stage(Pixels(Tiled(width=4, normal=True), boxed=True), Replay(), Cosine(), priors, optimiser)
     return Composed("ig-modern", (stage,), Labels(label_rule(labels)), restarts=restarts)

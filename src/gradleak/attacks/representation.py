@@ -26,7 +26,8 @@ def representation(
     """Find images whose features point along the negative classifier-gradient rows of the inferred labels.
 
     min over X of 1 - mean_k cos(h(x_k), -row_k) + first * sum |d| + second * sum d^2, clamped after every step. Each
-    image comes from the restart in which its own cosine is best.
+    image comes from the restart in which its own cosine is best. Unknowns are in model-input space: where the client
+    normalises, weights and rates mean other things than on the paper's [0, 1] pixels.
     """
     space = Pixels(Normal(mean=0.5, std=0.5, unit=True, clip=True), boxed=True)
     stage = Stage(space, Representation(), RowCosine(), (SummedVariation(first, second),), Adam(lr=lr, steps=steps))
@@ -51,7 +52,8 @@ def representation_lewis(
     """Representation inversion with |cos| and Lion, as published with SecAdam.
 
     The defaults are those of the authors' code; lr=0.01, decay=False, weight_decay=0 are those of their text. Differs:
-    U[0, 1] start where their main script starts from a test image of the same class.
+    U[0, 1] start where their main script starts from a test image of the same class; the final clip to valid
+    pixels happens where images are scored or written, not here.
     """
     optimiser = Lion(lr=lr, steps=steps, schedule=CosineDecay() if decay else constant, weight_decay=weight_decay)
     predict, match = Representation(signed=False), RowCosine(absolute=True)

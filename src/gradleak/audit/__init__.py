@@ -20,6 +20,7 @@ from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attack
 from gradleak.audit.cost import Estimate, estimate
 from gradleak.audit.execution import Analysis, Runner
 from gradleak.audit.private import AuditError, PrivateSide, examples_of
+from gradleak.audit.probe import NOT_RUN, gradient_of
 from gradleak.audit.runfile import arguments, settings_of, toml_of
 from gradleak.defence import Defence
 from gradleak.engine import Engine
@@ -86,6 +87,7 @@ class Audit:
     analyses     functions (task, observation, batch) -> numbers, kept beside the scores
     unrelated    updates of other images attacked in every cell, as the no-gradient baseline
     origin       where the command line found task and data, for run.toml
+    trial        a quick run that shows only that everything runs; verdict and report say so
     """
 
     task: Task
@@ -103,6 +105,7 @@ class Audit:
     analyses: Sequence[Analysis] = ()
     unrelated: int = 2
     origin: Mapping[str, str] = field(default_factory=dict)
+    trial: bool = False
 
     def __post_init__(self) -> None:
         for name in ("attacks", "defences", "rounds", "seeds", "knowledge"):
@@ -116,6 +119,8 @@ class Audit:
             least = 1 if name == "targets" else 0
             if not all(type(value) is int and value >= least for value in values):
                 raise AuditError(f"{name} must be whole numbers of at least {least}; given {getattr(self, name)!r}.")
+        if type(self.trial) is not bool:
+            raise AuditError(f"trial must be true or false; given {self.trial!r}.")
         image = self.task.fields.get("x")
         if image is None or len(image.shape) != 3:
             raise AuditError("An audit scores images: the task needs a field x of shape (channels, height, width).")
@@ -150,8 +155,8 @@ class Audit:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Hashes of the task, the data and the gallery."""
-        held = {"task": digest(self.task), "data": self.side.data.fingerprint}
+        """Hashes of the task, of what it computes, of the data and the gallery."""
+        held = {"task": digest(self.task), "gradient": gradient_of(self.task), "data": self.side.data.fingerprint}
         gallery = self.side.given_gallery
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
 
@@ -187,6 +192,11 @@ class Audit:
                 environment = prepare(store, settings, toml_of(self, settings), environment, resume)
             store.put("gallery", {f"gallery/{name}": value for name, value in gallery.items()})
             progress.start(len(cells))
+            if self.fingerprint["gradient"].startswith(NOT_RUN):
+                progress.note(
+                    f"The model does not run on the CPU ({self.fingerprint['gradient']}): whether a later run is the "
+                    "same one is told by its code, weights and settings alone."
+                )
             self._loop(cells, store, runner, progress)
         except KeyboardInterrupt:
             kept = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradleak.attack import Composed
+from gradleak.results.store import Folder
 
 if TYPE_CHECKING:
     from gradleak.audit import Audit
@@ -23,9 +25,11 @@ class Estimate:
     seconds: float | None
     where: str = "this machine"
     untimed: int = 0  # cells that are not in `seconds`
+    kept: int = 0  # cells that the folder already holds; in none of the other numbers
 
     def __str__(self) -> str:
-        work = f"{self.cells} cells, {self.lanes} reconstructions, {self.steps:,} lane steps"
+        kept = f" ({self.kept} more are kept from before)" if self.kept else ""
+        work = f"{self.cells} cells{kept}, {self.lanes} reconstructions, {self.steps:,} lane steps"
         if self.seconds is None:
             return f"{work}; the time cannot be told before."
         rest = f", and {self.untimed} cells whose time cannot be told before" if self.untimed else ""
@@ -33,12 +37,14 @@ class Estimate:
         return f"{work}: about {minutes} on {self.where}, by a few timed steps{rest}."
 
 
-def estimate(audit: Audit) -> Estimate:
+def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
     """Time each attack for a few steps on real observations; defences and later rounds are taken to cost the same.
 
-    Counts all cells, also those that a folder already holds. Training for later rounds is not in it.
+    Cells that the folder `out` already holds are left out. Training for later rounds is not in it.
     """
-    cells = audit.cells()
+    done = set() if out is None else {row["cell"] for row in Folder(Path(out)).rows() if row["status"] == "done"}
+    planned = audit.cells()
+    cells = [cell for cell in planned if cell.key not in done]
     updates = audit.targets + audit.unrelated
     lanes = [updates * getattr(cell.attack, "restarts", 1) for cell in cells]
     steps = [_steps(cell.attack) for cell in cells]
@@ -53,9 +59,10 @@ def estimate(audit: Audit) -> Estimate:
         len(cells),
         sum(lanes),
         sum(own * count for own, count in zip(steps, lanes, strict=True)),
-        sum(seconds) if seconds else None,
+        sum(seconds) if seconds or not cells else None,
         str(audit.engine.where),
         len(cells) - len(seconds),
+        len(planned) - len(cells),
     )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gradleak.audit import Audit
 
 VERSION = 1
-PLAIN = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated")  # as Audit takes them
+PLAIN = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated", "trial")  # as Audit takes them
 TABLES = ("federation", "engine", "origin")
 WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
 Made = TypeVar("Made")
@@ -39,6 +39,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "seeds": list(audit.seeds),
         "knowledge": list(audit.knowledge),
         "unrelated": audit.unrelated,
+        "trial": audit.trial,
         "lpips": None if audit.lpips is None else audit.lpips.name,
         "analyses": [_text(analysis) for analysis in audit.analyses],
         "origin": dict(audit.origin),
@@ -82,7 +83,8 @@ def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
     how = (
         f"This file alone cannot repeat it, since {', and '.join(reasons)}; the script that built it can."
         if reasons
-        else "Repeat it with: gradleak audit --config run.toml -o ANOTHER_FOLDER"
+        else "Repeat it from the folder where it was started, since paths below are relative to that one:\n"
+        "gradleak audit --config PATH/TO/THIS/run.toml -o ANOTHER_FOLDER"
     )
     return to_toml(settings, f"An audit by gradleak {__version__}.\n{how}")
 

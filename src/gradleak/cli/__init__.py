@@ -53,16 +53,24 @@ def _expected(problem: Exception) -> bool:
     return isinstance(problem, (ValueError, OSError, UnknownName, BadSetting, EngineError, ModuleNotFoundError))
 
 
+# What a message of the library asks for, and how it is said on the command line.
+OPTIONS = {
+    "Knowledge(training=": "--lr, with --steps or --epochs",
+    "Knowledge(given={'y'": "--labels",
+    "Engine(batched=False)": "--one-by-one",
+}
+
+
 def _message(problem: Exception) -> str:
-    from gradleak.observation import MissingKnowledge
+    from gradleak.cli.loading import sentence
 
     if isinstance(problem, OSError) and problem.strerror:
         return f"{problem.filename}: {problem.strerror}." if problem.filename else f"{problem.strerror}."
-    if isinstance(problem, MissingKnowledge):
-        return f"{problem} On the command line: --lr with --steps or --epochs for the recipe, --labels for the labels."
     if isinstance(problem, ModuleNotFoundError):
-        return f"{problem}. Install it, or the extra of gradleak that brings it (see README.md)."
-    return str(problem)
+        return f"{sentence(problem)} Install it, or the extra of gradleak that brings it (see README.md)."
+    told = str(problem)
+    said = [option for asked, option in OPTIONS.items() if asked in told]
+    return f"{sentence(told)} On the command line: {'; '.join(said)}." if said else told
 
 
 def _tell(text: str) -> None:
@@ -93,6 +101,9 @@ Device = Annotated[str, typer.Option(help=DEVICES)]
 Precision = Annotated[str, typer.Option(help=PRECISIONS)]
 OtherDevice = Annotated[str | None, typer.Option("--device", help=DEVICES)]  # None: the configuration's
 OtherPrecision = Annotated[str | None, typer.Option("--precision", help=PRECISIONS)]
+OneByOne = Annotated[
+    bool, typer.Option("--one-by-one", help="No lanes: slow, for models that vmap rejects (gradleak check tells).")
+]
 LearningRate = Annotated[float | None, typer.Option("--lr", help="The client's learning rate.")]
 LocalSteps = Annotated[int | None, typer.Option("--steps", min=1, help="Local steps of the client in a round.")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Local epochs, instead of --steps.")]
@@ -146,6 +157,7 @@ def audit(
     quick: Annotated[bool, typer.Option("--quick", help="Two steps on one target: does everything run?")] = False,
     device: OtherDevice = None,
     precision: OtherPrecision = None,
+    one_by_one: OneByOne = False,
     fail_above: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit 1 where more than this share is recovered."),
@@ -177,6 +189,7 @@ def audit(
         training=loading.recipe(lr, steps, epochs, batch_size),
         device=device or "",
         precision=precision or "",
+        one_by_one=one_by_one,
         quick=quick,
     )
     context.find_root().obj = "Interrupted before the first cell; nothing was written."
@@ -186,10 +199,13 @@ def audit(
     with shown() as progress:
         result = request.run(planned, out, progress)
     typer.echo(fitted(result, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    if planned.trial:
+        typer.echo("\nQuick run: shows that everything runs, nothing else.")
     typer.echo(f"\n{result.verdict}")
     typer.echo(f"\nReport: {result.report((result.folder or Path()) / 'report.html')}")
     if len(result.failed) == len(result.rows):
-        raise ValueError(f"every cell failed, the first with: {result.failed[0]['error']}. Where: see rows.jsonl.")
+        first = loading.sentence(result.failed[0]["error"])
+        raise ValueError(f"every cell failed, the first with: {first} Where: see rows.jsonl.")
     if fail_above is not None and (reason := crossed(result, fail_above)):
         _tell(f"gradleak: {reason}")
         raise typer.Exit(1)
@@ -238,27 +254,31 @@ def attack(
     seed: Annotated[int, typer.Option(help="Of the attack's random starts.")] = 0,
     device: Device = "auto",
     precision: Precision = "strict",
+    one_by_one: OneByOne = False,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path(
         "runs/attack"
     ),
 ) -> None:
     """Attack updates recorded anywhere. Needs no private data, so it tells how well it fitted, not how close it is."""
     from gradleak import registry
+    from gradleak.checks import observation_checks
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
-    from gradleak.observation import Observation
     from gradleak.report import reconstruction
 
     loading.leave_room()
-    seen = [Observation.load(path) for path in observations]
+    seen = loading.observations(observations)
     method = registry.parse("attack", attack)
     model = loading.task(task)
     knows = loading.knowledge(lr, steps, epochs, batch_size, labels, defence)
-    engine = loading.engine(device, precision)
+    engine = loading.engine(device, precision, one_by_one)
+    for target in seen:
+        for odd in observation_checks(target, model):
+            typer.echo(f"{target.key}: {odd}")
     context.find_root().obj = "Interrupted; nothing was written."
     with shown() as progress:
         progress.start(1)
-        progress.cell(f"{attack} on {len(seen)} target{'s' * (len(seen) > 1)}", 0)
+        progress.cell(f"{attack} on {loading.counted(len(seen), 'target')}", 0)
         found = method.run(model, seen, knows, seed=seed, engine=engine, progress=progress.share)
     typer.echo(reconstruction.describe(found))
     for path in reconstruction.write(found, out):
@@ -268,17 +288,18 @@ def attack(
 @app.command()
 def check(
     reference: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Task; FILE.py alone means FILE.py:task.")],
+    data: Annotated[str, typer.Option(help="Check these too: images by name, an .npz, a folder or FILE.py:NAME.")] = "",
 ) -> None:
     """Can this model be attacked as it stands? Every problem at once, each with a fix; exit code 1 on errors."""
     from gradleak.cli import loading
 
-    problems = loading.task(reference).check()
+    task = loading.task(reference)
+    problems = task.check(loading.a_few(task, data) if data else None)
     for problem in problems:
         typer.echo(f"{problem.severity:8}{problem.what}\n{'':8}-> {problem.fix}")
     errors = sum(problem.severity == "error" for problem in problems)
-    typer.echo(
-        f"{reference}: {len(problems)} findings, {errors} errors." if problems else f"{reference}: no problems found."
-    )
+    found = f"{loading.counted(len(problems), 'finding')}, {loading.counted(errors, 'error')}"
+    typer.echo(f"{reference}: {found if problems else 'no problems found'}.")
     if errors:
         raise typer.Exit(1)
 

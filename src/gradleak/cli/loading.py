@@ -13,7 +13,10 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +26,11 @@ import torch
 from gradleak import data
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
-from gradleak.registry import BadSetting, UnknownName, did_you_mean, parse
-from gradleak.task import Task
+from gradleak.observation import Knowledge, Observation
+from gradleak.registry import BadSetting, UnknownName, did_you_mean, parse, pieces
+from gradleak.task import Batch, Task
+
+FEW = 64  # examples that `gradleak check --data` looks at
 
 
 class LoadError(ValueError):
@@ -51,16 +56,15 @@ def methods(given: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def pieces(text: str) -> list[str]:
-    """Split at commas outside brackets; empty pieces are dropped."""
-    pieces, depth = [""], 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            pieces.append("")
-        else:
-            pieces[-1] += character
-    return [piece.strip() for piece in pieces if piece.strip()]
+def sentence(text: object) -> str:
+    """With a full stop at the end, once."""
+    told = str(text).rstrip()
+    return told if told.endswith((".", "!", "?")) else f"{told}."
+
+
+def counted(number: int, what: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
@@ -118,14 +122,28 @@ def knowledge(
     )
 
 
-def engine(device: str, precision: str) -> Engine:
+def observations(paths: Sequence[Path]) -> list[Observation]:
+    """Observations from files. Those that share a key are named after their files: a key names one target."""
+    seen = [Observation.load(path) for path in paths]
+    uses = Counter(target.key for target in seen)
+    taken = {key for key, times in uses.items() if times == 1}
+    for position, (path, target) in enumerate(zip(paths, seen, strict=True)):
+        if uses[target.key] > 1:
+            names = chain([path.stem], (f"{path.stem}-{number}" for number in count(2)))
+            key = next(name for name in names if name not in taken)
+            seen[position] = replace(target, key=key)
+            taken.add(key)
+    return seen
+
+
+def engine(device: str, precision: str, one_by_one: bool = False) -> Engine:
     """An Engine whose device exists."""
-    made = Engine(device=device, precision=precision)
+    made = Engine(device=device, precision=precision, batched=not one_by_one)
     try:
         torch.empty(0, device=made.where)
     except (RuntimeError, AssertionError) as problem:  # torch without CUDA asserts
         raise LoadError(
-            f"The device {device!r} cannot be used: {str(problem).splitlines()[0]} Try --device cpu."
+            f"The device {device!r} cannot be used: {sentence(str(problem).splitlines()[0])} Try --device cpu."
         ) from None
     return made
 
@@ -135,6 +153,16 @@ def images(text: str) -> Any:
     if is_reference(text):
         return named_object(text, "data")
     return data.load(text)
+
+
+def a_few(task: Task, text: str) -> Batch:
+    """Some examples of the data that the text names, in model-input space, for `Task.check`."""
+    from gradleak.audit.private import examples_of
+
+    if "x" not in task.fields:
+        raise LoadError(f"--data is checked against a field x; the task's fields are {', '.join(task.fields)}.")
+    held = examples_of(images(text), task)
+    return held.batch(torch.arange(min(FEW, len(held))))
 
 
 def command_line() -> str:

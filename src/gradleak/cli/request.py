@@ -12,7 +12,7 @@ import torch
 
 from gradleak import audit, registry
 from gradleak.audit import Audit, Progress
-from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, pieces
+from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, sentence
 from gradleak.data import Images
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
@@ -42,13 +42,15 @@ class Request:
     training: LocalTraining | None = None
     device: str = ""
     precision: str = ""
+    one_by_one: bool = False
     quick: bool = False
 
     def audit(self) -> Audit:
         """A file's audit, a configuration's or the built-in one, with all that was said put in."""
         made = self._from_config(self.config) if self.config is not None else self._from_words()
         federation = _said({"clients": self.clients, "examples": self.examples, "training": self.training})
-        engine = _said({"device": self.device, "precision": self.precision})
+        batched = False if self.one_by_one else None
+        engine = _said({"device": self.device, "precision": self.precision, "batched": batched})
         names = ("attacks", "defences", "rounds", "seeds", "targets")
         made = replace(
             made,
@@ -111,7 +113,7 @@ class Request:
         try:
             settings = from_toml(path.read_text(encoding="utf-8"))
         except ValueError as problem:
-            raise LoadError(f"{path} is not TOML: {problem}.") from None
+            raise LoadError(f"{path} is not TOML: {sentence(problem)}") from None
         origin: dict[str, str] = settings.get("origin") or {}
         if not isinstance(origin, dict) or not all(isinstance(text, str) for text in origin.values()):
             raise LoadError(f"{path}: [origin] should name task and data; it is {origin!r:.80}.")
@@ -160,7 +162,7 @@ def _usable(engine: Engine) -> Engine:
 def _quick(planned: Audit) -> Audit:
     """Every cell with two steps on one target: does everything run? The numbers mean nothing."""
     attacks = [_with_steps(attack, 2) if isinstance(attack, str) else attack for attack in planned.attacks]
-    return replace(planned, attacks=attacks, targets=1, seeds=tuple(planned.seeds)[:1])
+    return replace(planned, attacks=attacks, targets=1, seeds=tuple(planned.seeds)[:1], trial=True)
 
 
 def _with_steps(method: str, steps: int) -> str:
@@ -168,5 +170,5 @@ def _with_steps(method: str, steps: int) -> str:
     name, _, settings = method.partition(":")
     if "steps" not in registry.entry("attack", name).settings:
         return method
-    others = [piece for piece in pieces(settings) if not piece.startswith("steps=")]
+    others = [piece for piece in registry.pieces(settings) if not piece.startswith("steps=")]
     return f"{name}:{','.join([f'steps={steps}', *others])}"

@@ -122,7 +122,7 @@ def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def ssim_skimage(found: Tensor, truth: Tensor) -> Tensor:
-    """scikit-image's default on grey images, as S004 uses it: uniform 7 x 7, sample covariance, border of 3 cropped."""
+    """scikit-image's default on grey images (Lewis et al. 2024): uniform 7 x 7, sample covariance, border cropped."""
     found, truth = _pair(found, truth)
     return _similarity(grey(found), grey(truth), _uniform, 7, sample=True)
 
@@ -135,7 +135,7 @@ def grey(images: Tensor) -> Tensor:
 
 
 def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
-    """ORACLE, for parity with S004 (Lewis et al. 2024) only: best of all pairs of a batch (B, C, H, W).
+    """ORACLE, for parity with Lewis et al. 2024 only: best of all pairs of a batch (B, C, H, W).
 
     On grey images, SSIM and PSNR apart. Both are taken again after a "brightness tuning" that uses the true batch,
     X <- X std(x) / std(X), X <- X + mean(x) + mean(X) (their code, not their text), and kept if both have risen.

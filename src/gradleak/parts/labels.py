@@ -456,7 +456,8 @@ class Auto(Rule):
     known and its solution makes sense, with a ridge; otherwise bias-counts; without a bias LLG.
 
     iLRG makes sense where hardly any of its real counts are negative. They sum to less than 0.002 B on untrained
-    networks, where it is exact, and to 0.02 B and far more on trained ones, where it fails (8 to 1024 examples).
+    networks, where it is exact, and to 0.02 B and far more on trained ones, where it fails (8 to 1024 examples). In
+    small batches less than a quarter of one label is taken for rounding.
     """
 
     negative: float = 0.01  # share of B that negative counts may make up
@@ -473,7 +474,7 @@ class Auto(Rule):
         return ILRG(ridge=self.ridge) if sensible else BiasCounts()
 
     def sensible(self, real: Tensor, examples: int) -> bool:
-        return bool(real.clamp(max=0).sum() >= -self.negative * examples)
+        return bool(-real.clamp(max=0).sum() <= max(self.negative * examples, 0.25))  # a quarter label says nothing
 
     def read(self, scene: Scene) -> Reading:
         return self.rule(scene).read(scene)

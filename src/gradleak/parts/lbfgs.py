@@ -15,8 +15,7 @@ all tensors of a batch to one step length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,8 @@ from torch import Tensor
 
 from gradleak import tree
 from gradleak.attack import Now, Problem, Scored
-from gradleak.parts.optimisers import Schedule, constant
+from gradleak.parts.optimisers import Schedule, constant, require_positive
+from gradleak.task import float32_products
 from gradleak.tree import Tree
 
 
@@ -50,6 +50,14 @@ class LBFGS:
     rates: Mapping[str, float] = field(default_factory=dict)
     every: Mapping[str, int] = field(default_factory=dict)
     graphable: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "history", "tries"), real=("lr",))
+
+    @property
+    def copies(self) -> int:
+        """Tensors of the size of the unknowns that a lane holds at the peak of a step: the pairs, old and new."""
+        return 6 * self.history
 
     def init(self, problem: Problem, v: Tree) -> Tree:
         x = tree.flatten(v) / self._units(v)
@@ -99,7 +107,7 @@ class LBFGS:
         held_match = torch.where(accept, scored.match, state["match"])
         held_gradient = torch.where(accept, safe_gradient, state["gradient"])
 
-        with _full_precision():
+        with float32_products():  # curvature is a difference of gradients: TF32 would round it away
             pairs, along, across = self._remember(state, trial, safe_gradient, accept & ~first, restart, held_gradient)
             turned = self._direction(held_gradient, pairs, along, across)
         fresh = accept | restart
@@ -117,6 +125,7 @@ class LBFGS:
         within = torch.where(high.isinf(), 2 * length, 0.5 * (low + torch.where(high.isinf(), low, high)))
         direction = torch.where(fresh, turned, state["direction"])
         begin = torch.where(pairs["held"] == 0, unit, torch.ones_like(unit)) * (self.lr * self.schedule(now))
+        begin = begin.clamp_min(1e-12)  # a bracket that starts at zero could never widen
         length = torch.where(fresh, begin, within)
         state = {
             "x": x,
@@ -139,6 +148,10 @@ class LBFGS:
             torch.where(sound, scored.match, held_match),
         )
         return problem.project(tree.unflatten((x + length * direction) * units, v)), state, told
+
+    def final(self, v: Tree, state: Tree) -> Tree:
+        """The last accepted point: what stands in v is the next trial."""
+        return tree.unflatten(state["x"] * self._units(v), v)
 
     def _units(self, v: Tree) -> Tensor | float:
         """The unit of every entry: the search runs in v / unit, where all variables are of a size."""
@@ -202,17 +215,6 @@ class LBFGS:
         back = (slots - head) % self.history  # from the order of time to the slots
         p, q = p.index_select(0, back), q.index_select(0, back)
         return -(gamma * gradient + q @ moves - gamma * (p @ turns))
-
-
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Curvature is a difference of gradients: its products must not run in TF32, whatever the networks may do."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _permuted(table: Tensor, order: Tensor) -> Tensor:

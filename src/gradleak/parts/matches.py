@@ -44,8 +44,7 @@ class SquaredError(_Difference):
         return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
-        pairs = zip(tree.leaves(predicted), tree.leaves(observed), strict=True)
-        return torch.stack([_SquaredDistance.apply(p, o) for p, o in pairs]).sum()
+        return torch.stack([_SquaredDistance.apply(p, observed[name]) for name, p in predicted.items()]).sum()
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class Cosine:
         return 0.5 * tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
-        result: Tensor = _CosineDistance.apply(*tree.leaves(predicted), *tree.leaves(observed))[0]
+        result: Tensor = _CosineDistance.apply(*predicted.values(), *(observed[name] for name in predicted))[0]
         return result
 
 
@@ -98,10 +97,12 @@ class RowCosine(_Difference):
     scale_free: bool = True
     per_example: bool = True
 
+    def prepare(self, observed: Params) -> Params:
+        return tree.map(lambda o: o * _inverse(tree.safe_sqrt(o.square().sum(-1, keepdim=True))), observed)
+
     def residual(self, predicted: Params, observed: Params) -> Params:
         def rows(p: Tensor, o: Tensor) -> Tensor:
-            lengths = tree.safe_sqrt(p.square().sum(-1)) * tree.safe_sqrt(o.square().sum(-1))
-            cosine = (p * o).sum(-1) / lengths.clamp_min(1e-15)
+            cosine = (p * o).sum(-1) / tree.safe_sqrt(p.square().sum(-1)).clamp_min(1e-15)
             return 1 - (cosine.abs() if self.absolute else cosine)
 
         return tree.map(rows, predicted, observed)
@@ -158,7 +159,7 @@ class _SquaredDistance(torch.autograd.Function):
 
 
 class _CosineDistance(torch.autograd.Function):
-    """1/2 ||p/|p| - o||^2 over several tensors; the o are constant and together of length one (or zero).
+    """1/2 ||p/|p| - o||^2 over several tensors; the o are constant and together of length one.
 
     With u = p/|p| and d the distance, du-ward: d/dp = ((1 - <u, u - o>) u - o) / |p|, and <u, u - o> = d for unit o.
     """
@@ -170,7 +171,8 @@ class _CosineDistance(torch.autograd.Function):
         predicted, observed = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         inverse = _inverse(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p) for p in predicted])))
         apart = [torch.linalg.vector_norm(torch.addcmul(o, p, inverse, value=-1)) for p, o in zip(predicted, observed)]
-        return 0.5 * torch.stack(apart).square().sum(), inverse
+        # A prediction of zero has no direction: it counts as orthogonal, not as half-way there.
+        return torch.where(inverse > 0, 0.5 * torch.stack(apart).square().sum(), 1.0), inverse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

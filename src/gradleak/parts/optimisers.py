@@ -47,12 +47,27 @@ class CosineDecay:
         return fall * ((now.step + 1) / self.warmup).clamp(max=1) if self.warmup else fall
 
 
+def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...] = ()) -> None:
+    """Refuse settings that no search can run with, before it starts."""
+    for name in (*whole, *real):
+        value = getattr(owner, name)
+        kinds = int if name in whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
+            kind = "whole number" if name in whole else "number"
+            raise ValueError(f"{name} must be a positive {kind}; given {value!r}.")
+
+
+def _sign(value: Tensor) -> Tensor:
+    """torch.sign turns NaN into 0, which would hide a diverged lane."""
+    return torch.where(value.isnan(), value, value.sign())
+
+
 def plain(gradient: Tensor, now: Now) -> Tensor:
     return gradient
 
 
 def sign(gradient: Tensor, now: Now) -> Tensor:
-    return gradient.sign()
+    return _sign(gradient)
 
 
 def soft_sign(gradient: Tensor, now: Now) -> Tensor:
@@ -80,6 +95,9 @@ class FirstOrder:
     noise: float = 0.0
     weight_decay: float = 0.0
     graphable: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps",), real=("lr",))
 
     def memory(self, v: Tensor) -> Tree:
         raise NotImplementedError
@@ -148,7 +166,7 @@ class Adam(FirstOrder):
         first = b1 * memory["first"] + (1 - b1) * gradient
         second = b2 * memory["second"] + (1 - b2) * gradient * gradient
         c1, c2 = 1 - torch.pow(b1, count.double()), 1 - torch.pow(b2, count.double())  # float32 would lose 5e-5 of c2
-        step = (first / c1) / ((second / c2).sqrt() + self.eps)
+        step = (first / c1.to(first.dtype)) / ((second / c2.to(second.dtype)).sqrt() + self.eps)
         return step, {"first": first, "second": second}
 
 
@@ -173,7 +191,7 @@ class Lion(FirstOrder):
     def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
         b1, b2 = self.betas
         momentum = memory["momentum"]
-        step = torch.sign(b1 * momentum + (1 - b1) * gradient)
+        step = _sign(b1 * momentum + (1 - b1) * gradient)
         return step, {"momentum": b2 * momentum + (1 - b2) * gradient}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from gradleak.attack import Needs, Now, Scene
 from gradleak.defence import Defence, overrides
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining, Order
+from gradleak.rules import SGD
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 
@@ -38,6 +39,8 @@ class Replay:
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
         training = self.training or scene.knows.training or LocalTraining(lr=1.0)
+        # The client's random augmentations are not known: the replay trains on the images as they are.
+        training = replace(training, augmentation=None)
         known = scene.knows.defence
         # `assumed` runs inside the lane: masks it reads off the observation are this lane's own.
         defence = Defence() if known is None else known.assumed(scene, scene.task)
@@ -76,7 +79,9 @@ class Representation:
         return {}
 
     def target(self, scene: Scene) -> Params:
-        rows = scene.update[scene.task.classifier.weight].index_select(0, scene.fields["y"])  # (B, features)
+        y = scene.fields["y"]
+        labels = y.argmax(-1) if y.is_floating_point() else y
+        rows = gradient(scene)[scene.task.classifier.weight].index_select(0, labels)  # (B, features)
         return {"features": -rows if self.signed else rows}
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
@@ -88,10 +93,17 @@ class Representation:
 def gradient(scene: Scene) -> Params:
     """The observed update as a mean gradient: divided by the learning rates of the client's steps, where known.
 
-    Exact for one step of plain SGD; for more steps it is the average of the gradients along the way.
+    Exact for one step of SGD, whose weight decay and Nesterov factor are taken off; for more steps it is the average of
+    the gradients along the way, for other rules whatever they make of them.
     """
     training = scene.knows.training
     if training is None:
         return scene.update
     steps = len(training.order(scene.num_examples))
-    return tree.scale(scene.update, 1 / (training.lr * sum(training.schedule(step, steps) for step in range(steps))))
+    mean = tree.scale(scene.update, 1 / (training.lr * sum(training.schedule(step, steps) for step in range(steps))))
+    rule = training.optimiser
+    if steps > 1 or not isinstance(rule, SGD):
+        return mean
+    if rule.momentum and rule.nesterov:
+        mean = tree.scale(mean, 1 / (1 + rule.momentum))
+    return tree.add(mean, scene.weights, -rule.weight_decay) if rule.weight_decay else mean

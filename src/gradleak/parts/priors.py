@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradleak import tree
 from gradleak.attack import Now, Scene
+from gradleak.observation import MissingKnowledge
 from gradleak.parts.predictions import gradient
 from gradleak.task import Batch, TaskError
 from gradleak.tree import Tree
@@ -90,9 +91,9 @@ class ImageNorm:
 class BatchNormStatistics:
     """weight * sum over BatchNorm layers of ||mean - running mean||_2 + ||var - running var||_2 of their inputs.
 
-    The buffers are those the server holds; with `returned` those that the client sent back (a stronger assumption:
-    they average in its own batch). The first layer counts `first` times (DeepInversion: 10). A network without
-    BatchNorm contributes nothing, and the attack says so.
+    Compared with the running statistics that the server holds; with `returned` with those of the client's own batch,
+    which the buffers it sends back give away after one step: returned = (1 - momentum) held + momentum batch (this
+    assumes more). The first layer counts `first` times (DeepInversion: 10). Without BatchNorm the term is zero.
     """
 
     weight: float
@@ -104,15 +105,33 @@ class BatchNormStatistics:
         total = next(tree.leaves(scene.weights)).new_zeros(())
         if not names:
             return total
-        buffers = scene.returned_buffers if self.returned and scene.returned_buffers else scene.buffers
-        assert buffers is not None
         inputs = scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
         for position, name in enumerate(names):
             value = inputs[name].transpose(0, 1).flatten(1)  # (channels, batch * positions)
             mean, var = value.mean(1), value.var(1, correction=0)
-            gap = {"mean": mean - buffers[f"{name}.running_mean"], "var": var - buffers[f"{name}.running_var"]}
+            known = self._statistics(scene, name, value.shape[1])
+            gap = {"mean": mean - known[0], "var": var - known[1]}
             total = total + (self.first if position == 0 else 1.0) * sum(tree.norm({"": d}) for d in gap.values())
         return self.weight * total
+
+    def _statistics(self, scene: Scene, name: str, count: int) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance to compare with; `count` values per channel went into the client's own."""
+        assert scene.buffers is not None
+        held = scene.buffers[f"{name}.running_mean"], scene.buffers[f"{name}.running_var"]
+        if not self.returned:
+            return held
+        momentum = getattr(scene.task.model.get_submodule(name), "momentum", None)
+        training = scene.knows.training
+        steps = 1 if training is None else len(training.order(scene.num_examples))
+        if scene.returned_buffers is None or momentum is None or steps != 1:
+            raise MissingKnowledge(
+                "Statistics of the client's own batch can be read off the buffers it returned after ONE step with a "
+                f"fixed BatchNorm momentum; here: returned {scene.returned_buffers is not None}, momentum {momentum}, "
+                f"{steps} steps. Use returned=False, the statistics that the server holds."
+            )
+        back = (scene.returned_buffers[f"{name}.running_mean"], scene.returned_buffers[f"{name}.running_var"])
+        mean, var = ((new - (1 - momentum) * old) / momentum for new, old in zip(back, held, strict=True))
+        return mean, var * (count - 1) / count  # torch keeps the unbiased variance
 
 
 def batch_norms(model: nn.Module) -> list[str]:
@@ -127,7 +146,7 @@ class GroupConsistency:
 
     E is the plain mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form); with
     `register` each restart is first shifted by whole pixels to the mean, by phase correlation, where that brings it
-    nearer. The published registration (RANSAC-flow) needs a trained network and is not used.
+    nearer (shifts wrap around). The published registration (RANSAC-flow) needs a trained network and is not used.
     """
 
     weight: float
@@ -141,7 +160,7 @@ class GroupConsistency:
         x = batch[self.field]
         area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
         gap = tree.safe_sqrt((x - scene.shared["consensus"]).flatten(1).square().sum(1)).sum() / area
-        return self.weight * gap * (now.step >= self.start).to(x.dtype)
+        return self.weight * gap * (now.step >= self.start).to(x.dtype) * scene.shared["several"]
 
     def due(self, step: int) -> bool:
         return step >= self.start and (step - self.start) % self.interval == 0
@@ -154,7 +173,8 @@ class GroupConsistency:
         mean = grouped.mean(1, keepdim=True)
         if self.register:
             mean = _shifted_to(grouped, mean.expand_as(grouped)).mean(1, keepdim=True)
-        return {"consensus": mean.expand_as(grouped).reshape(x.shape)}
+        several = x.new_full((x.shape[0],), float(restarts > 1))  # one restart has nobody to agree with
+        return {"consensus": mean.expand_as(grouped).reshape(x.shape), "several": several}
 
 
 def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:

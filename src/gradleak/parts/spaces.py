@@ -76,17 +76,22 @@ class Solid:
 
 @dataclass(frozen=True)
 class Tiled:
-    """A random tile, side / `fraction` wide, repeated over the image (CPL: fraction 2). U[0, 1] pixels or N(0, 1)."""
+    """A random tile repeated over the image, 1 / `fraction` of a side wide (CPL: 2), or `width` pixels where given.
+
+    U[0, 1] pixels, or N(0, 1) in model-input space.
+    """
 
     fraction: int = 2
     normal: bool = False
+    width: int | None = None
 
     def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         examples, channels, height, width = _shape(scene, name)
-        tile = (examples, channels, -(-height // self.fraction), -(-width // self.fraction))
+        tile = [self.width or -(-side // self.fraction) for side in (height, width)]
         law = draws.normal if self.normal else draws.uniform
-        whole = law(tile, dtype=low.dtype).repeat(1, 1, self.fraction, self.fraction)[..., :height, :width]
+        small = law((examples, channels, *tile), dtype=low.dtype)
+        whole = small.repeat(1, 1, -(-height // tile[0]), -(-width // tile[1]))[..., :height, :width]
         return whole if self.normal else _from_unit(scene, name, whole)
 
 
@@ -145,13 +150,18 @@ class Pixels:
 
 @dataclass(frozen=True)
 class SoftCategories:
-    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
+    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label).
+
+    Where the threat model gives the field there is nothing to optimise, and the given one is used.
+    """
 
     field: str = "y"
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
+        if self.field in scene.knows.given:
+            return {}
         kind = scene.task.fields[self.field]
         assert kind.classes is not None
         dtype = next(iter(scene.weights.values())).dtype
@@ -162,7 +172,7 @@ class SoftCategories:
         return {}
 
     def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
-        return {self.field: v[self.field].softmax(dim=-1)}
+        return {} if self.field in scene.knows.given else {self.field: v[self.field].softmax(dim=-1)}
 
     def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
         return v

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -196,6 +198,8 @@ def _subtitle(summaries: Sequence[Summary], result: AuditResult) -> str:
     ]
     if not result.complete:
         parts.insert(0, "INCOMPLETE: cells are missing")
+    if result.settings.get("trial"):
+        parts.insert(0, "QUICK RUN: the numbers mean nothing")
     return " · ".join(filter(None, parts))
 
 
@@ -237,7 +241,7 @@ def _sortable(value: float) -> float:
 
 def _result(line: Summary, varied: Sequence[str]) -> Line:
     def score(name: str, digits: int) -> Value:
-        return Value(_number(line.means.get(name), digits), note=f"worst {_number(line.worst.get(name), digits)}")
+        return Value(_number(line.means.get(name), digits), note=f"clearest {_number(line.worst.get(name), digits)}")
 
     rank, excess = line.rates.get("rank1"), line.excess.value
     name, _, settings = line.attack.partition(":")
@@ -451,8 +455,12 @@ def _untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str
 
 
 def _command(result: AuditResult) -> str:
-    place = f"{result.folder.name}/run.toml" if result.folder is not None else "run.toml"
-    return f"gradleak audit --config {place} --out {result.folder.name if result.folder is not None else 'run'}-again"
+    """With the path of the run as it was given, below the current folder where it can be."""
+    folder = result.folder or Path("run")
+    if folder.is_absolute() and folder.is_relative_to(Path.cwd()):
+        folder = folder.relative_to(Path.cwd())
+    again = folder.with_name(f"{folder.name}-again")
+    return shlex.join(["gradleak", "audit", "--config", str(folder / "run.toml"), "--out", str(again)])
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -38,7 +38,7 @@ def describe(found: Reconstruction) -> str:
         stopped = int(found.diverged[target].sum())
         if stopped:
             lines.append(f"    {stopped} of {found.diverged.shape[1]} restarts diverged")
-    lines.append(f"checks: {found.checks}")
+    lines.append(str(found.checks))
     lines.append(
         "Without the private data nobody can tell how close this is: a low match says that these examples explain the "
         "update, not that they are the only ones that do."

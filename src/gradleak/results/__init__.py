@@ -24,7 +24,7 @@ from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays, Folder, Memory, Store
 from gradleak.results.summary import Rate, Summary, summaries_of
 from gradleak.results.tables import FORMATS, Comparison, entries
-from gradleak.results.verdict import Control, Verdict, control_of, overall, verdict_on
+from gradleak.results.verdict import TRIAL, Control, Verdict, control_of, overall, verdict_on
 from gradleak.task import Field
 
 if TYPE_CHECKING:
@@ -90,8 +90,17 @@ class AuditResult:
 
     @property
     def verdict(self) -> Verdict:
-        """The headline, by the rule of verdict.py."""
-        return overall(self.verdicts, self.positive_control)
+        """The headline, by the rule of verdict.py; first of all, what keeps it from counting."""
+        found, total = overall(self.verdicts, self.positive_control), len(set(self.settings["plan"]["cells"]))
+        run = len({row["cell"] for row in self.rows})
+        caveats = [] if self.complete else [f"Incomplete: {run} of {total} cells."]
+        caveats += [TRIAL] if self.trial else []
+        return replace(found, paragraph=" ".join([*caveats, found.paragraph]))
+
+    @property
+    def trial(self) -> bool:
+        """Whether the run only shows that everything runs."""
+        return bool(self.settings.get("trial"))
 
     @property
     def failed(self) -> list[Row]:

@@ -1,6 +1,7 @@
 """A stable description of what was configured: equal settings give equal text, on every machine and in every process.
 
-`repr` will not do: it prints addresses of functions and rounds tensors.
+`repr` will not do: it prints addresses of functions and rounds tensors. What users wrote themselves is also told by its
+code (code.py), which is the same only under the same version of Python.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradleak.results.code import code_of, code_text, is_foreign
+
 
 def digest(value: Any) -> str:
     """16 hexadecimal digits that name a configuration."""
@@ -34,22 +37,26 @@ def described(value: Any) -> Any:
     for kind, describe in _DESCRIPTIONS:
         if isinstance(value, kind):
             return describe(value)
-    if is_dataclass(value):
-        return {"": _name(type(value)), **{f.name: described(getattr(value, f.name)) for f in fields(value)}}
-    return {"": _name(type(value)), **{name: described(held) for name, held in getattr(value, "__dict__", {}).items()}}
+    names = [f.name for f in fields(value)] if is_dataclass(value) else getattr(value, "__dict__", {})
+    return {"": _class(type(value)), **{name: described(getattr(value, name)) for name in names}}
 
 
 def _name(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
+def _class(value: type) -> Any:
+    """By name, and by the code of its methods where a user wrote some."""
+    return [_name(value), *code] if (code := code_of(*value.__mro__)) else _name(value)
+
+
 def _function(value: FunctionType) -> Any:
-    """By name; what a closure holds, and the code of a lambda, are part of the configuration too."""
+    """By name; what a closure holds, and the code of a user's function or a lambda, are part of it too."""
     held = [described(cell.cell_contents) for cell in value.__closure__ or () if cell.cell_contents is not value]
     defaults = described([value.__defaults__, value.__kwdefaults__])
-    code = hashlib.sha256(value.__code__.co_code).hexdigest()[:8] if "<" in value.__qualname__ else ""
-    constants = [str(c) for c in value.__code__.co_consts if isinstance(c, (int, float, str))] if code else []
-    return {"": _name(value), "closure": held, "defaults": defaults, "code": code, "constants": constants}
+    known = code_text(value.__code__) if "<" in value.__qualname__ else ""  # ours: a name tells all but lambdas apart
+    code = code_of(value) if is_foreign(value) else known
+    return {"": _name(value), "closure": held, "defaults": defaults, "code": code}
 
 
 def _tensor(value: Tensor) -> str:
@@ -61,7 +68,9 @@ def _tensor(value: Tensor) -> str:
 def _module(value: nn.Module) -> Any:
     training = [name for name, module in value.named_modules() if module.training]
     frozen = [name for name, parameter in value.named_parameters() if not parameter.requires_grad]
-    return {"": str(value), "training": training, "frozen": frozen, "state": described(dict(value.state_dict()))}
+    code = code_of(*dict.fromkeys(type(module) for module in value.modules()))
+    state = described(dict(value.state_dict()))
+    return {"": str(value), "training": training, "frozen": frozen, "state": state, "code": code}
 
 
 # The first that fits.
@@ -72,7 +81,7 @@ _DESCRIPTIONS: tuple[tuple[Any, Any], ...] = (
     (MethodType, lambda value: [described(value.__self__), _name(value.__func__)]),
     (BuiltinFunctionType, lambda value: f"{value.__module__}.{value.__name__}"),
     (functools.partial, lambda value: described([value.func, value.args, value.keywords])),
-    (type, _name),
+    (type, _class),
     ((torch.dtype, torch.device), str),
     (np.ndarray, lambda value: [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()[:16]]),
     (Mapping, lambda value: {str(name): described(held) for name, held in value.items()}),

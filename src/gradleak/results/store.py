@@ -193,12 +193,13 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 _MEANING = {
-    "fingerprint.task": "the task (model, weights, loss or fields)",
+    "fingerprint.task": "the task (layers, weights, fields, or the code of model or loss)",
+    "fingerprint.gradient": "what model and loss compute: their gradient at fixed inputs is another",
     "fingerprint.data": "the data",
     "fingerprint.gallery": "the gallery",
-    "fingerprint.attacks": "settings inside an attack",
-    "fingerprint.defences": "settings inside a defence",
-    "fingerprint.training": "the client's recipe",
+    "fingerprint.attacks": "settings inside an attack, or its code",
+    "fingerprint.defences": "settings inside a defence, or its code",
+    "fingerprint.training": "the client's recipe, or its code",
 }
 
 

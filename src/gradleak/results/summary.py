@@ -26,7 +26,7 @@ Name: TypeAlias = tuple[str, str, str, int, int]
 
 @dataclass(frozen=True)
 class Rate:
-    """A share or mean with its 95 % interval by bootstrap over targets, and the number of targets."""
+    """A share or mean with its 95 % interval over targets (see `rate`), and the number of targets."""
 
     value: float
     low: float

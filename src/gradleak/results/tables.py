@@ -32,7 +32,9 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "B": lambda line: str(line.examples),
     "targets": _targets,
     "recovered [95 %]": lambda line: str(line.recovered) if line.targets else "-",
-    "PSNR mean/median/worst": lambda line: "/".join(_number(v, "psnr") for v in (line.means, line.medians, line.worst)),
+    "PSNR mean/median/clearest": lambda line: "/".join(
+        _number(values, "psnr") for values in (line.means, line.medians, line.worst)
+    ),
     "SSIM": lambda line: _number(line.means, "ssim", 2),
     "labels": lambda line: _share(line.means.get("labels", NAN)),
     "rank 1 (chance)": lambda line: f"{_share(line.rates['rank1'].value)} ({line.chance:.1%})" if line.targets else "-",
@@ -42,7 +44,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda line: f"{line.seconds:.1f}",
     "verdict": lambda line: "failed" if line.errors and not line.targets else line.word,
 }
-"""Worst is the best recovered image: the worst case for a client. Baseline: the same attack on an unrelated update."""
+"""Clearest is the best recovered image, a client's worst case. Baseline: the same attack on an unrelated update."""
 
 
 def entries(lines: Sequence[Summary]) -> list[list[str]]:

@@ -1,8 +1,8 @@
 """The verdict, in words that can be defended.
 
 Rule. An image is recovered when SSIM > 0.5, PSNR > 18 dB and it is re-identified at rank 1 among other real images.
-Shares have 95 % intervals by bootstrap over targets, and what the same attack reaches on an unrelated update is taken
-off. One attack against one defence
+Shares have 95 % intervals: by bootstrap over targets or, where all targets agree, the exact binomial ones (Clopper and
+Pearson). What the same attack reaches on an unrelated update is taken off. One attack against one defence
 
 leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
 leaks in part         when any image is recovered, or re-identification at rank 1 exceeds both chance and the
@@ -26,6 +26,7 @@ from gradleak.results.rows import FORMS, Row
 from gradleak.results.summary import INCONCLUSIVE, LEAKS, NAN, NOT_SHOWN, PART, VOID, WORDS, Summary
 
 CONTROL_PSNR = 18.0
+TRIAL = "Quick run: shows that everything runs, nothing else."
 RULE = (__doc__ or "").partition("Rule. ")[2].strip()
 
 

@@ -1,0 +1,66 @@
+"""What a task computes, in a few digits: the gradient at fixed inputs that have nothing to do with the data.
+
+Two networks with the same layers and weights may use them differently; text and code show that only in part. Here the
+model and the loss speak for themselves, in float64 on the CPU, so that the device of the run does not matter.
+
+Of every parameter's gradient only its norm and one projection are kept, to six significant digits: rounding each entry
+of a large network would sooner or later fall on the other side on another machine. Gradients a million times smaller
+than the whole count as zero, since they may be nothing but rounding. A model that does not run in float64 is probed in
+its own type, to two digits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradleak import draws
+from gradleak.results.configuration import digest
+from gradleak.task import Batch, Field, Task, float32_products
+from gradleak.tree import Params
+
+EXAMPLES = 2  # BatchNorm cannot train on one
+NOT_RUN = "not run"
+
+
+def gradient_of(task: Task) -> str:
+    """16 hexadecimal digits; or, where the model does not run on the CPU, NOT_RUN and why, in a word."""
+    own = next(iter(task.weights().values()), torch.zeros(())).dtype
+    problem: Exception | None = None
+    for dtype, digits in ((torch.float64, 6), (own, 2)):
+        try:
+            return digest([str(dtype), _rounded(_gradient(task.to("cpu", dtype), dtype), digits)])
+        except Exception as raised:  # whatever a user's model raises: the run itself will say it better
+            problem = problem or raised
+    return f"{NOT_RUN}: {type(problem).__name__}"
+
+
+def _gradient(task: Task, dtype: torch.dtype) -> Params:
+    batch: Batch = {name: _example(name, field, dtype) for name, field in task.fields.items()}
+    with float32_products(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # dropout
+        return task.gradient(task.weights(), batch)
+
+
+def _example(name: str, field: Field, dtype: torch.dtype) -> Tensor:
+    shape = (EXAMPLES, *field.shape)
+    if field.classes is not None:
+        return torch.arange(math.prod(shape)).reshape(shape) % field.classes
+    return field.model(draws.Draws(draws.key("probe", name)).uniform(shape, dtype=torch.float64).to(dtype))
+
+
+def _rounded(gradient: Params, digits: int) -> dict[str, list[str]]:
+    flat = {name: value.detach().double().flatten() for name, value in gradient.items()}
+    norms = {name: float(value.norm()) for name, value in flat.items()}
+    whole = math.hypot(*norms.values())
+    told: dict[str, list[str]] = {}
+    for name, value in flat.items():
+        if norms[name] <= 1e-6 * whole:
+            told[name] = ["0"]
+            continue
+        uneven = torch.frac(torch.arange(1, len(value) + 1, dtype=torch.float64) * 0.6180339887498949) - 0.5
+        along = float(value @ uneven) / (norms[name] * float(uneven.norm()))
+        told[name] = [f"{norms[name]:.{digits - 1}e}", repr(round(along, digits) + 0.0)]  # no negative zero
+    return told

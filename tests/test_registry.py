@@ -1,0 +1,121 @@
+"""Names and settings of methods: what is understood, and what is refused with which message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import pytest
+
+from gradleak import registry
+from gradleak.registry import BadSetting, UnknownName, named
+
+
+class Start(Protocol):
+    def begin(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _method() -> Iterator[None]:
+    @named("made-up", kind="attack")
+    def made_up(
+        *,
+        steps: int = 3,
+        lr: float = 0.1,
+        fast: bool = False,
+        labels: str = "auto",
+        seed: int | None = None,
+        start: str | Start = "tiled",
+        mode: Literal["a", "b"] = "a",
+        shape: tuple[int, int] = (1, 1),
+        widths: Sequence[int] = (),
+        call: Callable[[], int] | None = None,
+        anything: Any = None,
+    ) -> dict[str, Any]:
+        return dict(locals())
+
+    yield
+    del registry._entries["attack", "made-up"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("steps=10", "steps", 10),
+        ("lr=1", "lr", 1),
+        ("lr=1e-3", "lr", 1e-3),
+        ("fast=true", "fast", True),
+        ("labels=none", "labels", "none"),  # text is wanted, so the word stays one
+        ("labels=7", "labels", "7"),
+        ("seed=none", "seed", None),
+        ("seed=4", "seed", 4),
+        ("start=grey", "start", "grey"),
+        ("mode=b", "mode", "b"),
+        ("shape=(2,3),steps=1", "shape", (2, 3)),
+        ("widths=[1,2,3]", "widths", [1, 2, 3]),
+        ("anything=x", "anything", "x"),
+    ],
+)
+def test_settings_are_read_by_their_annotations(text: str, name: str, value: Any) -> None:
+    made = registry.parse("attack", f"made-up:{text}")
+    assert made[name] == value
+    assert type(made[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("steps=abc", "attack 'made-up': steps must be a whole number; given 'abc'."),
+        ("steps=1.5", "steps must be a whole number; given 1.5"),
+        ("steps=true", "steps must be a whole number; given True"),
+        ("steps=none", "steps must be a whole number; given None"),
+        ("lr=fast", "lr must be a number; given 'fast'"),
+        ("fast=1", "fast must be true or false; given 1"),
+        ("seed=x", "seed must be a whole number or none; given 'x'"),
+        ("mode=c", "mode must be 'a' or 'b'; given 'c'"),
+        ("shape=(1,2,3)", "shape must be tuple[int, int]; given (1, 2, 3)"),
+        ("widths=(1,x)", "widths must be"),
+        ("call=3", "call must be"),
+        ("stps=3", "has no setting 'stps'. Did you mean 'steps'"),
+    ],
+)
+def test_values_of_another_type_are_refused(text: str, told: str) -> None:
+    with pytest.raises(BadSetting) as refusal:
+        registry.parse("attack", f"made-up:{text}")
+    assert told in str(refusal.value)
+
+
+def test_a_missing_setting_is_named() -> None:
+    @named("demanding", kind="attack")
+    def demanding(*, budget: float) -> float:
+        return budget
+
+    try:
+        with pytest.raises(BadSetting, match="'demanding' needs the setting 'budget'"):
+            registry.get("attack", "demanding")
+        assert registry.get("attack", "demanding", budget=2) == 2
+    finally:
+        del registry._entries["attack", "demanding"]
+
+
+def test_annotations_that_only_a_type_checker_knows_are_not_checked() -> None:
+    def make(*, steps: NoSuchType = 1) -> int:  # type: ignore[name-defined]  # noqa: F821
+        return steps
+
+    assert registry.Entry("x", "attack", make, "", "unverified").types == {}
+
+
+@pytest.mark.parametrize("kind", ["attack", "labels", "model", "defence"])
+def test_every_default_fits_its_own_annotation(kind: str) -> None:
+    for entry in registry.entries(kind):
+        for name, hint in entry.types.items():
+            if name in entry.settings and name not in entry.required:
+                assert registry._fits(entry.settings[name], hint), (entry.name, name, hint)
+
+
+def test_no_named_defences_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        registry, "_entries", {key: held for key, held in registry._entries.items() if key[0] != "defence"}
+    )
+    with pytest.raises(UnknownName, match=r"no named defences yet; docs/add-a-defence\.md"):
+        registry.get("defence", "dp")
