@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gradleak as gl
+import gradleak.parts.spaces
 from gradleak.engine import Search, lanes_of
 
 pytestmark = [
@@ -77,3 +78,24 @@ def test_strict_precision_keeps_digits_that_fast_gives_up() -> None:
     )
     assert abs(strict - exact) < 1e-4 * exact
     assert abs(fast - exact) < 1e-1 * exact
+
+
+def test_a_client_of_several_minibatches_can_be_captured() -> None:
+    task, seen, _ = scene_of_targets(2)
+    training = gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
+    x, y = torch.rand(2, 3, 32, 32), torch.randint(10, (2,))
+    seen = gl.observe(task, {"x": x, "y": y}, training)
+    found = gl.attacks.get("ig", steps=20).run(task, seen, gl.Knowledge(training=training, given={"y": y}))
+    assert found.match.item() < found.trace["match"][0].item()
+
+
+def test_a_client_on_the_gpu_is_matched_exactly() -> None:
+    """The client's convolutions must not run in TF32 while the attack is strict: zero at the truth, to float32."""
+    task, _, _ = scene_of_targets(1, "group")
+    work = task.to("cuda", torch.float32)
+    batch = {"x": torch.rand(1, 3, 32, 32, device="cuda"), "y": torch.zeros(1, dtype=torch.long, device="cuda")}
+    training = gl.LocalTraining(lr=1.0)
+    seen = gl.observe(work, batch, training)
+    start = gl.parts.spaces.Surrogate(batch["x"])
+    found = gl.attacks.get("cpl", steps=1, start=start).run(work, seen, gl.Knowledge(training=training))
+    assert found.match.item() < 1e-9 * sum(float(u.square().sum()) for u in seen.update.values())

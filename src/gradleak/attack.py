@@ -359,7 +359,7 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
                 f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the "
                 "model the server sent, with the same number of classes."
             )
-        for name, value in {**(target.buffers or {}), **(target.returned_buffers or {})}.items():
+        for name, value in (*(target.buffers or {}).items(), *(target.returned_buffers or {}).items()):
             if others.get(name) != tuple(value.shape):
                 raise MissingKnowledge(
                     f"Observation {target.key!r} has a buffer {name} of shape {tuple(value.shape)}; this model has "
