@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
@@ -72,8 +71,7 @@ def _parts(value: Any) -> list[Any]:
         return _parts(value.__func__)
     if isinstance(value, functools.cached_property):
         return _parts(value.func)
-    wrapped = inspect.getattr_static(value, "__dict__", None) and vars(value).get("__wrapped__")  # lru_cache
-    return _parts(wrapped) if wrapped is not None else []
+    return _parts(value.__wrapped__) if isinstance(value, functools._lru_cache_wrapper) else []
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
@@ -82,7 +80,8 @@ def _members(kind: type) -> Iterator[tuple[str, Any]]:
         special = name.startswith("__")
         code = getattr(held, "__code__", None)
         written = special and "__dataclass_fields__" in vars(kind) and getattr(code, "co_filename", "") == "<string>"
-        if not written and not name.startswith("__annotate") and (code is not None or not special):
+        does = isinstance(held, (FunctionType, staticmethod, classmethod))
+        if not written and not name.startswith("__annotate") and (does or not special):
             yield name, held
 
 
