@@ -458,7 +458,7 @@ TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:s
 def test_an_audit_of_a_users_file_from_start_to_report() -> None:
     answer = Answer(*TINY, "-o", "run")
     assert answer.code == 0, answer
-    assert re.search(r"\b1 cells?\b", answer.errors)  # what it will cost
+    assert re.search(r"\b1 cell\b", answer.errors)  # what it will cost
     assert "[1/1] ig:steps=3" in answer.errors
     assert re.search(r"^ig:steps=3 +none", answer.out, re.MULTILINE)
     assert "Report: run/report.html" in answer.out
@@ -561,7 +561,7 @@ def test_ctrl_c_in_an_audit_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradleak.cli.sys.argv", ["gradleak", "audit", "train.py:audit"])
-    monkeypatch.setattr("gradleak.audit.estimate", lambda audit: "soon")  # it runs the attack too
+    monkeypatch.setattr("gradleak.audit.estimate", lambda audit, out=None: "soon")  # it runs the attack too
     monkeypatch.setattr(gl.Composed, "run", interrupted)
     answer = Answer("audit", "train.py:audit")
     assert answer.code == 130
@@ -573,7 +573,7 @@ def test_a_run_in_which_every_cell_failed_did_not_run(monkeypatch: pytest.Monkey
     def failing(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("somewhere")
 
-    monkeypatch.setattr("gradleak.audit.estimate", lambda audit: "soon")
+    monkeypatch.setattr("gradleak.audit.estimate", lambda audit, out=None: "soon")
     monkeypatch.setattr(gl.Composed, "run", failing)
     assert "every cell failed, the first with: ZeroDivisionError: somewhere" in refused("audit", "train.py:audit")
 

@@ -29,7 +29,8 @@ class Estimate:
 
     def __str__(self) -> str:
         kept = f" ({self.kept} more are kept from before)" if self.kept else ""
-        work = f"{self.cells} cells{kept}, {self.lanes} reconstructions, {self.steps:,} lane steps"
+        cells = f"{self.cells} cell{'s' * (self.cells != 1)}"
+        work = f"{cells}{kept}, {self.lanes} reconstructions, {self.steps:,} lane steps"
         if self.seconds is None:
             return f"{work}; the time cannot be told before."
         rest = f", and {self.untimed} cells whose time cannot be told before" if self.untimed else ""

@@ -195,7 +195,8 @@ def audit(
     context.find_root().obj = "Interrupted before the first cell; nothing was written."
     loading.leave_room()
     planned = request.audit()
-    _tell(f"{estimate(planned)}\nInto {out or request.folder}. Ctrl-C is safe: the same command resumes.")
+    folder = out or request.folder
+    _tell(f"{estimate(planned, out=folder)}\nInto {folder}. Ctrl-C is safe: the same command resumes.")
     with shown() as progress:
         result = request.run(planned, out, progress)
     typer.echo(fitted(result, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
