@@ -128,7 +128,7 @@ def test_labels_that_cannot_be_are_refused(given: object, told: str) -> None:
 def test_a_number_of_examples_that_no_machine_can_hold_is_refused() -> None:
     task = tiny()
     seen = replace(seen_of(task), num_examples=MOST_ENTRIES)
-    with pytest.raises(MissingKnowledge, match="more than the 1e\\+09 that one attack takes on"):
+    with pytest.raises(MissingKnowledge, match="more than the 1e\\+08 that one attack takes on"):
         gl.attacks.get("ig", steps=2).run(task, seen)
 
 

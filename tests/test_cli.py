@@ -485,7 +485,7 @@ def test_a_run_is_repeated_from_its_file_reported_and_compared() -> None:
     assert "ig:steps=3" in Answer("compare", "one", "two").out
     assert Answer("report", "one", "-o", "other.html").out.strip() == "other.html"
     assert Path("other.html").exists()
-    assert Answer("audit", "--config", "one/run.toml").errors.count("kept from before") == 1  # into its own folder
+    assert Answer("audit", "--config", "one/run.toml").errors.count("dB, kept from before") == 1  # into its own folder
 
 
 def test_folders_are_found_again_and_never_mixed() -> None:

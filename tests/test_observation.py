@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -13,10 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import gradleak as gl
 from conftest import largest_difference, private, tiny
-from gradleak.observation import BadObservation, Knowledge, Observation, Track, as_targets
+from gradleak.engine import EngineError
+from gradleak.observation import BadObservation, Knowledge, MissingKnowledge, Observation, Track, as_targets
 
 ONE = {"w": torch.ones(2, 2), "b": torch.zeros(2)}
 
@@ -285,14 +288,35 @@ def test_the_payload_would_run_if_anything_unpickled_it(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
+class Named(nn.Module):
+    """The model that the example observation is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(ONE["w"].clone()), nn.Parameter(ONE["b"].clone())
+        self.register_buffer("n", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) @ self.w.T + self.b
+
+
 def test_a_thousand_damaged_files_raise_nothing_else_and_run_nothing(tmp_path: Path) -> None:
+    """Also not when what loads is attacked: it runs, or one clear error says why not."""
     path, marker = tmp_path / "seen.safetensors", tmp_path / "ran"
-    refused = 0
+    like = (torch.zeros(1, 2), torch.zeros(1).long())
+    task = gl.Task.supervised(Named(), nn.functional.cross_entropy, like=like)
+    attack, knows = gl.attacks.get("dlg", steps=1), gl.Knowledge(training=gl.LocalTraining(lr=1.0))
+    refused = attacked = 0
     for data in corpus(marker):
         path.write_bytes(data)
         try:
-            Observation.load(path)
+            seen = Observation.load(path)
         except BadObservation:
             refused += 1
+            continue
+        with contextlib.suppress(MissingKnowledge, EngineError):
+            attack.run(task, seen, knows)
+            attacked += 1
     assert refused > 800  # a flipped bit in a weight is a sound file
+    assert attacked > 0
     assert not marker.exists()

@@ -7,6 +7,7 @@ as the memory of the device holds. `Engine` says where and in which precision.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -141,13 +142,29 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     """
     unknowns = scene.num_examples * sum(math.prod(f.shape) for f in scene.task.fields.values() if f.classes is None)
     remembered = max(getattr(stage.optimiser, "copies", 4) for stage in stages) * unknowns
-    elements = 8 * tree.size(scene.update) + 24 * _activations(scene) + remembered + 2 * tree.size(_running(scene))
-    per_lane = elements * torch.finfo(engine.dtype).bits // 8
+    least = 8 * (tree.size(scene.update) + unknowns) + remembered + 2 * tree.size(_running(scene))
+    size = torch.finfo(engine.dtype).bits // 8
+    if least * size > _memory(engine):
+        raise EngineError(
+            f"One lane of this attack needs more than {least * size / 2**30:.0f} GB: {scene.num_examples} examples, "
+            f"{tree.size(scene.update):,} parameters. Is the number of examples right? Attack fewer, or lower history."
+        )
+    per_lane = (least + 24 * _activations(scene)) * size
     if engine.where.type == "cuda":
         budget, most = 0.6 * torch.cuda.get_device_properties(engine.where).total_memory, 1024
     else:
         budget, most = 2.0e9, 64  # beyond this a CPU gains nothing: the caches are full
     return int(max(1, min(most, budget // per_lane)))
+
+
+def _memory(engine: Engine) -> float:
+    """Bytes of the device in all; unlimited where the system does not say."""
+    if engine.where.type == "cuda":
+        return float(torch.cuda.get_device_properties(engine.where).total_memory)
+    try:
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def _activations(scene: Scene) -> int:
