@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from gradleak import draws, tree
-from gradleak.attack import Now, Scene
+from gradleak.scene import Now, Scene
 from gradleak.task import Batch
 
 torch.set_num_threads(1)  # two test workers share two cores

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from gradleak import Engine, Knowledge, LocalTraining, Observation, Reconstruction, Task, attacks, observe, registry
-from gradleak.attack import Now, Scene
 from gradleak.metrics import compare
 from gradleak.models import lenet_zhu, mlp
 from gradleak.observation import MissingKnowledge
 from gradleak.parts.matches import Cosine
 from gradleak.parts.predictions import Replay
+from gradleak.scene import Now, Scene
 from gradleak.task import TaskError
 
 MNIST = {"mean": 0.1307, "std": 0.3081}

@@ -10,7 +10,7 @@ from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, private, tiny
-from gradleak.attack import MOST_ENTRIES, Scene
+from gradleak.attack import MOST_ENTRIES
 from gradleak.defence import Client, Guarantee
 from gradleak.engine import Engine, EngineError, chunk_size, lanes_of
 from gradleak.local import LocalTraining, observe
@@ -20,6 +20,7 @@ from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, Lion, sign
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.rules import SGD
+from gradleak.scene import Scene
 from gradleak.task import TaskError
 
 TRAINING = LocalTraining(lr=0.5)

@@ -44,7 +44,7 @@ MODULES = {module_of(path): path for path in SOURCE.rglob("*.py")}
 
 def attacking(module: str) -> bool:
     """Is this a module that attack code may live in?"""
-    alone = ("gradleak.engine", "gradleak.search", "gradleak.attack")
+    alone = ("gradleak.engine", "gradleak.search", "gradleak.attack", "gradleak.scene")
     return module in alone or module.startswith(("gradleak.attacks", "gradleak.parts"))
 
 

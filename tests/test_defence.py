@@ -12,12 +12,12 @@ from torch import Tensor
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, tiny
 from gradleak import draws, tree
-from gradleak.attack import Match, Scene
 from gradleak.defence import Client, Compute, Defence, Guarantee, overrides
 from gradleak.local import ClientState, LocalTraining
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.rules import Adam
+from gradleak.scene import Match, Scene
 from gradleak.task import Batch, Task
 from gradleak.tree import Params, Tree
 

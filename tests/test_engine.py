@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, private, short, skip_unless_granted, tiny
 from gradleak import draws, engine, tree
-from gradleak.attack import Composed, Now, Problem, Reconstruction, Scene, Scored, Stage, lowest_match
+from gradleak.attack import Composed, Reconstruction, Stage, lowest_match
 from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, Search
 from gradleak.local import LocalTraining
@@ -29,6 +29,7 @@ from gradleak.parts.optimisers import Adam, SignedAdam
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Together, Uniform
+from gradleak.scene import Now, Problem, Scene, Scored
 from gradleak.task import Batch, TaskError
 from gradleak.tree import Params, Tree
 

@@ -14,7 +14,6 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from gradleak import Knowledge, LocalTraining, Task, attacks, observe, registry
-from gradleak.attack import Scene
 from gradleak.defence import Defence
 from gradleak.metrics import label_scores
 from gradleak.models import lenet5, lenet_zhu, mlp
@@ -22,6 +21,7 @@ from gradleak.observation import MissingKnowledge
 from gradleak.parts import labels as rules
 from gradleak.parts.fields import Labels, RuleDoesNotApply, label_rule, last_layer
 from gradleak.rules import SGD, Adam
+from gradleak.scene import Scene
 
 ONE = ["bias-minimum", "row-products", "row-sum"]
 BIASED = ["bias-minimum", "bias-sign", "bias-corrected", "bias-counts", "ilrg"]

@@ -13,9 +13,9 @@ from torch.func import grad_and_value, vmap
 
 from conftest import largest_difference, moment
 from gradleak import draws
-from gradleak.attack import Now, Scored
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, constant, soft_sign
+from gradleak.scene import Now, Scored
 from gradleak.tree import Tree
 
 

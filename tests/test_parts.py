@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, network, private, scene_of, tiny
 from gradleak import draws, tree
-from gradleak.attack import Scene
 from gradleak.draws import Draws
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, MissingKnowledge
@@ -30,6 +29,7 @@ from gradleak.parts.priors import (
     TotalVariation,
 )
 from gradleak.parts.spaces import Mosaic, Normal, Pixels, SoftCategories, Solid, Surrogate, Tiled, Together, Uniform
+from gradleak.scene import Scene
 from gradleak.task import Batch
 
 A = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "b": torch.tensor([0.0, 12.0])}

@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import arguments, record
 
 import gradleak as gl
-from gradleak.attack import Scene
 from gradleak.parts.fields import label_rule
+from gradleak.scene import Scene
 
 RULES = ("ilrg", "bias-corrected", "llg", "llg-star", "row-minimum")
 

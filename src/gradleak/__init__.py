@@ -11,11 +11,12 @@ from importlib import import_module
 from typing import Any
 
 from gradleak import tree
-from gradleak.attack import Attack, Composed, Reconstruction, Scene, Stage
+from gradleak.attack import Attack, Composed, Reconstruction, Stage
 from gradleak.defence import Chain, Defence, OnlyVisible, Upload
 from gradleak.engine import Engine
 from gradleak.local import ClientState, LocalTraining, observe
 from gradleak.observation import Knowledge, Observation, Track
+from gradleak.scene import Scene
 from gradleak.task import Batch, Field, Task
 
 __version__ = "0.1.0"

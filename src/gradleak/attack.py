@@ -1,8 +1,4 @@
-"""What an attack is: stages of six small parts, solved over lanes, chosen by matching and by nothing else.
-
-A part is written for ONE lane; the engine batches. `Scene` is all that a part may look at, and `Now` reaches every
-part, so that ramps, annealing and homotopies need no branch. `v` is a nested dict of unknowns, named across parts.
-"""
+"""What an attack is: stages of six small parts (`scene.py`), solved over lanes, chosen by matching and nothing else."""
 
 from __future__ import annotations
 
@@ -11,169 +7,16 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from gradleak import draws as randomness
 from gradleak import tree
-from gradleak.draws import Draws
 from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets
+from gradleak.scene import FieldRule, Match, Needs, Optimiser, Prediction, Prior, Scene, Space
 from gradleak.task import Batch, Field, Task, TaskError
-from gradleak.tree import Params, Tree
-
-Needs: TypeAlias = frozenset[str]
-
-
-@dataclass(frozen=True, eq=False)
-class Now:
-    """Where in a stage a step stands, as a tensor, so that a captured step can be replayed."""
-
-    step: Tensor  # 0-d, counts from 0
-    total: int
-
-    @property
-    def fraction(self) -> Tensor:
-        return self.step / self.total
-
-
-@dataclass(frozen=True, eq=False)
-class Scene:
-    """One target as one lane sees it: the observation's tensors, the threat model, and what was read off before."""
-
-    task: Task
-    knows: Knowledge
-    weights: Params
-    update: Params
-    num_examples: int
-    buffers: Params | None = None
-    returned_buffers: Params | None = None
-    extras: dict[str, Params] = field(default_factory=dict)
-    fields: Batch = field(default_factory=dict)  # given or recovered: labels, counts, steps
-    limits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # box of each continuous field
-    constants: Tree = field(default_factory=dict)  # what the space fixed at the start of the stage
-    shared: Tree = field(default_factory=dict)  # what priors computed across restarts
-    draws: Draws | None = None
-
-    @staticmethod
-    def of(task: Task, seen: Observation, knows: Knowledge) -> Scene:
-        """The scene of one target, in the task's own device and type."""
-        like = next(tree.leaves(task.weights()))
-        move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
-        return Scene(
-            task,
-            knows,
-            weights=move(seen.weights),
-            update=move({name: seen.update[name] for name in seen.weights}),  # one order of names everywhere
-            num_examples=seen.num_examples,
-            buffers={**task.buffers(), **move(seen.buffers or {})},
-            returned_buffers=None if seen.returned_buffers is None else move(seen.returned_buffers),
-            extras={name: move(params) for name, params in seen.extras.items()},
-            limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
-        )
-
-
-# --- the six protocols ----------------------------------------------------------------------------------------------
-
-
-class Space(Protocol):
-    """Where the unknowns live, and how they become a batch."""
-
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
-
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
-
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch: ...
-
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree: ...
-
-
-class Prediction(Protocol):
-    """What the client would have uploaded for a batch; `target` says what of the observation to compare it with."""
-
-    def variables(self, scene: Scene, draws: Draws) -> Tree: ...
-
-    def target(self, scene: Scene) -> Params: ...
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params: ...
-
-
-class Match(Protocol):
-    """A distance. `squares`: reduce is half or all of the residual's square sum. `scale_free`: blind to the scale."""
-
-    @property
-    def squares(self) -> bool: ...
-
-    @property
-    def scale_free(self) -> bool: ...
-
-    def prepare(self, observed: Params) -> Params: ...
-
-    def residual(self, predicted: Params, observed: Params) -> Params: ...
-
-    def reduce(self, residual: Params) -> Tensor: ...
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        """reduce(residual(predicted, observed)); a match may compute it in fewer passes."""
-        ...
-
-
-class Prior(Protocol):
-    """A scalar that says how unlikely a batch is. One that looks across restarts also has `refresh` and `due`."""
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor: ...
-
-
-@runtime_checkable
-class SharedPrior(Protocol):
-    """A prior that looks at all restarts of a target. `refresh` runs outside vmap, between two steps, when `due`."""
-
-    def due(self, step: int) -> bool: ...
-
-    def refresh(self, batch: Batch, groups: tuple[int, int]) -> Tree: ...
-
-
-class FieldRule(Protocol):
-    """Reads fields off the observation, once per target, such as labels."""
-
-    def __call__(self, scene: Scene) -> Batch: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """A point that was evaluated: the unknowns, the objective, and the match alone (no priors)."""
-
-    at: Tree
-    objective: Tensor
-    match: Tensor
-
-
-class Problem(Protocol):
-    """What an optimiser may ask of one lane at one moment."""
-
-    def value(self, v: Tree) -> Scored: ...
-
-    def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]: ...
-
-    def residual(self, v: Tree) -> Tree: ...
-
-    def project(self, v: Tree) -> Tree: ...
-
-
-class Optimiser(Protocol):
-    """Moves the unknowns of one lane. `graphable`: a step reads no value on the host, so it can be captured."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def graphable(self) -> bool: ...
-
-    def init(self, problem: Problem, v: Tree) -> Tree: ...
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]: ...
-
 
 # --- composition ----------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from gradleak import attacks, draws, models
-from gradleak.attack import Composed, Scene
+from gradleak.attack import Composed
 from gradleak.engine import Engine, Search, lanes_of
 from gradleak.local import LocalTraining, observe
 from gradleak.observation import Knowledge
+from gradleak.scene import Scene
 from gradleak.task import Task
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {

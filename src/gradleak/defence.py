@@ -13,8 +13,8 @@ from gradleak import tree
 from gradleak.tree import Params, Tree
 
 if TYPE_CHECKING:
-    from gradleak.attack import Scene
     from gradleak.draws import Draws
+    from gradleak.scene import Scene
     from gradleak.task import Batch, Task
 
 Compute: TypeAlias = "Callable[[Params, Batch], Params]"

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
-from gradleak.attack import Progress, Scene, Scored, Stage
+from gradleak.attack import Progress, Stage
 from gradleak.convolution import LaneConvolutions
 from gradleak.observation import stack
+from gradleak.scene import Scene, Scored
 from gradleak.search import EngineError, Search
 from gradleak.task import Batch, double_backward_safe, float32_products
 from gradleak.tree import Params, Tree

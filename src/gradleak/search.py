@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from gradleak import tree
-from gradleak.attack import Now, Progress, Scene, Scored, SharedPrior, Stage
+from gradleak.attack import Progress, Stage
 from gradleak.draws import Draws
 from gradleak.registry import did_you_mean
+from gradleak.scene import Now, Scene, Scored, SharedPrior
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 

@@ -11,7 +11,7 @@ from torch.func import jvp
 
 from gradleak import assignment
 from gradleak import draws as randomness
-from gradleak.attack import Composed, Needs, Now, Problem, Progress, Reconstruction, Scene, Scored, Stage, require
+from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
 from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.observation import Knowledge, Observation, Track
@@ -21,6 +21,7 @@ from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
 from gradleak.parts.spaces import Pixels
 from gradleak.registry import named
+from gradleak.scene import Needs, Now, Problem, Scene, Scored
 from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Tree
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradleak import registry, tree
-from gradleak.attack import Needs, Scene
 from gradleak.parts.predictions import gradient
+from gradleak.scene import Needs, Scene
 from gradleak.task import Batch
 
 

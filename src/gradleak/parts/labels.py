@@ -24,12 +24,12 @@ from torch.func import grad, vmap
 
 from gradleak import draws as randomness
 from gradleak import tree
-from gradleak.attack import Needs, Scene
 from gradleak.draws import Draws
 from gradleak.observation import MissingKnowledge
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
 from gradleak.registry import did_you_mean, named
 from gradleak.rules import SGD
+from gradleak.scene import Needs, Scene
 from gradleak.task import Batch
 
 IDLG = "Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020"

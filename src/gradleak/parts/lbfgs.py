@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
-from gradleak.attack import Now, Problem, Scored
 from gradleak.parts.optimisers import Schedule, constant, require_positive
+from gradleak.scene import Now, Problem, Scored
 from gradleak.task import float32_products
 from gradleak.tree import Tree
 

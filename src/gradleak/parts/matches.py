@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
-from gradleak.attack import Match
+from gradleak.scene import Match
 from gradleak.tree import Params
 
 

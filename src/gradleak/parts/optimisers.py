@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
-from gradleak.attack import Now, Problem, Scored
+from gradleak.scene import Now, Problem, Scored
 from gradleak.tree import Tree
 
 Schedule: TypeAlias = Callable[[Now], "Tensor | float"]

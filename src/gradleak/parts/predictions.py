@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
-from gradleak.attack import Needs, Now, Scene
 from gradleak.defence import Defence, overrides
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining, Order
 from gradleak.rules import SGD
+from gradleak.scene import Needs, Now, Scene
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 

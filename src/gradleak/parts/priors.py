@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradleak import tree
-from gradleak.attack import Now, Scene
 from gradleak.observation import MissingKnowledge
 from gradleak.parts.predictions import gradient
+from gradleak.scene import Now, Scene
 from gradleak.task import Batch, TaskError
 from gradleak.tree import Tree
 

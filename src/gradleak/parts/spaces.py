@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradleak.attack import Now, Scene, Space
 from gradleak.draws import Draws
+from gradleak.scene import Now, Scene, Space
 from gradleak.task import Batch
 from gradleak.tree import Tree
 
