@@ -119,7 +119,7 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
                 and (first.returned_buffers is None) == (scene.returned_buffers is None)
                 and _equal(first.weights, scene.weights)
                 and _equal(first.extras, scene.extras)
-                and _equal(_frozen(first), _frozen(scene))
+                and _equal(_buffers(first, running=False), _buffers(scene, running=False))
             ):
                 bucket.append(row)
                 break
@@ -143,7 +143,7 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     """
     unknowns = scene.num_examples * sum(math.prod(f.shape) for f in scene.task.fields.values() if f.classes is None)
     remembered = max(getattr(stage.optimiser, "copies", 4) for stage in stages) * unknowns
-    least = 8 * (tree.size(scene.update) + unknowns) + remembered + 2 * tree.size(_running(scene))
+    least = 8 * (tree.size(scene.update) + unknowns) + remembered + 2 * tree.size(_buffers(scene, running=True))
     size = torch.finfo(engine.dtype).bits // 8
     if least * size > _memory(engine):
         raise EngineError(
@@ -235,15 +235,10 @@ def _best_of_target(best: Scored, groups: tuple[int, int]) -> Tree:
     return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), best.at)
 
 
-def _running(scene: Scene) -> Params:
-    """The buffers proper, which a forward pass may change: one copy per lane. Frozen parameters are held once."""
+def _buffers(scene: Scene, *, running: bool) -> Params:
+    """The buffers proper, which a forward pass may change (one copy per lane), or the frozen parameters (held once)."""
     names = {name for name, _ in scene.task.model.named_buffers()}
-    return {name: value for name, value in (scene.buffers or {}).items() if name in names}
-
-
-def _frozen(scene: Scene) -> Params:
-    names = {name for name, _ in scene.task.model.named_buffers()}
-    return {name: value for name, value in (scene.buffers or {}).items() if name not in names}
+    return {name: value for name, value in (scene.buffers or {}).items() if (name in names) == running}
 
 
 def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
@@ -257,7 +252,7 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
     lane: Tree = {
         "update": spread([scene.update for scene in scenes]),
         "fields": spread([scene.fields for scene in scenes]),
-        "buffers": spread([_running(scene) for scene in scenes]),
+        "buffers": spread([_buffers(scene, running=True) for scene in scenes]),
         "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
         "key": torch.stack([key for target in keys for key in target]).to(device),
     }

@@ -62,7 +62,7 @@ class Analytic:
         self,
         task: Task,
         seen: Observation | Track | Sequence[Observation],
-        knows: Knowledge = Knowledge(),  # noqa: B008 (frozen)
+        knows: Knowledge = Knowledge(),
         seed: int = 0,
         *,
         engine: Engine | None = None,

@@ -213,7 +213,8 @@ def one_hot(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
 class FeatureDistance:
     """weight * mean (h(x) - h)^2, h the classifier's input as the classifier's own gradient gives it away (B = 1).
 
-    h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example.
+    h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example; for more, means
+    over the batch are compared. A classifier without a bias gives nothing away like this, and the term is zero.
     """
 
     weight: float
