@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jacfwd, jvp, vjp, vmap
 
 from gradleak.convolution import Fold, LaneConvolutions, Patches, Window
 
@@ -50,12 +52,80 @@ def test_the_second_derivative_of_every_lane_is_that_of_torch(
     torch.testing.assert_close(lanes, plain, rtol=1e-10, atol=1e-12)
 
 
+def gradient(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    def loss(weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.sigmoid(F.conv2d(x, weight, bias, stride, padding)).pow(2).sum()
+
+    return grad(loss, argnums=(0, 1))(weight, bias)
+
+
+def two_steps(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """The weights of the second gradient depend on x too."""
+    to_weight, to_bias = gradient(x, weight, bias, stride, padding)
+    return gradient(x, weight - 0.1 * to_weight, bias - 0.1 * to_bias, stride, padding)
+
+
+def each_example(x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+    """One gradient per example: a vmap inside of what is differentiated."""
+    return vmap(lambda one: gradient(one[None], weight, bias, stride, padding))(x)
+
+
+@pytest.mark.parametrize("upload", [gradient, two_steps, each_example])
+@pytest.mark.parametrize(("examples", "channels", "out", "side", "kernel", "stride", "padding"), CASES)
+def test_products_with_the_jacobian_of_an_upload_are_those_of_torch(
+    examples: int,
+    channels: int,
+    out: int,
+    side: int,
+    kernel: int,
+    stride: int,
+    padding: int,
+    upload: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    lanes, directions = 3, 2
+    x, weight, bias = draw(lanes, examples, channels, side, side), draw(out, channels, kernel, kernel), draw(out)
+    tangents = draw(lanes, directions, *x.shape[1:])
+    function = lambda x: upload(x, weight, bias, stride, padding)  # noqa: E731
+    cotangents = tuple(draw(lanes, *part.shape) for part in function(x[0]))
+    forward = lambda x, t: jvp(function, (x,), (t,))  # noqa: E731
+    backward = lambda x, c: vjp(function, x)[1](c)[0]  # noqa: E731
+    backward_over_forward = lambda x, t: grad(lambda x: forward(x, t)[1][0].square().sum())(x)  # noqa: E731
+
+    def run() -> dict[str, object]:
+        return {
+            "one": forward(x[0], tangents[0, 0]),
+            "directions": vmap(forward, in_dims=(None, 0))(x[0], tangents[0]),
+            "lanes and directions": vmap(vmap(forward, in_dims=(None, 0)))(x, tangents),
+            "transpose": vmap(backward)(x, cotangents),
+            "a derivative of the product": vmap(backward_over_forward)(x, tangents[:, 0]),
+        }
+
+    plain = run()
+    with LaneConvolutions():
+        lane = run()
+    torch.testing.assert_close(lane, plain, rtol=1e-10, atol=1e-12)
+
+
+def test_the_jacobian_by_the_weights_is_that_of_torch() -> None:
+    """Here the weights have a tangent and the image has none."""
+    x, weight = torch.randn(2, 2, 5, 5, dtype=torch.float64), torch.randn(3, 2, 3, 3, dtype=torch.float64)
+    run = lambda: jacfwd(lambda w: F.conv2d(x, w, padding=1).sigmoid().sum((2, 3)))(weight)  # noqa: E731
+    plain = run()
+    with LaneConvolutions():
+        torch.testing.assert_close(run(), plain)
+
+
 def test_fold_is_the_transpose_of_patches() -> None:
     window = Window(7, 6, (3, 2), (2, 1), (1, 0))
     x = torch.randn(2, 3, 7, 6, dtype=torch.float64)
     columns = torch.randn_like(Patches.apply(x, window))
     left, right = (Patches.apply(x, window) * columns).sum(), (x * Fold.apply(columns, window)).sum()
     torch.testing.assert_close(left, right)
+    for function, at in ((Patches, x), (Fold, columns)):  # linear: the derivative is the function
+        _, along = jvp(lambda a, function=function: function.apply(a, window), (at,), (at,))
+        torch.testing.assert_close(along, function.apply(at, window))
 
 
 @pytest.mark.parametrize(

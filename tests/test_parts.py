@@ -16,7 +16,7 @@ from gradleak import draws, tree
 from gradleak.draws import Draws
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, MissingKnowledge
-from gradleak.parts.matches import Cosine, LayerNorms, RowCosine, Scaled, SquaredError
+from gradleak.parts.matches import Cosine, LayerNorms, Relative, RowCosine, Scaled, SquaredError
 from gradleak.parts.predictions import Replay, Representation, gradient
 from gradleak.parts.priors import (
     BatchNormStatistics,
@@ -86,10 +86,11 @@ def test_cosine_keeps_its_digits_in_float32() -> None:
 
 
 def test_squares_of_the_residual_are_the_match_where_it_says_so() -> None:
-    for match, share in ((SquaredError(), 1.0), (Cosine(), 0.5)):
+    for match in (SquaredError(), Cosine(), Relative(), Scaled(Cosine(), 3.0), Scaled(SquaredError(), 0.5)):
         assert match.squares
         squares = tree.squared_norm(match.residual(A, match.prepare(B)))
-        torch.testing.assert_close(scored(match, A, B), share * squares)
+        torch.testing.assert_close(scored(match, A, B), squares)
+        torch.testing.assert_close(match.distance(A, match.prepare(B)), squares)
 
 
 def test_row_cosine_takes_the_mean_over_examples() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradleak.report import pictures, render
 from gradleak.report.page import MOST, Page
 from gradleak.results import Control, Rate, Summary, Verdict
+from gradleak.results.certificate import Certified
 from gradleak.results.rows import BadRun
 
 HOSTILE = "<script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
@@ -133,6 +134,35 @@ def test_it_says_what_a_reader_could_get_wrong() -> None:
     inside = sample(folder=Path.cwd() / "runs" / "my run")
     assert Page.of(inside).command == "gradleak audit --config 'runs/my run/run.toml' --out 'runs/my run-again'"
     assert "QUICK RUN" in Page.of(sample(settings={"trial": True})).subtitle
+
+
+def certificate(**changes: Any) -> dict[str, Any]:
+    standard = {
+        "verdict": "determined", "reason": "The update fixes all 192 values.", "unknowns": 192, "equations": 900,
+        "rank": 192, "null": 0, "tolerance": 1e-10, "residual": 3e-13, "rounding": 1e-9, "share": 1.0, "shift": 1e-9,
+        "largest": 2.0, "smallest": 0.01, "floor": None,
+    }  # fmt: skip
+    return {**standard, **changes}
+
+
+def test_proofs_are_told_in_plain_words() -> None:
+    assert 'id="proofs"' not in render(sample()), "no certificates, no section"
+    rows = [row("a" * 16, target, 30.0, certificate=certificate(floor=1e-4)) for target in range(3)]
+    rows += [row("a" * 16, 3, 30.0, certificate=None)]
+    open_ = certificate(verdict="not determined", rank=0, null=192, reason=HOSTILE)
+    rows += [row("b" * 16, 0, 9.0, defence="fedsam", form="adaptive", certificate=open_)]
+    lines = [summary(certified=Certified.of(rows[:4]))]
+    lines += [summary(defence="fedsam", form="adaptive", cells=("b" * 16,), certified=Certified.of(rows[4:]))]
+    text = render(sample(rows=rows, summaries=lines))
+    assert Reader(text).open == []
+    told = text.split('id="proofs"')[1].split("</section>")[0]
+    assert "3 of 3 determined: the update fixes every pixel; residual 3e-13; smallest singular value 1e-02" in told
+    assert '<span class="tag bad">proved</span> <b>ig:steps=10, B = 1, round 0</b>' in told
+    assert '<span class="tag void">open</span> <b>ig:steps=10 (adaptive) against fedsam' in told
+    assert told.count("The update fixes all 192 values.") == 3
+    assert "a tolerance of 1e-10 of the largest singular value" in told
+    assert "below a mean squared error of 1.0e-04" in told
+    assert "<script>" not in told
 
 
 def test_hostile_text_stays_text() -> None:

@@ -233,6 +233,26 @@ def test_nothing_at_all() -> None:
     assert found.table("csv")
 
 
+def test_certificates_are_counted_and_cited_but_decide_nothing() -> None:
+    held = [CERTIFICATE, CERTIFICATE, PARTLY, PARTLY, NEITHER, None]
+    rows = [{**entry, "certificate": made} for entry, made in zip(rows_of(ALL), held)]
+    found = result(rows)
+    certified = found.summaries[0].certified
+    assert certified is not None
+    assert (certified.count, certified.determined, certified.partly) == (5, 2, 2)
+    assert str(certified) == (
+        "2 of 5 determined: the update fixes every pixel; 2 of 5 determined up to 1 dimensions, 75% of the images' "
+        "variance fixed; 1 of 5 not determined: no exact solution was found, or most is left open; residual 3e-13; "
+        "smallest singular value 1e-02 (5e-03 of the largest)"
+    )
+    assert "Proved, without the truth: 2 of 5 updates fix every pixel" in found.verdict.paragraph
+    assert found.verdict.word == result(rows_of(ALL)).verdict.word
+    assert list(csv.DictReader(io.StringIO(found.table("csv"))))[0]["determined"] == "2"
+    assert result(rows_of(ALL)).summaries[0].certified is None, "rows of older runs have no such key"
+    alone = result([{**entry, "certificate": NEITHER} for entry in rows_of(NONE)])
+    assert "Proved" not in alone.verdict.paragraph
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +313,15 @@ def test_load(folder: Path) -> None:
     assert found.trace(key(1))["match"].shape == (3, 6)
 
 
+def test_certificates_are_read_back(folder: Path) -> None:
+    store = Folder(folder)
+    rows = [
+        {**entry, "certificate": made} for entry, made in zip(store.rows(), [CERTIFICATE, PARTLY, NEITHER, None] * 2)
+    ]
+    store.tidy(rows)
+    assert store.rows() == rows
+
+
 def test_the_last_line_may_be_torn(folder: Path) -> None:
     path = folder / "rows.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
@@ -303,7 +332,35 @@ def test_the_last_line_may_be_torn(folder: Path) -> None:
     assert AuditResult.load(folder).rows == found.rows
 
 
+CERTIFICATE: dict[str, Any] = {
+    "verdict": "determined", "reason": "The update fixes all 4 values.", "unknowns": 4, "equations": 9, "rank": 4,
+    "null": 0, "tolerance": 1e-10, "residual": 3e-13, "rounding": 1e-9, "share": 1.0, "shift": 1e-9, "largest": 2.0,
+    "smallest": 0.01, "floor": None,
+}  # fmt: skip
+PARTLY = {**CERTIFICATE, "verdict": "determined up to 1 dimensions", "rank": 3, "null": 1, "share": 0.75}
+NEITHER = {**CERTIFICATE, "verdict": "not determined", "residual": None, "shift": None}
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    return {"certificate": {**CERTIFICATE, **changes}}
+
+
 BROKEN: list[tuple[Any, str]] = [
+    ({"certificate": 3}, "certificate should be an object"),
+    ({"certificate": {}}, r"certificate\.unknowns"),
+    (damaged(rank=True), r"certificate\.rank"),
+    (damaged(rank=-1), r"certificate\.rank"),
+    (damaged(null=10**30), r"certificate\.null"),
+    (damaged(null=1), "does not fit its rank"),
+    (damaged(rank=3, null=1), "does not fit its rank"),
+    (damaged(verdict="safe"), "does not fit its rank"),
+    (damaged(verdict=["determined"]), "does not fit its rank"),
+    (damaged(verdict="determined up to 7 dimensions", rank=3, null=1), "does not fit its rank"),
+    (damaged(residual="none"), r"certificate\.residual"),
+    (damaged(smallest=-1.0), r"certificate\.smallest"),
+    (damaged(largest=10**400), r"certificate\.largest"),
+    (damaged(reason=None), r"certificate\.reason"),
+    ({"certificate": {k: v for k, v in CERTIFICATE.items() if k != "share"}}, r"certificate\.share"),
     (b"not json\n", "not JSON"),
     (b"[1]\n", "holds list"),
     (b'{"version": 2}\n', "version 2"),

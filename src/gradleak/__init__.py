@@ -22,8 +22,8 @@ from gradleak.task import Batch, Field, Task
 __version__ = "0.1.0"
 
 # Loaded on first use: `gl.attacks`, `gl.Audit`, ...
-_modules: tuple[str, ...] = ("assignment", "attacks", "audit", "bench", "checks", "data", "defences", "federation")
-_modules += ("metrics", "models", "parts")
+_modules: tuple[str, ...] = ("analysis", "assignment", "attacks", "audit", "bench", "checks", "data", "defences")
+_modules += ("federation", "metrics", "models", "parts")
 _modules += ("registry", "report", "results", "rules")
 _names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
 

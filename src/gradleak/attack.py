@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from gradleak import tree
 from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets
 from gradleak.scene import FieldRule, Match, Needs, Optimiser, Prediction, Prior, Scene, Space
 from gradleak.task import Batch, Field, Task, TaskError
+
+if TYPE_CHECKING:
+    from gradleak.analysis.identifiability import Certificate
 
 # --- composition ----------------------------------------------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class Reconstruction:
     seconds: float
     evaluations: int  # gradient evaluations per lane
     settings: dict[str, Any] = field(default_factory=dict)
+    certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
 
     @property
     def checks(self) -> Any:
@@ -283,7 +287,8 @@ def _collect(
     return Reconstruction(
         batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
-        **numbers,
+        objective=numbers["objective"],
+        match=numbers["match"],
         chosen=chosen,
         diverged=diverged,
         trace={"step": steps, **trace},

@@ -11,7 +11,8 @@ not touched.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +20,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class Window(NamedTuple):
+@dataclass(frozen=True)
+class Window:
     """A kernel's walk over an image."""
 
+    # Not a tuple: torch takes tuples apart, and asks forward mode under vmap for a tangent of every number.
     height: int
     width: int
     size: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        return self.height, self.width
 
     @property
     def outputs(self) -> tuple[int, int]:
@@ -55,6 +62,10 @@ class Patches(torch.autograd.Function):
         return Fold.apply(grad, ctx.window), None
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return Patches.apply(tangent, ctx.window)
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, window: Window) -> tuple[Tensor, int]:
         return _lanes_into_batch(Patches, in_dims[0], x, window), 0
 
@@ -64,7 +75,7 @@ class Fold(torch.autograd.Function):
 
     @staticmethod
     def forward(columns: Tensor, window: Window) -> Tensor:
-        return F.fold(columns, window[:2], window.size, 1, window.padding, window.stride)
+        return F.fold(columns, window.sides, window.size, 1, window.padding, window.stride)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
@@ -73,6 +84,10 @@ class Fold(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Patches.apply(grad, ctx.window), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return Fold.apply(tangent, ctx.window)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], columns: Tensor, window: Window) -> tuple[Tensor, int]:
@@ -98,6 +113,8 @@ class _Convolution(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
         x, weight, ctx.window = inputs
         ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
+        ctx.set_materialize_grads(False)  # a weight that does not move must not cost a convolution with zeros
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -106,7 +123,7 @@ class _Convolution(torch.autograd.Function):
         rest = [  # rows and columns that the last window did not reach
             side + 2 * pad - size - (count - 1) * stride
             for side, pad, size, stride, count in zip(
-                window[:2], window.padding, window.size, window.stride, window.outputs, strict=True
+                window.sides, window.padding, window.size, window.stride, window.outputs, strict=True
             )
         ]
         to_input = F.conv_transpose2d(grad, weight, None, window.stride, window.padding, tuple(rest))
@@ -115,6 +132,15 @@ class _Convolution(torch.autograd.Function):
         one = rows.shape[0] == 1
         to_weight = rows[0] @ columns[0].T if one else (rows @ columns.transpose(1, 2)).sum(0)
         return to_input, to_weight.reshape(weight.shape), None
+
+    @staticmethod
+    def jvp(ctx: Any, of_input: Tensor | None, of_weight: Tensor | None, _: None) -> Any:
+        x, weight = ctx.saved_tensors
+        window: Window = ctx.window
+        if of_weight is None:
+            return _Convolution.apply(of_input, weight, window)
+        along = _Convolution.apply(x, of_weight, window)
+        return along if of_input is None else along + _Convolution.apply(of_input, weight, window)
 
 
 class LaneConvolutions(TorchFunctionMode):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ def key(*names: object) -> Tensor:
     """Two 32-bit words from any names (target key, restart, purpose): equal names, equal numbers, on every machine."""
     digest = hashlib.blake2b("\x1f".join(map(str, names)).encode(), digest_size=8).digest()
     return torch.tensor([int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")])
+
+
+@lru_cache(maxsize=8)
+def signs(name: str, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """+1 or -1 at random, the same in every lane and every run: for sketches and probes, not for starts."""
+    return 1 - 2 * (Draws(key(name)).uniform((count,)) < 0.5).to(device=device, dtype=dtype)
 
 
 @dataclass(frozen=True, eq=False)

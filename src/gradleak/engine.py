@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from gradleak import tree
 from gradleak.attack import Progress, Stage
 from gradleak.convolution import LaneConvolutions
 from gradleak.observation import stack
-from gradleak.scene import Scene, Scored
+from gradleak.scene import Optimiser, Scene, Scored
 from gradleak.search import EngineError, Search
-from gradleak.task import Batch, double_backward_safe, float32_products
+from gradleak.task import Batch, Task, double_backward_safe, float32_products
 from gradleak.tree import Params, Tree
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
@@ -141,16 +141,17 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), and what
     the optimiser remembers of every unknown.
     """
-    unknowns = scene.num_examples * sum(math.prod(f.shape) for f in scene.task.fields.values() if f.classes is None)
-    remembered = max(getattr(stage.optimiser, "copies", 4) for stage in stages) * unknowns
-    least = 8 * (tree.size(scene.update) + unknowns) + remembered + 2 * tree.size(_buffers(scene, running=True))
+    unknowns = unknowns_of(scene.task, scene.num_examples)
+    equations = tree.size(scene.update)
+    remembered = max(_entries(stage.optimiser, unknowns, getattr(stage.match, "rows", equations)) for stage in stages)
+    least = 2 * equations + 8 * unknowns + remembered + 2 * tree.size(_buffers(scene, running=True))
     size = torch.finfo(engine.dtype).bits // 8
-    if least * size > _memory(engine):
+    if least * size > memory_of(engine):
         raise EngineError(
             f"One lane of this attack needs more than {least * size / 2**30:.0f} GB: {scene.num_examples} examples, "
-            f"{tree.size(scene.update):,} parameters. Is the number of examples right? Attack fewer, or lower history."
+            f"{equations:,} parameters. Is the number of examples right? Attack fewer, or lower history."
         )
-    per_lane = (least + 24 * _activations(scene)) * size
+    per_lane = least * size + _evaluation(scene, engine)
     if engine.where.type == "cuda":
         budget, most = 0.6 * torch.cuda.get_device_properties(engine.where).total_memory, 1024
     else:
@@ -158,7 +159,32 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     return int(max(1, min(most, budget // per_lane)))
 
 
-def _memory(engine: Engine) -> float:
+def sized(stages: Sequence[Stage], scene: Scene, engine: Engine, lanes: int) -> list[Stage]:
+    """The stages, with optimisers that evaluate a lane many times at once told how often there is room for."""
+    cuda = engine.where.type == "cuda"
+    room, most = (0.25 * memory_of(engine), 8192) if cuda else (1.0e9, 128)
+    each = int(max(1, min(most, room // _evaluation(scene, engine)) // lanes))
+    told = [getattr(stage.optimiser, "sized", None) for stage in stages]
+    return [stage if size is None else replace(stage, optimiser=size(each)) for stage, size in zip(stages, told)]
+
+
+def _evaluation(scene: Scene, engine: Engine) -> int:
+    """Bytes of one evaluation: all activations, forward, backward, and backward of both; and the gradient."""
+    return (24 * _activations(scene) + 6 * tree.size(scene.update)) * torch.finfo(engine.dtype).bits // 8
+
+
+def unknowns_of(task: Task, examples: int) -> int:
+    """Entries of all continuous fields of a batch."""
+    return examples * sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
+
+
+def _entries(optimiser: Optimiser, unknowns: int, equations: int) -> int:
+    """Numbers that a lane's optimiser holds; a first-order method has a few of the size of the unknowns."""
+    count = getattr(optimiser, "entries", None)
+    return 4 * unknowns if count is None else int(count(unknowns, equations))
+
+
+def memory_of(engine: Engine) -> float:
     """Bytes of the device in all; unlimited where the system does not say."""
     if engine.where.type == "cuda":
         return float(torch.cuda.get_device_properties(engine.where).total_memory)
@@ -201,6 +227,7 @@ def _solve_chunk(
     template, lane = lanes_of(scenes, keys)
     device = next(tree.leaves(template.weights)).device
     total = sum(stage.optimiser.steps for stage in stages)
+    stages = sized(stages, template, engine, groups[0] * groups[1])
     before: Tree | None = None
     diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
     trace: list[dict[str, Tensor]] = []

@@ -94,7 +94,7 @@ class Prediction(Protocol):
 
 
 class Match(Protocol):
-    """A distance. `squares`: reduce is half or all of the residual's square sum. `scale_free`: blind to the scale."""
+    """A distance. `squares`: reduce is the residual's sum of squares. `scale_free`: blind to the scale."""
 
     @property
     def squares(self) -> bool: ...
@@ -117,6 +117,19 @@ class Prior(Protocol):
     """A scalar that says how unlikely a batch is. One that looks across restarts also has `refresh` and `due`."""
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor: ...
+
+
+@runtime_checkable
+class QuadraticPrior(Protocol):
+    """A prior that least-squares solvers can use: terms whose sum of squares has the prior's gradient at this point.
+
+    For a quadratic prior that sum is the prior itself; else it is the quadratic that lies above the prior and touches
+    it here (majorisation: what is iteratively reweighted must be constant in the derivative, `detach`).
+    """
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor: ...
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor: ...
 
 
 @runtime_checkable
@@ -150,13 +163,21 @@ class Problem(Protocol):
 
     def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]: ...
 
-    def residual(self, v: Tree) -> Tree: ...
+    def residual(self, v: Tree) -> Tree:
+        """{"match": the match's residual, "priors": the terms of each prior}: least squares."""
+        ...
 
     def project(self, v: Tree) -> Tree: ...
 
 
 class Optimiser(Protocol):
-    """Moves the unknowns of one lane. `graphable`: a step reads no value on the host, so it can be captured."""
+    """Moves the unknowns of one lane. `graphable`: a step reads no value on the host, so it can be captured.
+
+    Optional: `final(v, state)`, where v is a trial point and not yet an iterate; `finished(state)`, true once a lane
+    has nothing left to do (its lanes are then left out of further steps; not for captured steps);
+    `entries(unknowns, equations)`, the numbers a lane holds at the peak of a step, by which chunks are sized;
+    `sized(evaluations)`, the same method for a lane that may make so many evaluations at once.
+    """
 
     @property
     def steps(self) -> int: ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from gradleak import tree
 from gradleak.attack import Progress, Stage
 from gradleak.draws import Draws
 from gradleak.registry import did_you_mean
-from gradleak.scene import Now, Scene, Scored, SharedPrior
+from gradleak.scene import Now, QuadraticPrior, Scene, Scored, SharedPrior
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 
@@ -49,15 +50,25 @@ class LaneProblem:
         return self.stage.predict(self.batch(v), v, self.scene, self.now)
 
     def residual(self, v: Tree) -> Tree:
-        return self.stage.match.residual(self.predicted(v), self.observed)
+        batch = self.batch(v)
+        predicted = self.stage.predict(batch, v, self.scene, self.now)
+        terms: Tree = {}
+        for position, prior in enumerate(self.stage.priors):
+            if not isinstance(prior, QuadraticPrior):
+                raise ValueError(f"A least-squares optimiser needs priors with terms; {prior} has none.")
+            terms[str(position)] = prior.terms(batch, v, self.seen_by(position), self.now)
+        return {"match": self.stage.match.residual(predicted, self.observed), "priors": terms}
+
+    def seen_by(self, position: int) -> Scene:
+        """The scene, with what the prior at this position shares across restarts."""
+        return replace(self.scene, shared=self.scene.shared.get(str(position), {}))
 
     def value(self, v: Tree) -> Scored:
         batch = self.batch(v)
         match = self.stage.match.distance(self.stage.predict(batch, v, self.scene, self.now), self.observed)
         objective = match
         for position, prior in enumerate(self.stage.priors):
-            scene = replace(self.scene, shared=self.scene.shared.get(str(position), {}))
-            objective = objective + prior(batch, v, scene, self.now)
+            objective = objective + prior(batch, v, self.seen_by(position), self.now)
         return Scored(v, objective, match)
 
     def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]:
@@ -79,7 +90,7 @@ class Search:
         self, stage: Stage, template: Scene, lane: Tree, groups: tuple[int, int], engine: Engine, before: Tree | None
     ) -> None:
         self.stage, self.groups, self.engine = stage, groups, engine
-        self.template = template if stage.view is None else stage.view(template)
+        self.template = template
         device = next(tree.leaves(template.weights)).device
         self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
         self.moving: Tree = {"step": torch.zeros((), device=device)}  # all that a tick changes
@@ -146,6 +157,11 @@ class Search:
         return self.moving["step"]
 
     @property
+    def finished(self) -> Callable[[Tree], Tensor] | None:
+        """The optimiser's word on lanes that have nothing left to do, where it has one."""
+        return getattr(self.stage.optimiser, "finished", None)
+
+    @property
     def alive(self) -> Tensor:
         """Lanes in which everything was finite so far."""
         return self.moving["alive"]
@@ -153,7 +169,7 @@ class Search:
     # --- one lane ----------------------------------------------------------------------------------------------
 
     def scene(self, lane: Tree) -> Scene:
-        return replace(
+        scene = replace(
             self.template,
             update=lane["update"],
             fields=lane["fields"],
@@ -163,6 +179,7 @@ class Search:
             shared=lane["shared"],
             draws=Draws(lane["key"]),
         )
+        return scene if self.stage.view is None else self.stage.view(scene)
 
     def problem(self, lane: Tree, step: Tensor) -> LaneProblem:
         return LaneProblem(self.stage, self.scene(lane), lane["observed"], Now(step, self.stage.optimiser.steps))
@@ -187,14 +204,30 @@ class Search:
 
     def tick(self) -> None:
         """One step of every lane. Captured as it stands: no host read, no new shapes."""
-        held, best = self.moving, self.moving["best"]
-        v, state, at, objective, match = self.lift(self.advance)(held["v"], held["state"], self.lane)
+        moved = self.moved(self.moving, self.lane)
+        if self.static:
+            _assign(self.moving, moved)
+        else:
+            self.moving = moved
+
+    def tick_of(self, rows: Tensor) -> None:
+        """One step of these lanes only; the others stay as they are."""
+        own = {name: value for name, value in self.moving.items() if name != "step"}
+        some = {**tree.map(lambda value: value[rows], own), "step": self.step}
+        moved = self.moved(some, tree.map(lambda value: value[rows], self.lane))
+        step = moved.pop("step")
+        self.moving = {**tree.map(lambda all_, new: all_.index_copy(0, rows, new), own, moved), "step": step}
+
+    def moved(self, held: Tree, lane: Tree) -> Tree:
+        """Everything that a step changes, after it."""
+        best = held["best"]
+        v, state, at, objective, match = self.lift(self.advance)(held["v"], held["state"], lane)
         sound = objective.isfinite() & match.isfinite()
         for leaf in tree.leaves(v):
             sound = sound & leaf.reshape(leaf.shape[0], -1).isfinite().all(dim=1)
         better = held["alive"] & match.isfinite() & (match < best["match"])
         alive = held["alive"] & sound
-        moved = {
+        return {
             "step": held["step"] + 1,
             "v": tree.where(alive, v, held["v"]),  # a lane that is not finite stays where it was, for good
             "state": state,  # of a frozen lane it is never read again
@@ -202,10 +235,6 @@ class Search:
             "best": tree.where(better, {"at": at, "objective": objective, "match": match}, best),
             "last": {"objective": objective, "match": match},
         }
-        if self.static:
-            _assign(held, moved)
-        else:
-            self.moving = moved
 
     def run(self, progress: Progress | None) -> None:
         steps, advance = self.stage.optimiser.steps, self.tick
@@ -217,6 +246,11 @@ class Search:
                 for position, prior in enumerate(self.stage.priors):
                     if isinstance(prior, SharedPrior) and prior.due(step):
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
+                if self.finished is not None:
+                    going = (self.alive & ~self.lift(self.finished)(self.moving["state"])).nonzero()[:, 0]
+                    if not len(going):
+                        break
+                    advance = self.tick if len(going) == len(self.alive) else partial(self.tick_of, going)
                 advance()
                 if step % self.every == 0:
                     self.traced[0, step // self.every].copy_(self.moving["last"]["objective"])
@@ -256,8 +290,12 @@ class Search:
         """The match of every example of every lane, for a match that is a mean over examples."""
         if not getattr(self.stage.match, "per_example", False):
             return None
-        residual = self.lift(lambda v, lane: self.problem(lane, self.step).residual(v))(v, self.lane)
-        return next(tree.leaves(residual)).cpu()
+
+        def residual(v: Tree, lane: Tree) -> Params:
+            problem = self.problem(lane, self.step)
+            return self.stage.match.residual(problem.predicted(v), problem.observed)
+
+        return next(tree.leaves(self.lift(residual)(v, self.lane))).cpu()
 
     def trace(self) -> dict[str, Tensor]:
         steps = torch.arange(self.traced.shape[1]) * self.every

@@ -100,6 +100,7 @@ class Runner:
             "converged": checks.converged[target],
             "checks": [_told(check) for check in (*observation_checks(seen, self.side.task), *checks.of(target))],
             "analyses": {name: float(value) for held in measured for name, value in held.items()},
+            "certificate": None if found.certificates is None else found.certificates[target].record(),
         }
 
 

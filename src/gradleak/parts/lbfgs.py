@@ -54,10 +54,9 @@ class LBFGS:
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps", "history", "tries"), real=("lr",))
 
-    @property
-    def copies(self) -> int:
-        """Tensors of the size of the unknowns that a lane holds at the peak of a step: the pairs, old and new."""
-        return 6 * self.history
+    def entries(self, unknowns: int, equations: int) -> int:
+        """Numbers that a lane holds at the peak of a step: the pairs, old and new."""
+        return 6 * self.history * unknowns
 
     def init(self, problem: Problem, v: Tree) -> Tree:
         x = tree.flatten(v) / self._units(v)

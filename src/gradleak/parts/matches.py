@@ -6,13 +6,16 @@ A lane's update is as long as the network has parameters, so passes over it are 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradleak import tree
+from gradleak.draws import signs
 from gradleak.scene import Match
 from gradleak.tree import Params
 
@@ -48,6 +51,32 @@ class SquaredError(_Difference):
 
 
 @dataclass(frozen=True)
+class Relative(_Difference):
+    """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
+
+    Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
+    `floor` times the RMS of the whole update, since it tells something too: that the prediction must be small there.
+    """
+
+    floor: float = 1e-6
+    squares: bool = True
+    scale_free: bool = False
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        entries = tree.size(observed)
+        least = self.floor * tree.norm(observed) / math.sqrt(entries)
+
+        def in_own_unit(p: Tensor, o: Tensor) -> Tensor:
+            unit = torch.maximum(tree.norm({"": o}) / math.sqrt(o.numel()), least)
+            return (p - o) * (_inverse(unit) / math.sqrt(entries))
+
+        return tree.map(in_own_unit, predicted, observed)
+
+    def reduce(self, residual: Params) -> Tensor:
+        return tree.squared_norm(residual)
+
+
+@dataclass(frozen=True)
 class LayerNorms(_Difference):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 
@@ -78,10 +107,10 @@ class Cosine:
         return tree.scale(observed, _inverse(tree.norm(observed)))
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(self.prepare(predicted), observed)
+        return tree.scale(tree.subtract(self.prepare(predicted), observed), math.sqrt(0.5))
 
     def reduce(self, residual: Params) -> Tensor:
-        return 0.5 * tree.squared_norm(residual)
+        return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         result: Tensor = _CosineDistance.apply(*predicted.values(), *(observed[name] for name in predicted))[0]
@@ -120,7 +149,7 @@ class Scaled:
 
     @property
     def squares(self) -> bool:
-        return False  # the residual is the other match's, without the factor
+        return self.match.squares
 
     @property
     def scale_free(self) -> bool:
@@ -130,13 +159,53 @@ class Scaled:
         return self.match.prepare(observed)
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(predicted, observed)
+        residual = self.match.residual(predicted, observed)
+        return tree.scale(residual, math.sqrt(self.factor)) if self.squares else residual
 
     def reduce(self, residual: Params) -> Tensor:
-        return self.factor * self.match.reduce(residual)
+        return self.match.reduce(residual) if self.squares else self.factor * self.match.reduce(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         return self.factor * self.match.distance(predicted, observed)
+
+
+@dataclass(frozen=True)
+class Sketched:
+    """Another match seen through `rows` sums of its residual's entries with random signs.
+
+    Each row sums every `rows`-th entry, so a Jacobian needs `rows` columns however large the network is. The sum of
+    squares is right on average, and it is zero where the residual is: a solution of the one is one of the other.
+    """
+
+    match: Match
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not self.match.squares or self.rows < 1:
+            raise ValueError(f"A sketch needs a match that squares and at least one row; given {self}.")
+
+    @property
+    def squares(self) -> bool:
+        return True
+
+    @property
+    def scale_free(self) -> bool:
+        return self.match.scale_free
+
+    def prepare(self, observed: Params) -> Params:
+        return self.match.prepare(observed)
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        entries = tree.flatten(self.match.residual(predicted, observed))
+        signed = entries * signs("sketch", entries.shape[0], entries.device, entries.dtype)
+        folded = F.pad(signed, (0, -entries.shape[0] % self.rows)).reshape(-1, self.rows)
+        return {"rows": folded.sum(0)}
+
+    def reduce(self, residual: Params) -> Tensor:
+        return tree.squared_norm(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.reduce(self.residual(predicted, observed))
 
 
 class _SquaredDistance(torch.autograd.Function):

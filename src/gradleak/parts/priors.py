@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,12 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
 
 
+def _apart(batch: Batch, scene: Scene, field: str) -> Tensor:
+    """All differences of neighbours, in units of the field's width, as one vector."""
+    low, high = scene.limits[field]
+    return torch.cat([d.flatten() for d in _differences(batch[field] / (high - low))])
+
+
 @dataclass(frozen=True)
 class TotalVariation:
     """weight * (mean |dx| + mean |dy|), anisotropic, means over batch, channels and positions (IG, GIAS, GIFD)."""
@@ -36,6 +43,59 @@ class TotalVariation:
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
         across, down = _differences(batch[self.field])
         return self.weight * (across.abs().mean() + down.abs().mean())
+
+
+@dataclass(frozen=True)
+class Smoothness:
+    """weight * mean squared difference of neighbours. Its terms are differences: quadratic, for least squares."""
+
+    weight: float = 1.0
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.terms(batch, v, scene, now).square().sum()
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        apart = _apart(batch, scene, self.field)
+        return math.sqrt(self.weight / apart.shape[0]) * apart
+
+
+@dataclass(frozen=True)
+class ReweightedVariation:
+    """weight * mean sqrt(d^2 + eps^2) over neighbours: total variation that least squares can take.
+
+    Its terms are those of iteratively reweighted least squares, d / (2 sqrt(d0^2 + eps^2))^(1/2) with d0 the
+    difference at the point where the derivative is taken: |d| <= (d^2 / |d0| + |d0|) / 2, with equality at d0.
+    """
+
+    weight: float = 1.0
+    eps: float = 1e-2
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        apart = _apart(batch, scene, self.field)
+        return self.weight * (apart.square() + self.eps**2).sqrt().mean()
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        apart = _apart(batch, scene, self.field)
+        share = (apart.detach().square() + self.eps**2).pow(-0.25)
+        return math.sqrt(0.5 * self.weight / apart.shape[0]) * apart * share
+
+
+@dataclass(frozen=True)
+class Box:
+    """weight * mean squared distance to the field's bounds, in units of their width; zero inside."""
+
+    weight: float = 1.0
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.terms(batch, v, scene, now).square().sum()
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        x, (low, high) = batch[self.field], scene.limits[self.field]
+        outside = ((x - x.clamp(low, high)) / (high - low)).flatten()
+        return math.sqrt(self.weight / outside.shape[0]) * outside
 
 
 @dataclass(frozen=True)

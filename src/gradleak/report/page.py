@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradleak.cli.progress import duration
 from gradleak.report import pictures
+from gradleak.report.certificate import Proof, proofs
 
 if TYPE_CHECKING:
     from gradleak.results import AuditResult, Rate, Row, Summary
@@ -128,6 +129,7 @@ class Page:
     settings: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str], ...]
     references: tuple[Reference, ...] = field(default=())
+    proofs: tuple[Proof, ...] = field(default=())
 
     @staticmethod
     def of(result: AuditResult) -> Page:
@@ -152,6 +154,7 @@ class Page:
             settings=tuple(_flat({name: held for name, held in result.settings.items() if name not in HIDDEN})),
             environment=tuple(_flat(result.environment)),
             references=tuple(_references(grid)),
+            proofs=tuple(proofs(grid, summaries)),
         )
 
     @property
@@ -159,6 +162,7 @@ class Page:
         """Anchor and name of each section that is there, in order."""
         every = (
             ("results", "Results", True),
+            ("proofs", "Proofs", self.proofs),
             ("gallery", "Pictures", self.gallery),
             ("control", "Positive control", True),
             ("baselines", "Without any gradient", self.baselines),

@@ -13,6 +13,14 @@ from gradleak.attack import Reconstruction
 from gradleak.report.pictures import drawable, png, sheet
 
 SHOWN = 16  # examples of one target on the sheet
+UNCERTAIN = (
+    "Without the private data nobody can tell how close this is: a low match says that these examples explain the "
+    "update, not that they are the only ones that do."
+)
+LOCAL = (
+    "Determined means that no other examples near these explain the update; others far away are not excluded, and "
+    "labels are taken as they stand."
+)
 
 
 def inferred(found: Reconstruction, target: int) -> dict[str, list[int]]:
@@ -38,11 +46,10 @@ def describe(found: Reconstruction) -> str:
         stopped = int(found.diverged[target].sum())
         if stopped:
             lines.append(f"    {stopped} of {found.diverged.shape[1]} restarts diverged")
+        if found.certificates is not None:
+            lines.append(f"    {found.certificates[target]}")
     lines.append(str(found.checks))
-    lines.append(
-        "Without the private data nobody can tell how close this is: a low match says that these examples explain the "
-        "update, not that they are the only ones that do."
-    )
+    lines.append(UNCERTAIN if found.certificates is None else LOCAL)
     return "\n".join(lines)
 
 

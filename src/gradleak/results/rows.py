@@ -22,6 +22,10 @@ diverged, converged
              true or false; see checks.py
 checks       [{"name", "severity", "text", "fix"}], severity "error", "warning" or "note"
 analyses     {name: number}
+certificate  null, absent, or what the update determines at the reconstruction, without the truth (analysis/):
+             {"verdict": "determined", "determined up to k dimensions" or "not determined", "reason": one sentence,
+             "unknowns", "equations", "rank", "null": counts; "tolerance", "residual", "rounding", "share", "shift",
+             "largest", "smallest" (singular values), "floor": numbers or null}
 seconds      of the cell, divided by its targets
 """
 
@@ -37,6 +41,8 @@ Row: TypeAlias = dict[str, Any]
 ROW_VERSION = 1
 FORMS = ("undefended", "naive", "masked", "adaptive")  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
+_COUNTS = ("unknowns", "equations", "rank", "null")
+_MEASURES = ("tolerance", "residual", "rounding", "share", "shift", "largest", "smallest", "floor")
 REQUIRED: dict[str, Any] = {
     "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str,
     "round": int, "seed": int, "examples": int, "targets": int,
@@ -99,6 +105,7 @@ def decode(line: bytes, where: str) -> Row:
         raise BadRun(f"{where}: cell {row['cell']!r:.60} is not a key of 16 hexadecimal digits.")
     if row["status"] == "done":
         _check_scores(row, where)
+        _check_certificate(row, where)
     return row
 
 
@@ -132,3 +139,25 @@ def _check_scores(row: Row, where: str) -> None:
     for name, value in row["labels"].items():
         if type(value) not in number or (value is not None and not abs(value) < 1e300):
             raise BadRun(f"{where}: labels.{name} should be a number.")
+
+
+def _check_certificate(row: Row, where: str) -> None:
+    """Counts that add up, finite numbers or null, and words that say what the counts say."""
+    held = row.get("certificate")
+    if held is None:
+        return
+    if not isinstance(held, dict):
+        raise BadRun(f"{where}: certificate should be an object or null; it is {held!r:.60}.")
+    for name in _COUNTS:
+        if type(held.get(name)) is not int or not 0 <= held[name] < 2**63:
+            raise BadRun(f"{where}: certificate.{name} should be a whole number; it is {held.get(name)!r:.60}.")
+    for name in _MEASURES:
+        value = held.get(name, "missing")
+        if value is not None and (type(value) not in (int, float) or not 0 <= value < 1e300):
+            raise BadRun(f"{where}: certificate.{name} should be a number from 0 or null; it is {value!r:.60}.")
+    null, words = held["null"], ("determined", f"determined up to {held['null']} dimensions", "not determined")
+    told = held.get("verdict")
+    if null != held["unknowns"] - held["rank"] or told not in words or (told == "determined" and null):
+        raise BadRun(f"{where}: certificate says {told!r:.60}, which does not fit its rank of {held['rank']}.")
+    if not isinstance(held.get("reason"), str):
+        raise BadRun(f"{where}: certificate.reason should be text; it is {held.get('reason')!r:.60}.")

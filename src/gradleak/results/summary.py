@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from gradleak.results.certificate import Certified
 from gradleak.results.rows import FORMS, Row
 from gradleak.results.scoring import UNRELATED
 
@@ -82,6 +83,7 @@ class Summary:
     diverged: float
     seconds: float
     errors: tuple[str, ...] = ()  # of failed cells
+    certified: Certified | None = None  # where the attack says what the update determines
 
     @property
     def word(self) -> str:
@@ -155,6 +157,7 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
         diverged=_mean([row["diverged"] for row in done]),
         seconds=sum(row["seconds"] for row in done),
         errors=tuple(row["error"] for row in rows if row["status"] == "failed"),
+        certified=Certified.of(done),
     )
 
 

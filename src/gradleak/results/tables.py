@@ -83,6 +83,8 @@ def _record(line: Summary) -> dict[str, Any]:
     for kind in ("means", "medians", "worst", "baseline"):
         record |= {f"{name} {kind.removesuffix('s')}": value for name, value in getattr(line, kind).items()}
     record |= {name: getattr(line, name) for name in ("chance", "match", "converged", "diverged", "seconds")}
+    if line.certified is not None:
+        record |= {"certificates": line.certified.count, "determined": line.certified.determined}
     return {name: "" if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}
 
 

@@ -126,6 +126,9 @@ def _leak(line: Summary) -> str:
         text += f" What it shows still picks out the right image in {rank:.0%} of cases (chance {line.chance:.1%})."
     if "labels" in line.means:
         text += f" Labels: {line.means['labels']:.0%} right."
+    if line.certified is not None and line.certified.determined:
+        proved = f"{line.certified.determined} of {line.certified.count} updates"
+        text += f" Proved, without the truth: {proved} fix every pixel; no other images near those found give the same."
     return text + _sample(line)
 
 

@@ -1,0 +1,30 @@
+"""The dense Jacobian of one residual, by forward-mode products in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vmap
+
+
+def jacobian(function: Callable[[Tensor], Tensor], x: Tensor, block: int = 64) -> Tensor:
+    """(inputs, outputs): row i is the derivative along the i-th entry of x, forward mode, `block` at a time.
+
+    An update has far more entries than a batch has pixels: n products forward cost less than d backward. It runs under
+    an outer vmap, and reads no value on the host.
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1; given {block}.")
+    n = x.numel()
+
+    def along(direction: Tensor) -> Tensor:
+        return jvp(function, (x,), (direction.reshape(x.shape),))[1].flatten()
+
+    columns = torch.arange(n, device=x.device)
+    pieces = []
+    for start in range(0, n, block):  # a block of the identity at a time: all n rows would be n x n
+        rows = columns[start : start + block, None]
+        pieces.append(vmap(along)((rows == columns).to(x.dtype)))  # (block, outputs)
+    return torch.cat(pieces)

@@ -1,0 +1,177 @@
+"""Levenberg-Marquardt with a dense Jacobian, lane by lane, and the homotopy in the weight of the priors.
+
+Matching is nonlinear least squares: r(x) is the residual between the predicted and the observed update, and every step
+solves (J^T J + mu P^T P + lambda D) dx = -(J^T r + mu P^T p), with p the terms of the priors, P their derivative, D the
+diagonal of J^T J + mu P^T P. J comes from forward-mode products, all entries of x at once in blocks. Converges
+quadratically where the update determines the data; needs float64, since J^T J squares the condition.
+
+References: Levenberg 1944; Marquardt 1963; discrepancy and evidence as in MacKay, Neural Computation 4, 1992.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.draws import signs
+from gradleak.jacobian import jacobian
+from gradleak.parts.optimisers import require_positive
+from gradleak.scene import Now, Problem, Scored
+from gradleak.tree import Tree
+
+STALLED = 1e10  # damping at which steps are too short to matter
+STILL = 1e-4  # of the objective: a step that lowers it by less, at the final weight, counts towards the end
+PROBES = 8  # for a trace of thousands of terms
+
+
+@dataclass(frozen=True)
+class Homotopy:
+    """The weight of the priors: much at first, then as little as the data bear.
+
+    It starts at `start` in units of trace(J^T J) / trace(P^T P) and falls by `fall` with every accepted step, but not
+    below the level of discrepancy, where the prior would have to explain noise. With m equations, g directions that
+    the data determine at this weight, and the prior's value R, that is mu >= match g / ((m - g) R): the most likely
+    weight for a Gaussian prior of unknown scale and noise of unknown size. On exact data it vanishes with the match, so
+    the limit is the smoothest of all exact solutions.
+    """
+
+    start: float = 1.0
+    fall: float = 0.1
+    discrepancy: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.start > 0 and 0 < self.fall <= 1):
+            raise ValueError(f"A homotopy needs start > 0 and 0 < fall <= 1; given {self}.")
+
+    def floor(self, match: Tensor, prior: Tensor, determined: Tensor, equations: int) -> Tensor:
+        # With fewer equations than twice the unknowns little is left to tell noise by: stay on the side of the data.
+        spare = torch.maximum(equations - determined, determined).clamp_min(1.0)
+        level = match * determined / (spare * prior.clamp_min(1e-30))
+        return level if self.discrepancy else torch.zeros_like(level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevenbergMarquardt:
+    """Damped Gauss-Newton steps; acceptance, damping and the weight of the priors are each lane's own.
+
+    damping     first lambda; divided by `ease` after an accepted step, times `stiffen` for every rejected trial
+    tries       trials with one Jacobian
+    block       columns of the Jacobian computed at once; None: as many as the engine has room for
+    solved      a lane whose match is below is finished
+    homotopy    the weight of the stage's priors; None takes them as they are
+    """
+
+    steps: int = 60
+    damping: float = 1e-2
+    ease: float = 5.0
+    stiffen: float = 4.0
+    tries: int = 4
+    block: int | None = None
+    solved: float = 1e-26
+    homotopy: Homotopy | None = None
+    graphable: bool = False  # lanes that are finished leave the chunk, which is a look at values
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "tries"), real=("damping", "ease", "stiffen"))
+
+    def sized(self, evaluations: int) -> LevenbergMarquardt:
+        """The same, for a lane that may make this many evaluations at once."""
+        return self if self.block is not None else replace(self, block=evaluations)
+
+    def entries(self, unknowns: int, equations: int) -> int:
+        """Numbers that a lane holds at the peak of a step: the Jacobian, its blocks, and the normal matrix."""
+        priors = 2 * unknowns  # rows of the priors' terms, about
+        return unknowns * (2 * (equations + priors) + 5 * unknowns)
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        scored = problem.value(v)
+        zero = torch.zeros_like(scored.match)
+        return {
+            "damping": zero + self.damping,
+            "weight": zero + torch.inf,  # of the priors; infinite until the first Jacobian tells the units
+            "determined": zero,  # directions that the data determine, at the last weight
+            "match": scored.match,
+            "prior": scored.objective - scored.match,
+            "still": zero,  # steps in a row that changed next to nothing
+            "accepted": zero > 0,
+        }
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        x = tree.flatten(v)
+        n = x.shape[0]
+
+        def residual(x: Tensor) -> tuple[Tensor, Tensor]:
+            parts = problem.residual(tree.unflatten(x, v))
+            priors = tree.flatten(parts["priors"]) if parts["priors"] else x.new_zeros(0)
+            return tree.flatten(parts["match"]), priors
+
+        match, prior = residual(x)
+        m = match.shape[0]
+        rows = jacobian(lambda x: torch.cat(residual(x)), x, self.block or n)  # (n, m + p)
+        ours, theirs = rows[:, :m], rows[:, m:]
+        normal, slope = ours @ ours.T, ours @ match
+        weight = torch.ones_like(state["weight"])
+        if prior.shape[0]:
+            curvature = theirs @ theirs.T
+            weight = self._weight(state, normal, curvature, m)
+            normal, slope = normal + weight * curvature, slope + weight * (theirs @ prior)
+        diagonal = normal.diagonal()
+        diagonal = diagonal + 1e-9 * diagonal.max()
+
+        before = state["match"] + weight * state["prior"]
+        damping, taken = state["damping"], torch.zeros_like(before, dtype=torch.bool)
+        held = {"x": x, "match": state["match"], "prior": state["prior"]}
+        determined = torch.zeros_like(before)
+        for attempt in range(self.tries):
+            factor, _ = torch.linalg.cholesky_ex(normal + torch.diag_embed(damping * diagonal))
+            # Two triangular solves: torch.cholesky_solve fails on CUDA for batches of matrices of this size.
+            half = torch.linalg.solve_triangular(factor, slope[:, None], upper=False)
+            move = torch.linalg.solve_triangular(factor.T, half, upper=True)[:, 0]
+            if attempt == 0 and prior.shape[0]:
+                determined = n - weight * _trace(factor, theirs)
+            trial = problem.project(tree.unflatten(x - move, v))
+            scored = problem.value(trial)
+            rest = scored.objective - scored.match
+            better = ~taken & (scored.match + weight * rest < before)  # false where anything is NaN
+            held = tree.where(better, {"x": tree.flatten(trial), "match": scored.match, "prior": rest}, held)
+            taken = taken | better
+            damping = torch.where(better, damping / self.ease, torch.where(taken, damping, damping * self.stiffen))
+        damping = damping.clamp(1e-15, 10 * STALLED)
+
+        after = held["match"] + weight * held["prior"]
+        small = (before - after) < STILL * before
+        settled = weight > 0.5 * state["weight"]  # the weight of the priors falls no further
+        state = {
+            "damping": damping,
+            "weight": weight,
+            "determined": determined.clamp(0.0, float(n)),
+            "match": held["match"],
+            "prior": held["prior"],
+            "still": torch.where(taken & small & settled, state["still"] + 1, 0.0),
+            "accepted": taken,
+        }
+        here = tree.unflatten(held["x"], v)
+        return here, state, Scored(here, held["match"] + held["prior"], held["match"])
+
+    def _weight(self, state: Tree, normal: Tensor, curvature: Tensor, equations: int) -> Tensor:
+        """This step's weight of the priors: fallen since the last one, where that was accepted."""
+        if self.homotopy is None:
+            return torch.ones_like(state["weight"])
+        start = self.homotopy.start * normal.diagonal().sum() / curvature.diagonal().sum().clamp_min(1e-300)
+        fallen = torch.where(state["accepted"], self.homotopy.fall * state["weight"], state["weight"])
+        floor = self.homotopy.floor(state["match"], state["prior"], state["determined"], equations)
+        return torch.minimum(torch.maximum(fallen, floor), torch.minimum(start, state["weight"]))
+
+    def finished(self, state: Tree) -> Tensor:
+        """Solved, or stuck: no damping found a better point, or three steps at the final weight changed nothing."""
+        return (state["match"] < self.solved) | (state["damping"] > STALLED) | (state["still"] >= 3)
+
+
+def _trace(factor: Tensor, rows: Tensor) -> Tensor:
+    """trace(R^T (L L^T)^-1 R) from a few probes with random signs; its relative error falls with the size."""
+    drawn = signs("trace", PROBES * rows.shape[1], rows.device, rows.dtype)
+    probes = rows @ drawn.reshape(rows.shape[1], PROBES)  # (n, probes)
+    return torch.linalg.solve_triangular(factor, probes, upper=False).square().sum() / PROBES
