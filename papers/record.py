@@ -41,7 +41,7 @@ def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any])
     failed = []
     for name, bound in wanted["figures"].items():
         value = figures
-        for part in name.split("."):
+        for part in name.split("/" if "/" in name else "."):
             value = value[part]
         holds = value >= bound["at_least"] if "at_least" in bound else value <= bound["at_most"]
         print(f"{'holds' if holds else 'FAILS'}  {name} = {value:.6g}, wanted {bound}")

@@ -21,6 +21,7 @@ from gradleak.registry import BadSetting, UnknownName
 TRAINING = LocalTraining(lr=0.5)
 KNOWS = Knowledge(training=TRAINING)
 NAMES = gl.attacks.names()
+ALWAYS_DOUBLE = {"second-order"}  # whatever the engine says: least squares in float32 has no digits left
 
 
 def attacked(name: str, examples: int = 1, *, seed: int = 0, engine: Engine | None = None, steps: int = 5):
@@ -66,7 +67,7 @@ def test_every_attack_answers_with_images_and_labels(name: str, examples: int) -
     restarts = found.match.shape[1]
     assert found.batch["x"].shape == (1, examples, *SHAPE)
     assert found.candidates["x"].shape == (1, restarts, examples, *SHAPE)
-    assert found.batch["x"].dtype == torch.float32
+    assert found.batch["x"].dtype == (torch.float64 if name in ALWAYS_DOUBLE else torch.float32)
     assert found.batch["x"].isfinite().all()
     assert found.examples == (examples,)
     assert found.seconds > 0
@@ -127,6 +128,8 @@ def test_restarts_differ(name: str) -> None:
     found = attacked(name)
     if found.match.shape[1] == 1:
         pytest.skip("no restarts: nothing is drawn")
+    if (found.match < 1e-12).all():
+        pytest.skip("every restart has solved it, and there is one solution")
     assert largest_difference(found.candidates["x"][0, 0], found.candidates["x"][0, 1]) > 1e-3
 
 

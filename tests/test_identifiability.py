@@ -17,9 +17,9 @@ import gradleak as gl
 from conftest import perceptron, private, tiny
 from gradleak import tree
 from gradleak.analysis import Certificate, Identifiability, certify, noise_floor, rounding_of
-from gradleak.analysis import identifiability as module
+from gradleak.analysis import local as module
 from gradleak.engine import EngineError
-from gradleak.jacobian import jacobian
+from gradleak.linear import jacobian
 from gradleak.report.reconstruction import describe
 from gradleak.task import Batch, Field, TaskError
 
@@ -87,7 +87,7 @@ def test_the_jacobian_runs_under_an_outer_vmap() -> None:
 def test_the_jacobian_of_a_client_is_that_of_finite_differences() -> None:
     task, batch = tiny(mean=0.4, std=0.3), private(1)
     seen = gl.observe(task, batch, TRAINING)
-    local = module._Local.at(task, seen, batch, KNOWS, 5, None)
+    local = module.Local.at(task, seen, batch, KNOWS, 5, None)
     lengths = tree.map(lambda value: value.norm(), seen.update)
 
     def residual(x: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ def test_more_noise_means_a_higher_floor() -> None:
 
 
 def test_a_jacobian_that_memory_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_limit", lambda device: 1000.0)
+    monkeypatch.setattr(module, "memory_of", lambda engine: 2000.0)
     with pytest.raises(EngineError, match="fewer examples"):
         at_truth(tiny(), private(1))
 

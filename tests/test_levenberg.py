@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradleak.draws import Draws, key
-from gradleak.jacobian import jacobian
+from gradleak.linear import jacobian
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.scene import Now, Scored
 from gradleak.tree import Tree

@@ -249,6 +249,9 @@ class Search:
                 if self.finished is not None:
                     going = (self.alive & ~self.lift(self.finished)(self.moving["state"])).nonzero()[:, 0]
                     if not len(going):
+                        # Nothing moves any more: the rest of the curve is flat.
+                        end = torch.stack(self.lift(self.score)(self.v, self.lane))  # (2, lanes)
+                        self.traced[:, -(-step // self.every) :] = end[:, None]
                         break
                     advance = self.tick if len(going) == len(self.alive) else partial(self.tick_of, going)
                 advance()

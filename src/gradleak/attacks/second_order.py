@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 import torch
+from torch import Tensor
 
 from gradleak import registry, tree
-from gradleak.analysis.identifiability import Certificate, certify
+from gradleak.analysis.identifiability import certify
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.local import Order
 from gradleak.observation import Knowledge, Observation, Track, as_targets
+from gradleak.parts.chain import folds
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
+from gradleak.parts.peeling import Peeled, applies
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import Smoothness
 from gradleak.parts.smoothing import Smoothed, kinked
@@ -27,16 +30,13 @@ from gradleak.registry import named
 from gradleak.scene import Needs
 from gradleak.task import Task
 
-try:  # TEMPORARY
-    from gradleak.parts.peeling_ import Peeled, applies
-except ImportError:
-    Peeled, applies = (lambda start: start), (lambda *a: False)
-
 GREY = Normal(0.5, 0.02, unit=True)
 SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # of the smoothed networks that lead to one with kinks
 FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian tells the units
 MOST_DENSE = 12_288  # unknowns: four colour images of 32 x 32
 SKETCH = 4  # rows for every unknown, where a network has many times as many parameters
+RESTARTS = 4  # along the smoothed networks: which solution the path ends in is a matter of where it began
+SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches stay above
 MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
 
 
@@ -49,9 +49,10 @@ class SecondOrder:
     client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`).
 
     Where the unknowns are few the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
-    (`GaussNewtonKrylov`); `method` forces one. One example of a chain of layers is peeled off from the top first
-    (`Peeled`); other networks with kinks are followed from smoothed ones (`Smoothed`). A client that shuffles its
-    minibatches is tried in every order, up to 16; the lowest match wins.
+    (`GaussNewtonKrylov`); `method` forces one. A smooth network is solved from a grey image. For one with kinks a chain
+    of layers is peeled off from the top (`Peeled`), and what that does not solve is followed from smoothed networks
+    (`Smoothed`) in four restarts. A dearer way counts only where it solves the update to rounding: on the way there a
+    lower match does not mean a better image. A client that shuffles its minibatches is tried in every order, up to 16.
 
     steps       of the final search at most; a lane that is solved stops
     smoothness  first weight of the prior, in units of the data's own
@@ -101,47 +102,87 @@ class SecondOrder:
         require(self, knows)
         engine = replace(engine or Engine(), precision="double")
         targets = as_targets(seen)
-        orders = list(_orders(knows, max(target.num_examples for target in targets)))
-        best: Reconstruction | None = None
+        orders = _orders(knows, {target.num_examples for target in targets})
+        tried = []
         for done, order in enumerate(orders):
             share = None if progress is None else lambda part, done=done: progress((done + part) / len(orders))
-            attack = self.composed(task, knows, targets, engine, order)
-            found = attack.run(task, targets, knows, seed, engine=engine, progress=share)
-            best = found if best is None else _better(best, found)
-        assert best is not None
-        return replace(best, certificates=self._certificates(task, targets, knows, best, engine))
+            tried.append(self._cascade(task, targets, knows, seed, engine, order, share))
+        rows = torch.arange(len(targets))
+        match = torch.stack([found.match[rows, found.chosen] for found in tried])  # (orders, targets)
+        winner = torch.where(match.isnan(), torch.inf, match).argmin(0)
+        best = _of_each(tried, winner)
+        if not self.certify or not _room(engine, task, targets):
+            return best
+        # At the images as found, in the order that won; labels are the attack's own.
+        certificates = [
+            certify(task, seen, best.target(row), knows, engine=engine, order=orders[int(winner[row])])
+            for row, seen in enumerate(targets)
+        ]
+        return replace(best, certificates=tuple(certificates))
 
-    def composed(
-        self, task: Task, knows: Knowledge, targets: Sequence[Observation], engine: Engine, order: Order | None = None
-    ) -> Composed:
-        """The attack on this task: what is smooth, small or a chain of layers needs fewer stages."""
+    def _cascade(
+        self,
+        task: Task,
+        targets: Sequence[Observation],
+        knows: Knowledge,
+        seed: int,
+        engine: Engine,
+        order: Order | None,
+        progress: Progress | None,
+    ) -> Reconstruction:
+        """One way after the other, each on the targets that none before has solved."""
+        ways = self.ways(task, knows, targets, order)
+        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=progress)
+        for way in ways[1:]:
+            rows = [row for row in range(len(targets)) if float(best.match[row, best.chosen[row]]) > SOLVED]
+            if rows:
+                own = replace(
+                    knows, given={name: _rows(value, rows, len(targets)) for name, value in knows.given.items()}
+                )
+                found = way.run(task, [targets[row] for row in rows], own, seed, engine=engine, progress=progress)
+                best = _solved_by(best, found, rows)
+        return best
+
+    def ways(
+        self, task: Task, knows: Knowledge, targets: Sequence[Observation], order: Order | None = None
+    ) -> list[Composed]:
+        """The attacks to try on this task, cheapest first."""
         largest = max(targets, key=lambda target: target.num_examples)
-        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.smoothness, self.fall))
         unknowns, equations = unknowns_of(task, largest.num_examples), tree.size(largest.update)
         small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE)
         rows = SKETCH * unknowns
         match = Sketched(Relative(), rows) if small and equations > 2 * rows else Relative()
-        whole = Stage(Pixels(GREY), Replay(order=order), match, (), dense)
+        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.smoothness, self.fall))
+        stage = Stage(Pixels(GREY), Replay(order=order), match, (Smoothness(),), dense)
+        bare = replace(dense, homotopy=None, damping=1e-4)
+        polish = replace(stage, priors=(), optimiser=bare)
         if self.after:
             first: Composed = registry.parse("attack", self.after)
-            last = replace(whole, optimiser=replace(dense, homotopy=None) if small else self._krylov(self.steps))
-            return replace(first, name=self.name, stages=(*first.stages, last), keep="last")
-        stages = self._dense(whole, task, knows, largest.num_examples) if small else self._matrix_free(whole, task)
-        return Composed(self.name, tuple(stages), Labels(label_rule(self.labels)), restarts=self.restarts, keep="last")
+            last = polish if small else replace(polish, optimiser=self._krylov(self.steps))
+            return [replace(first, name=self.name, stages=(*first.stages, last), keep="last")]
+        if not small:
+            return [self._attack(self._matrix_free(polish, task))]
+        bent, chain = kinked(task), applies(task, knows, largest.num_examples)
+        peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
+        ways = [] if bent else [self._attack([stage])]
+        if chain and (bent or folds(task)):
+            ways.append(self._attack([peeled]))
+        if bent:
+            ways.append(self._attack([*self._path(stage), stage], restarts=max(self.restarts, RESTARTS)))
+        return ways
 
-    def _dense(self, whole: Stage, task: Task, knows: Knowledge, examples: int) -> Iterator[Stage]:
-        """One stage whose prior fades; before it, what brings a network with kinks within reach."""
-        whole = replace(whole, priors=(Smoothness(),))
-        if applies(task, knows, examples):
-            yield replace(whole, space=Pixels(Peeled(GREY)))
-            return
-        for sharpness in SHARPER if kinked(task) else ():
-            path = replace(whole.optimiser, steps=12, homotopy=Homotopy(self.smoothness, fall=1.0))  # type: ignore[type-var]
-            yield replace(whole, optimiser=path, view=Smoothed(sharpness))
-        yield whole
+    def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
+        fields = Labels(label_rule(self.labels))
+        return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts, keep="last")
+
+    def _path(self, stage: Stage) -> Iterator[Stage]:
+        """Networks ever less smooth, each solved as far as it can explain the update."""
+        optimiser = LevenbergMarquardt(steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
+        for sharpness in SHARPER:
+            yield replace(stage, optimiser=optimiser, view=Smoothed(sharpness))
 
     def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
-        """The same path in stages of fixed weights: a Krylov space is of one objective."""
+        """The same in stages of fixed weights: a Krylov space is of one objective."""
         for sharpness in SHARPER if kinked(task) else ():
             yield replace(whole, priors=(Smoothness(FADING[0]),), optimiser=self._krylov(3), view=Smoothed(sharpness))
         for weight in FADING:
@@ -151,61 +192,97 @@ class SecondOrder:
     def _krylov(self, iterations: int) -> GaussNewtonKrylov:
         return GaussNewtonKrylov(steps=max(1, iterations) * self.vectors, vectors=self.vectors)
 
-    def _certificates(
-        self, task: Task, targets: Sequence[Observation], knows: Knowledge, found: Reconstruction, engine: Engine
-    ) -> tuple[Certificate, ...] | None:
-        largest = max(targets, key=lambda target: target.num_examples)
-        entries = unknowns_of(task, largest.num_examples) * tree.size(largest.update)
-        if not self.certify or 8 * entries > 0.4 * memory_of(engine):
-            return None
-        return tuple(certify(task, seen, found.target(row), knows, engine=engine) for row, seen in enumerate(targets))
+
+def _room(engine: Engine, task: Task, targets: Sequence[Observation]) -> bool:
+    """Does the Jacobian of the largest target fit beside its factors?"""
+    largest = max(targets, key=lambda target: target.num_examples)
+    entries = unknowns_of(task, largest.num_examples) * tree.size(largest.update)
+    return 8 * entries < 0.4 * memory_of(engine)
 
 
-def _orders(knows: Knowledge, examples: int) -> Iterator[Order | None]:
+def _orders(knows: Knowledge, counts: set[int]) -> list[Order | None]:
     """The orders in which a client may have walked through its minibatches; its own shuffle is its secret.
 
-    Labels are sorted and the examples of a target have no names, so the order as it stands comes first; None where
-    there is one step over everything, or more orders than can be tried.
+    [None] stands for the examples as they are: where every step takes all of them, targets differ in their number, or
+    there are more orders than can be tried.
     """
-    training = knows.training
-    plan = [] if training is None else training.order(examples)
-    if training is None or training.batch_size is None or training.batch_size >= examples:
-        return iter([None])
-    per_epoch = -(-examples // training.batch_size)
-    epochs = -(-len(plan) // per_epoch)
-    ways = math.factorial(examples) ** epochs
-    if ways > MOST_ORDERS:
-        return iter([None])
+    training, [examples, *others] = knows.training, counts
+    size = None if training is None else training.batch_size
+    if training is None or others or size is None or size >= examples:
+        return [None]
+    steps = len(training.order(examples))
+    epochs = -(-steps // -(-examples // size))
+    if math.factorial(examples) ** epochs > MOST_ORDERS:
+        return [None]
     walks = product(permutations(range(examples)), repeat=epochs)
-    size = training.batch_size
-    return (
-        [torch.tensor(walk[start : start + size]) for walk in each for start in range(0, examples, size)][: len(plan)]
-        for each in walks
-    )
+    return [[part for walk in each for part in torch.tensor(walk).split(size)][:steps] for each in walks]
 
 
-def _better(one: Reconstruction, other: Reconstruction) -> Reconstruction:
-    """Target by target, the one whose chosen restart has the lower match."""
-    rows = torch.arange(len(one.keys))
-    lower = other.match[rows, other.chosen] < one.match[rows, one.chosen]
+def _of_each(found: Sequence[Reconstruction], winner: Tensor) -> Reconstruction:
+    """Target by target the winner's result; `winner` is (targets,)."""
+    first = found[0]
+    rows = torch.arange(len(winner))
 
-    def pick(a: torch.Tensor, b: torch.Tensor, axis: int = 0) -> torch.Tensor:
-        shape = [1] * a.dim()
-        shape[axis] = -1
-        return torch.where(lower.reshape(shape), b, a)
+    def pick(values: Sequence[Tensor], axis: int = 0) -> Tensor:
+        together = torch.stack([value.movedim(axis, 0) for value in values])  # (orders, targets, ...)
+        return together[winner, rows].movedim(0, axis)
 
+    curves = {name: pick([each.trace[name] for each in found], axis=1) for name in ("objective", "match")}
     return replace(
-        one,
-        batch={name: pick(value, other.batch[name]) for name, value in one.batch.items()},
-        candidates={name: pick(value, other.candidates[name]) for name, value in one.candidates.items()},
-        objective=pick(one.objective, other.objective),
-        match=pick(one.match, other.match),
-        chosen=pick(one.chosen, other.chosen),
-        diverged=pick(one.diverged, other.diverged),
-        trace={
-            **one.trace,
-            **{name: pick(one.trace[name], other.trace[name], axis=1) for name in ("objective", "match")},
-        },
-        seconds=one.seconds + other.seconds,
-        evaluations=one.evaluations + other.evaluations,
+        first,
+        batch={name: pick([each.batch[name] for each in found]) for name in first.batch},
+        candidates={name: pick([each.candidates[name] for each in found]) for name in first.candidates},
+        objective=pick([each.objective for each in found]),
+        match=pick([each.match for each in found]),
+        chosen=pick([each.chosen for each in found]),
+        diverged=pick([each.diverged for each in found]),
+        trace={**first.trace, **curves},
+        seconds=sum(each.seconds for each in found),
+        evaluations=sum(each.evaluations for each in found),
     )
+
+
+def _solved_by(best: Reconstruction, found: Reconstruction, rows: Sequence[int]) -> Reconstruction:
+    """The later result at those of its targets (`rows` of the earlier one) that it has solved."""
+    own = torch.arange(len(rows))
+    solved = found.match[own, found.chosen] < SOLVED
+    into, take = torch.tensor(rows)[solved], own[solved]
+    if not len(take):
+        return replace(best, seconds=best.seconds + found.seconds, evaluations=best.evaluations + found.evaluations)
+    ranked = found.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
+
+    def put(held: Tensor, new: Tensor) -> Tensor:
+        held = held.clone()
+        held[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
+        return held
+
+    def curve(held: Tensor, new: Tensor) -> Tensor:
+        """(points, targets, restarts): the longer curve sets the length, the other stays where it ended."""
+        points = max(len(held), len(new))
+        held, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (held, new))
+        return put(held.movedim(1, 0), new.movedim(1, 0)).movedim(0, 1)
+
+    steps = max(best.trace["step"], found.trace["step"], key=len)
+    candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}
+    chosen = best.chosen.clone()
+    chosen[into] = 0
+    batch = {name: value.clone() for name, value in best.batch.items()}
+    for name, value in batch.items():
+        value[into] = candidates[name][into, 0]
+    return replace(
+        best,
+        batch=batch,
+        candidates=candidates,
+        objective=put(best.objective, found.objective),
+        match=put(best.match, found.match),
+        chosen=chosen,
+        diverged=put(best.diverged, found.diverged),
+        trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},
+        seconds=best.seconds + found.seconds,
+        evaluations=best.evaluations + found.evaluations,
+    )
+
+
+def _rows(given: Tensor, rows: Sequence[int], targets: int) -> Tensor:
+    """Of a field given per target, those of some targets; one given for all stays."""
+    return given[list(rows)] if targets > 1 and given.dim() > 1 and given.shape[0] == targets else given

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradleak import tree
 from gradleak.draws import signs
-from gradleak.jacobian import jacobian
+from gradleak.linear import jacobian, solved
 from gradleak.parts.optimisers import require_positive
 from gradleak.scene import Now, Problem, Scored
 from gradleak.tree import Tree
@@ -62,6 +62,8 @@ class LevenbergMarquardt:
     block       columns of the Jacobian computed at once; None: as many as the engine has room for
     solved      a lane whose match is below is finished
     homotopy    the weight of the stage's priors; None takes them as they are
+    only_if_solved   return the start where the match stays above this: a start that is nearly right is worth more than
+                a lower match at a wrong place
     """
 
     steps: int = 60
@@ -72,6 +74,7 @@ class LevenbergMarquardt:
     block: int | None = None
     solved: float = 1e-26
     homotopy: Homotopy | None = None
+    only_if_solved: float | None = None
     graphable: bool = False  # lanes that are finished leave the chunk, which is a look at values
 
     def __post_init__(self) -> None:
@@ -97,6 +100,7 @@ class LevenbergMarquardt:
             "prior": scored.objective - scored.match,
             "still": zero,  # steps in a row that changed next to nothing
             "accepted": zero > 0,
+            "start": tree.flatten(v) if self.only_if_solved is not None else zero,
         }
 
     def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
@@ -127,9 +131,7 @@ class LevenbergMarquardt:
         determined = torch.zeros_like(before)
         for attempt in range(self.tries):
             factor, _ = torch.linalg.cholesky_ex(normal + torch.diag_embed(damping * diagonal))
-            # Two triangular solves: torch.cholesky_solve fails on CUDA for batches of matrices of this size.
-            half = torch.linalg.solve_triangular(factor, slope[:, None], upper=False)
-            move = torch.linalg.solve_triangular(factor.T, half, upper=True)[:, 0]
+            move = solved(factor, slope)
             if attempt == 0 and prior.shape[0]:
                 determined = n - weight * _trace(factor, theirs)
             trial = problem.project(tree.unflatten(x - move, v))
@@ -152,6 +154,7 @@ class LevenbergMarquardt:
             "prior": held["prior"],
             "still": torch.where(taken & small & settled, state["still"] + 1, 0.0),
             "accepted": taken,
+            "start": state["start"],
         }
         here = tree.unflatten(held["x"], v)
         return here, state, Scored(here, held["match"] + held["prior"], held["match"])
@@ -164,6 +167,11 @@ class LevenbergMarquardt:
         fallen = torch.where(state["accepted"], self.homotopy.fall * state["weight"], state["weight"])
         floor = self.homotopy.floor(state["match"], state["prior"], state["determined"], equations)
         return torch.minimum(torch.maximum(fallen, floor), torch.minimum(start, state["weight"]))
+
+    def final(self, v: Tree, state: Tree) -> Tree:
+        if self.only_if_solved is None:
+            return v
+        return tree.where(state["match"] < self.only_if_solved, v, tree.unflatten(state["start"], v))
 
     def finished(self, state: Tree) -> Tensor:
         """Solved, or stuck: no damping found a better point, or three steps at the final weight changed nothing."""

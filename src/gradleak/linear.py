@@ -1,4 +1,4 @@
-"""The dense Jacobian of one residual, by forward-mode products in blocks."""
+"""Linear algebra of one lane, all of which runs under vmap: dense Jacobians, and solving with a Cholesky factor."""
 
 from __future__ import annotations
 
@@ -28,3 +28,12 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor, block: int = 64) -
         rows = columns[start : start + block, None]
         pieces.append(vmap(along)((rows == columns).to(x.dtype)))  # (block, outputs)
     return torch.cat(pieces)
+
+
+def solved(factor: Tensor, right: Tensor) -> Tensor:
+    """(L L^T)^-1 right, for a lower factor L (n, n) and right (n,).
+
+    Two triangular solves: torch.cholesky_solve fails on CUDA for batches of matrices with thousands of rows.
+    """
+    half = torch.linalg.solve_triangular(factor, right[:, None], upper=False)
+    return torch.linalg.solve_triangular(factor.T, half, upper=True)[:, 0]

@@ -1,0 +1,225 @@
+"""Second-order inversion: exact recovery where the update determines the data, and how near elsewhere.
+
+One row per client and network. Tuned on training images; the figures are of test images. Rows are written one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import arguments, record, summary
+
+import gradleak as gl
+from gradleak import tree
+from gradleak.defence import Client, Compute, Defence
+
+
+@dataclass(frozen=True)
+class Sharpened(Defence):
+    """The gradient at the worst point of a ball around the weights: FedSAM's step, or FedASAM's scaled one.
+
+    A local definition until the defences are in the library.
+    """
+
+    rho: float
+    adaptive: bool = False
+
+    def gradient(self, compute: Compute, weights: Any, batch: Any, client: Client) -> Any:
+        first = compute(weights, batch)
+        scale = tree.map(torch.abs, weights) if self.adaptive else tree.map(torch.ones_like, weights)
+        scaled = tree.multiply(scale, first)
+        away = tree.scale(tree.multiply(scale, scaled), self.rho / (tree.norm(scaled) + 1e-12))
+        return compute(tree.add(weights, away), batch)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One client, one network, and how many batches of test images are attacked."""
+
+    model: str = "lenet-zhu:init=uniform05"
+    trained: int = 0  # steps of SGD with momentum before the round
+    examples: int = 1
+    count: int = 50
+    training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
+    defence: Defence | None = None
+    noise: float = 0.0  # of each tensor's RMS
+    wire: str = "update"
+    single: bool = False  # a float32 client
+    attack: str = "second-order:certify=false"
+    certified: int = 0  # targets whose truth is certified by the auditor
+    beside: str = ""  # another attack on the same targets
+    order: bool = False  # keep the order of minibatches: FedAvg without a shuffle
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def lenet(activation: str, init: str = "torch") -> str:
+    return f"lenet-zhu:activation={activation},init={init}"
+
+
+def rows() -> dict[str, Row]:
+    """Everything that is measured, by name."""
+    plain = Row()
+    found = {"sigmoid, U(+-0.5)": plain, "sigmoid, torch init": replace(plain, model=lenet("sigmoid"))}
+    found |= {f"{name}, torch init": replace(plain, model=lenet(name)) for name in ("tanh", "gelu", "softplus", "elu")}
+    found["sigmoid, trained"] = replace(plain, trained=20_000)
+    found |= {
+        f"sigmoid, float32 weights returned, lr {lr}": replace(
+            plain, single=True, wire="weights", training=gl.LocalTraining(lr=lr)
+        )
+        for lr in (1.0, 0.1, 0.01)
+    }
+    found["FedSAM rho 0.2"] = replace(plain, defence=Sharpened(0.2))
+    found["FedASAM rho 0.3"] = replace(plain, defence=Sharpened(0.3, adaptive=True))
+    found["FedAvg, 4 steps over 2 images"] = replace(
+        plain, examples=2, count=8, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
+    )
+    found["two images"] = replace(plain, examples=2, count=16, certified=1)
+    found["four images"] = replace(plain, examples=4, count=6, certified=1, beside="ig:steps=4000")
+    found |= {f"noise {c:g}": replace(plain, count=16, noise=c, certified=4) for c in (1e-3, 1e-2, 1e-1)}
+    found["relu, torch init"] = replace(plain, model=lenet("relu"), beside="ig:steps=4000", certified=4)
+    found |= {
+        f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=16)
+        for name in ("relu", "gelu")
+        for steps in (30, 100, 300, 1000)
+    }
+    return found
+
+
+def network(row: Row, seed: int, device: str) -> torch.nn.Module:
+    """The row's network, trained on training images where it says so."""
+    name, _, settings = row.model.partition(":")
+    given = dict(item.split("=") for item in settings.split(",") if item)
+    init: Any = given.pop("init", None)
+    model: torch.nn.Module = gl.registry.get(
+        "model", name, **({"init": init} if init else {}), **given, generator=torch.Generator().manual_seed(seed)
+    )
+    if not row.trained:
+        return model
+    images = gl.data.load("cifar10-mini", split="train")
+    x, y = images.x.to(device), images.y.to(device)
+    model = model.to(device)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(row.trained):
+        chosen = torch.randint(len(x), (64,), generator=draw).to(device)
+        optimiser.zero_grad()
+        F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+        optimiser.step()
+    with torch.no_grad():
+        row.extra["training_loss"] = F.cross_entropy(model(x), y).item()
+    return model.cpu()
+
+
+def observed(row: Row, task: gl.Task, x: Tensor, y: Tensor) -> list[gl.Observation]:
+    """What the server sees of each batch, with the row's noise."""
+    weights, batches = task.weights(), zip(x.split(row.examples), y.split(row.examples), strict=True)
+    seen = [
+        gl.observe(task, {"x": bx, "y": by}, row.training, row.defence, weights=weights, key=f"batch{i}", wire=row.wire)
+        for i, (bx, by) in enumerate(batches)
+    ]
+    draw = torch.Generator().manual_seed(1)
+    if not row.noise:
+        return seen
+
+    def noisy(u: Tensor) -> Tensor:
+        return u + row.noise * u.square().mean().sqrt() * torch.randn(u.shape, generator=draw, dtype=u.dtype)
+
+    return [replace(each, update=tree.map(noisy, each.update)) for each in seen]
+
+
+def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]:
+    """Attack the row's targets and score them; the auditor's certificate of the first ones, at the truth."""
+    count = min(row.count, images or row.count)
+    dtype = torch.float32 if row.single else torch.float64
+    test = gl.data.load("cifar10-mini", split="test", limit=count * row.examples)
+    x, y = test.x.to(dtype), test.y
+    task = gl.Task.supervised(network(row, seed, device).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
+    seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
+    truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
+    figures: dict[str, Any] = {"model": row.model, "examples": row.examples, "trained": row.trained, **row.extra}
+    for name in filter(None, (row.attack, row.beside)):
+        found = gl.registry.parse("attack", name).run(task, seen, knows, seed=seed, engine=gl.Engine(device=device))
+        psnr = gl.metrics.compare(found, truth).psnr.flatten()
+        figures["" if name == row.attack else "beside"] = {
+            "attack": name,
+            "psnr": summary(psnr),
+            "above_60": (psnr > 60).double().mean().item(),
+            "above_100": (psnr > 100).double().mean().item(),
+            "match": summary(found.match.min(1).values),
+            "seconds_per_image": found.seconds / (count * row.examples),
+        }
+    figures |= figures.pop("")
+    if row.beside:
+        figures["gain"] = figures["psnr"]["mean"] - figures["beside"]["psnr"]["mean"]
+    if row.certified:
+        figures["certificate"] = certificate(row, task, seen, truth, knows, device)
+    return figures
+
+
+def smoothness(task: gl.Task, x: Tensor) -> Tensor:
+    """The precision of the attack's own prior over [0, 1] pixels, its scale that of these images' differences."""
+    from gradleak.linear import jacobian
+
+    def apart(flat: Tensor) -> Tensor:
+        image = flat.reshape(x.shape)
+        across, down = image[..., 1:] - image[..., :-1], image[..., 1:, :] - image[..., :-1, :]
+        return torch.cat([across.flatten(), down.flatten()])
+
+    rows = jacobian(apart, torch.zeros_like(x).flatten(), 512)
+    return rows @ rows.T / apart(x.flatten()).square().mean()
+
+
+def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowledge, device: str) -> dict[str, Any]:
+    """At the truth: what could any attack learn? Under noise, the floor with the attack's own prior."""
+    told: dict[str, list[Any]] = {"rank": [], "null": [], "share": [], "floor_psnr": []}
+    for i in range(row.certified):
+        batch = {name: value[i] for name, value in truth.items()}
+        engine = gl.Engine(device=device)
+        if row.noise:
+            precision = smoothness(task, task.fields["x"].unit(batch["x"]).double())
+            floor = gl.analysis.noise_floor(
+                task, seen[i], batch, knows, noise=row.noise, precision=precision, engine=engine, block=512
+            )
+            told["floor_psnr"].append(floor.psnr)
+        else:
+            at = gl.analysis.certify(task, seen[i], batch, knows, engine=engine, block=256)
+            told["rank"].append(at.rank)
+            told["null"].append(at.null)
+            told["share"].append(at.share)
+    return {name: values for name, values in told.items() if values}
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", only="", images=0, seed=0, budget=600, device="auto")
+    device = str(gl.Engine(device=options.device).where)
+    began, figures = time.perf_counter(), {}
+    for name, row in rows().items():
+        if options.only and not any(part in name for part in options.only.split(";")):
+            continue
+        if time.perf_counter() - began > options.budget:
+            break
+        figures[name] = measure(row, options.seed, device, options.images)
+        told, psnr = figures[name], figures[name]["psnr"]
+        print(
+            f"[{time.perf_counter() - began:.0f}s] {name}: mean {psnr['mean']:.1f} median {psnr['median']:.1f} "
+            f"lowest {psnr['lowest']:.1f}, above 60 dB {told['above_60']:.2f}, above 100 dB {told['above_100']:.2f}, "
+            f"{told['seconds_per_image']:.2f} s an image; gain {told.get('gain')} {told.get('certificate', '')}",
+            flush=True,
+        )
+        if options.out is not None:
+            options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
+    record(options, Path(__file__).with_name("expected.json"), figures)
+
+
+if __name__ == "__main__":
+    main()

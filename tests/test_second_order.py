@@ -1,0 +1,263 @@
+"""The second-order attack: exact where the update determines the data, also through defences and several steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradleak as gl
+from gradleak import tree
+from gradleak.attacks.second_order import SecondOrder
+from gradleak.defence import Client, Compute, Defence
+from gradleak.engine import Engine
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge
+from gradleak.parts.krylov import GaussNewtonKrylov
+from gradleak.parts.levenberg import LevenbergMarquardt
+from gradleak.parts.matches import Relative, Sketched
+from gradleak.parts.priors import Box, ReweightedVariation, Smoothness
+from gradleak.scene import Now, Scene
+
+SHAPE = (3, 8, 8)
+ONE_STEP = LocalTraining(lr=0.1)
+CPU = Engine(device="cpu")
+
+
+def task_of(activation: str = "sigmoid", width: int = 6, seed: int = 0, colours: int = 3) -> gl.Task:
+    shape = (colours, *SHAPE[1:])
+    model = gl.models.lenet_zhu(
+        shape=shape, classes=5, width=width, activation=activation, generator=torch.Generator().manual_seed(seed)
+    )
+    like = torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long)
+    return gl.Task.supervised(model.double(), F.cross_entropy, like=like)
+
+
+def private(examples: int = 1, seed: int = 0, colours: int = 3) -> dict[str, Tensor]:
+    """Images that are smooth, as photographs are: random 4 x 4 ones, enlarged."""
+    coarse = torch.rand(examples, colours, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = F.interpolate(coarse, size=SHAPE[1:], mode="bilinear")
+    return {"x": x, "y": torch.randint(5, (examples,), generator=torch.Generator().manual_seed(seed))}
+
+
+def attacked(
+    task: gl.Task,
+    batch: dict[str, Tensor],
+    training: LocalTraining = ONE_STEP,
+    defence: Defence | None = None,
+    **settings: Any,
+) -> tuple[gl.Reconstruction, Tensor]:
+    seen = gl.observe(task, batch, training, defence)
+    attack = SecondOrder(**{"certify": False, **settings})
+    found = attack.run(task, seen, Knowledge(training=training, defence=defence), engine=CPU)
+    return found, gl.metrics.compare(found, {name: value[None] for name, value in batch.items()}).psnr.flatten()
+
+
+# --- exact recovery -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_image_is_recovered_exactly(seed: int) -> None:
+    found, psnr = attacked(task_of(seed=seed), private(seed=seed))
+    assert psnr.min() > 100
+    assert found.match.max() < 1e-18
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu", "softplus", "elu"])
+def test_every_smooth_activation_gives_the_image_away(activation: str) -> None:
+    assert attacked(task_of(activation), private())[1].min() > 100
+
+
+@dataclass(frozen=True)
+class Sharpened(Defence):
+    """FedSAM's gradient: at the worst point within rho of the weights."""
+
+    rho: float = 0.2
+
+    def gradient(self, compute: Compute, weights: Any, batch: Any, client: Client) -> Any:
+        first = compute(weights, batch)
+        return compute(tree.add(weights, first, self.rho / (tree.norm(first) + 1e-12)), batch)
+
+
+def test_a_defence_that_the_attacker_can_simulate_does_not_hide_the_image() -> None:
+    assert attacked(task_of(), private(), defence=Sharpened())[1].min() > 100
+
+
+def test_a_client_that_shuffles_its_minibatches_is_replayed_in_every_order() -> None:
+    """Two images, two epochs of one image a step: four steps, whose order is the client's secret."""
+    training = LocalTraining(lr=0.1, epochs=2, batch_size=1)
+    batch = {"x": private(2, colours=1)["x"], "y": torch.tensor([3, 1])}
+    assert attacked(task_of(colours=1), batch, training)[1].min() > 100
+
+
+def test_a_float32_client_is_recovered_to_its_rounding() -> None:
+    task = task_of()
+    task = replace(task, model=task.model.float())
+    batch = {"x": private()["x"].float(), "y": private()["y"]}
+    seen = gl.observe(task, batch, ONE_STEP, wire="weights")
+    found = SecondOrder(certify=False).run(task, seen, Knowledge(training=ONE_STEP), engine=CPU)
+    assert gl.metrics.compare(found, {name: value[None] for name, value in batch.items()}).psnr.min() > 70
+
+
+def test_several_targets_are_lanes_of_their_own() -> None:
+    task = task_of()
+    batches = [private(seed=seed) for seed in range(3)]
+    weights = task.weights()
+    seen = [gl.observe(task, batch, ONE_STEP, weights=weights, key=str(i)) for i, batch in enumerate(batches)]
+    attack, knows = SecondOrder(certify=False), Knowledge(training=ONE_STEP)
+    together = attack.run(task, seen, knows, engine=CPU)
+    for row, each in enumerate(seen):
+        alone = attack.run(task, each, knows, engine=CPU)
+        torch.testing.assert_close(together.batch["x"][row], alone.batch["x"][0], rtol=0, atol=1e-7)
+
+
+# --- what the update does not determine -----------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_not_determined_is_matched_and_certified_as_such() -> None:
+    """Two channels: 265 equations, and six images of 64 pixels."""
+    task, batch = task_of(width=2, colours=1), private(6, colours=1)
+    found, _ = attacked(task, batch, certify=True)
+    assert found.match.max() < 1e-15
+    assert found.certificates is not None
+    [certificate] = found.certificates
+    assert certificate.null > 0
+    assert certificate.verdict == f"determined up to {certificate.null} dimensions"
+
+
+def test_one_image_is_certified() -> None:
+    found, _ = attacked(task_of(), private(), certify=True)
+    assert found.certificates is not None
+    assert found.certificates[0].verdict == "determined"
+
+
+def test_noise_is_met_by_the_prior_and_not_fitted() -> None:
+    task, batch, noise = task_of(), private(), 0.05
+    seen = gl.observe(task, batch, ONE_STEP)
+    draw = torch.Generator().manual_seed(0)
+
+    def noisy(u: Tensor) -> Tensor:
+        return u + noise * u.square().mean().sqrt() * torch.randn(u.shape, generator=draw, dtype=u.dtype)
+
+    seen = replace(seen, update=tree.map(noisy, seen.update))
+    truth = {name: value[None] for name, value in batch.items()}
+    knows = Knowledge(training=ONE_STEP)
+    weighed = gl.metrics.compare(SecondOrder(certify=False).run(task, seen, knows, engine=CPU), truth).psnr
+    fitted = gl.metrics.compare(
+        SecondOrder(certify=False, smoothness=1e-12).run(task, seen, knows, engine=CPU), truth
+    ).psnr
+    assert weighed.mean() > fitted.mean() + 1
+
+
+# --- other forms ------------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """ReLUs called as functions, and a shortcut: no chain of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Linear(8 * 64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.first(x))
+        return self.last((a + F.relu(self.second(a))).flatten(1))
+
+
+def branching() -> gl.Task:
+    torch.manual_seed(0)
+    like = torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long)
+    return gl.Task.supervised(Branching().double(), F.cross_entropy, like=like)
+
+
+def test_a_network_with_kinks_is_followed_from_smoothed_ones() -> None:
+    task, batch = branching(), private()
+    seen = gl.observe(task, batch, ONE_STEP)
+    [attack] = SecondOrder().ways(task, Knowledge(training=ONE_STEP), [seen])
+    assert [stage.view is None for stage in attack.stages] == [False] * (len(attack.stages) - 1) + [True]
+    before = task.model(batch["x"]).detach()
+    found, _ = attacked(task, batch)
+    assert torch.equal(task.model(batch["x"]).detach(), before)
+    assert found.match.isfinite().all()
+
+
+def test_the_matrix_free_form_needs_no_jacobian() -> None:
+    task, batch = task_of(colours=1), private(colours=1)
+    seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
+    [attack] = SecondOrder(method="krylov").ways(task, knows, [seen])
+    assert all(isinstance(stage.optimiser, GaussNewtonKrylov) for stage in attack.stages)
+    _, psnr = attacked(task, batch, method="krylov", steps=12, vectors=50)
+    assert psnr.min() > 40
+
+
+def test_a_wide_network_is_sketched() -> None:
+    task, batch = task_of(width=24, colours=1), private(colours=1)
+    seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
+    [attack] = SecondOrder().ways(task, knows, [seen])
+    assert isinstance(attack.stages[-1].match, Sketched)
+    assert isinstance(attack.stages[-1].optimiser, LevenbergMarquardt)
+    assert attacked(task, batch)[1].min() > 100
+
+
+def test_a_first_order_result_is_polished_and_never_spoiled() -> None:
+    task, batch = task_of(), private()
+    _, rough = attacked_by("ig:steps=60", task, batch)
+    polished, fine = attacked(task, batch, after="ig:steps=60")
+    assert fine.min() > 100 > rough.max()
+    kinked = branching()
+    rough_match, _ = attacked_by("ig:steps=60", kinked, batch, match=Relative())
+    stuck, _ = attacked(kinked, batch, after="ig:steps=60")
+    assert stuck.match.max() <= rough_match * (1 + 1e-9)
+
+
+def attacked_by(name: str, task: gl.Task, batch: dict[str, Tensor], match: Relative | None = None) -> Any:
+    seen = gl.observe(task, batch, ONE_STEP)
+    attack = gl.registry.parse("attack", name)
+    found = attack.run(task, seen, Knowledge(training=ONE_STEP), engine=Engine(device="cpu", precision="double"))
+    psnr = gl.metrics.compare(found, {key: value[None] for key, value in batch.items()}).psnr
+    if match is None:
+        return found, psnr
+    predicted = tree.scale(task.gradient(task.weights(), found.target(0)), 0.1)
+    return float(match.distance(predicted, match.prepare(seen.update))), psnr
+
+
+def test_after_must_name_an_attack_of_stages() -> None:
+    with pytest.raises(ValueError, match="made of stages"):
+        SecondOrder(after="analytic")
+    with pytest.raises(ValueError, match="method"):
+        SecondOrder(method="exact")
+
+
+# --- priors as residuals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", [Smoothness(0.3), ReweightedVariation(0.3), Box(0.3)], ids=lambda p: type(p).__name__)
+def test_the_terms_of_a_prior_have_its_gradient(prior: Any) -> None:
+    task = task_of()
+    scene = Scene.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
+    now = Now(torch.zeros(()), 1)
+    x = 1.4 * private(2)["x"] - 0.2
+
+    def value(x: Tensor) -> Tensor:
+        return prior({"x": x}, {}, scene, now)
+
+    def squares(x: Tensor) -> Tensor:
+        return prior.terms({"x": x}, {}, scene, now).square().sum()
+
+    torch.testing.assert_close(torch.func.grad(squares)(x), torch.func.grad(value)(x), rtol=1e-9, atol=1e-12)
+
+
+def test_the_reweighted_variation_lies_below_its_quadratic() -> None:
+    """Majorisation: the quadratic of one point is never below the variation of another, up to their common constant."""
+    task = task_of()
+    scene = Scene.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
+    now, prior = Now(torch.zeros(()), 1), ReweightedVariation(1.0)
+    here, there = private(1, seed=1)["x"], private(1, seed=2)["x"]
+    terms, tangent = torch.func.jvp(lambda x: prior.terms({"x": x}, {}, scene, now), (here,), (there - here,))
+    model = (terms + tangent).square().sum() - terms.square().sum() + prior({"x": here}, {}, scene, now)
+    assert prior({"x": there}, {}, scene, now) <= model + 1e-12
