@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradleak.draws import Draws, key
-from gradleak.linear import jacobian
+from gradleak.linear import gram, jacobian
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.scene import Now, Scored
 from gradleak.tree import Tree
@@ -134,6 +134,13 @@ def test_on_exact_data_the_prior_fades_and_chooses_among_solutions() -> None:
     found, state = run(problem, LevenbergMarquardt(homotopy=Homotopy()), start, 20)
     assert state["match"] < 1e-20
     torch.testing.assert_close(found, torch.linalg.pinv(a) @ (a @ truth), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 7, 256, 700])
+def test_the_gram_matrix_is_the_product(n: int) -> None:
+    rows = drawn("rows", n, 40)
+    torch.testing.assert_close(gram(rows), rows @ rows.T)
+    torch.testing.assert_close(vmap(gram)(rows[None]), (rows @ rows.T)[None])
 
 
 def test_the_jacobian_is_that_of_finite_differences() -> None:

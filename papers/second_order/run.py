@@ -22,6 +22,8 @@ from record import arguments, record, summary
 import gradleak as gl
 from gradleak import tree
 from gradleak.defence import Client, Compute, Defence
+from gradleak.linear import jacobian
+from gradleak.parts.priors import roughness
 
 
 @dataclass(frozen=True)
@@ -166,17 +168,10 @@ def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]
     return figures
 
 
-def smoothness(task: gl.Task, x: Tensor) -> Tensor:
-    """The precision of the attack's own prior over [0, 1] pixels, its scale that of these images' differences."""
-    from gradleak.linear import jacobian
-
-    def apart(flat: Tensor) -> Tensor:
-        image = flat.reshape(x.shape)
-        across, down = image[..., 1:] - image[..., :-1], image[..., 1:, :] - image[..., :-1, :]
-        return torch.cat([across.flatten(), down.flatten()])
-
-    rows = jacobian(apart, torch.zeros_like(x).flatten(), 512)
-    return rows @ rows.T / apart(x.flatten()).square().mean()
+def precision_of(task: gl.Task, x: Tensor) -> Tensor:
+    """The precision of the attack's own prior over [0, 1] pixels, its scale that of these images."""
+    terms = jacobian(lambda flat: roughness(flat.reshape(x.shape)), torch.zeros_like(x).flatten(), 512)
+    return terms @ terms.T / (roughness(x).square().sum() / x.numel())
 
 
 def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowledge, device: str) -> dict[str, Any]:
@@ -186,7 +181,7 @@ def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowle
         batch = {name: value[i] for name, value in truth.items()}
         engine = gl.Engine(device=device)
         if row.noise:
-            precision = smoothness(task, task.fields["x"].unit(batch["x"]).double())
+            precision = precision_of(task, task.fields["x"].unit(batch["x"]).double())
             floor = gl.analysis.noise_floor(
                 task, seen[i], batch, knows, noise=row.noise, precision=precision, engine=engine, block=512
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,6 +29,18 @@ def jacobian(function: Callable[[Tensor], Tensor], x: Tensor, block: int = 64) -
         rows = columns[start : start + block, None]
         pieces.append(vmap(along)((rows == columns).to(x.dtype)))  # (block, outputs)
     return torch.cat(pieces)
+
+
+def gram(rows: Tensor) -> Tensor:
+    """rows @ rows.T, (n, m) -> (n, n): only the blocks on and below the diagonal are multiplied, the rest is copied."""
+    starts = range(0, rows.shape[0], max(256, -(-rows.shape[0] // 8)))
+    edges = [*starts, rows.shape[0]]
+    columns = [
+        torch.cat([rows.new_zeros(begin, end - begin), rows[begin:] @ rows[begin:end].T])
+        for begin, end in pairwise(edges)
+    ]
+    lower = torch.cat(columns, dim=1).tril()
+    return lower + lower.tril(-1).T
 
 
 def solved(factor: Tensor, right: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.peeling import Peeled, applies
 from gradleak.parts.predictions import Replay
-from gradleak.parts.priors import Smoothness
+from gradleak.parts.priors import NaturalImage
 from gradleak.parts.smoothing import Smoothed, kinked
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import named
@@ -31,6 +31,7 @@ from gradleak.scene import Needs
 from gradleak.task import Task
 
 GREY = Normal(0.5, 0.02, unit=True)
+NOISY = Normal(0.5, 0.25, unit=True)  # where restarts must differ
 SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # of the smoothed networks that lead to one with kinks
 FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian tells the units
 MOST_DENSE = 12_288  # unknowns: four colour images of 32 x 32
@@ -45,7 +46,7 @@ MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
 class SecondOrder:
     """Solve for the images that give exactly this update: least squares with second-order steps, in float64.
 
-    min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * mean squared difference of neighbours, f the
+    min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * roughness of x (`parts.priors.roughness`), f the
     client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`).
 
     Where the unknowns are few the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
@@ -55,13 +56,13 @@ class SecondOrder:
     lower match does not mean a better image. A client that shuffles its minibatches is tried in every order, up to 16.
 
     steps       of the final search at most; a lane that is solved stops
-    smoothness  first weight of the prior, in units of the data's own
+    prior       first weight of the roughness, in units of the data's own
     after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"
     certify     say for each target whether the update determines it (`gradleak.analysis.certify`); dense only
     """
 
     steps: int = 60
-    smoothness: float = 1.0
+    prior: float = 1.0
     fall: float = 0.1
     restarts: int = 1
     labels: str = "auto"
@@ -152,8 +153,8 @@ class SecondOrder:
         small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE)
         rows = SKETCH * unknowns
         match = Sketched(Relative(), rows) if small and equations > 2 * rows else Relative()
-        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.smoothness, self.fall))
-        stage = Stage(Pixels(GREY), Replay(order=order), match, (Smoothness(),), dense)
+        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall))
+        stage = Stage(Pixels(GREY), Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
         if self.after:
@@ -164,11 +165,13 @@ class SecondOrder:
             return [self._attack(self._matrix_free(polish, task))]
         bent, chain = kinked(task), applies(task, knows, largest.num_examples)
         peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
-        ways = [] if bent else [self._attack([stage])]
+        # Without the prior to the last digit, where there is no noise that it would fit.
+        sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
+        ways = [] if bent else [self._attack([stage, sharpened])]
         if chain and (bent or folds(task)):
             ways.append(self._attack([peeled]))
         if bent:
-            ways.append(self._attack([*self._path(stage), stage], restarts=max(self.restarts, RESTARTS)))
+            ways.append(self._attack([*self._path(stage), stage, sharpened], restarts=max(self.restarts, RESTARTS)))
         return ways
 
     def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
@@ -179,14 +182,14 @@ class SecondOrder:
         """Networks ever less smooth, each solved as far as it can explain the update."""
         optimiser = LevenbergMarquardt(steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
         for sharpness in SHARPER:
-            yield replace(stage, optimiser=optimiser, view=Smoothed(sharpness))
+            yield replace(stage, space=Pixels(NOISY), optimiser=optimiser, view=Smoothed(sharpness))
 
     def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
         """The same in stages of fixed weights: a Krylov space is of one objective."""
         for sharpness in SHARPER if kinked(task) else ():
-            yield replace(whole, priors=(Smoothness(FADING[0]),), optimiser=self._krylov(3), view=Smoothed(sharpness))
+            yield replace(whole, priors=(NaturalImage(FADING[0]),), optimiser=self._krylov(3), view=Smoothed(sharpness))
         for weight in FADING:
-            yield replace(whole, priors=(Smoothness(weight),), optimiser=self._krylov(self.steps // 6))
+            yield replace(whole, priors=(NaturalImage(weight),), optimiser=self._krylov(self.steps // 6))
         yield replace(whole, optimiser=self._krylov(self.steps // 2))
 
     def _krylov(self, iterations: int) -> GaussNewtonKrylov:

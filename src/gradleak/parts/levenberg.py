@@ -17,13 +17,13 @@ from torch import Tensor
 
 from gradleak import tree
 from gradleak.draws import signs
-from gradleak.linear import jacobian, solved
+from gradleak.linear import gram, jacobian, solved
 from gradleak.parts.optimisers import require_positive
 from gradleak.scene import Now, Problem, Scored
 from gradleak.tree import Tree
 
-STALLED = 1e10  # damping at which steps are too short to matter
-STILL = 1e-4  # of the objective: a step that lowers it by less, at the final weight, counts towards the end
+MOST_DAMPING = 1e11  # steps are then too short to matter
+STILL = 1e-3  # of the objective: a step that lowers it by less, at the final weight, counts towards the end
 PROBES = 8  # for a trace of thousands of terms
 
 
@@ -31,11 +31,11 @@ PROBES = 8  # for a trace of thousands of terms
 class Homotopy:
     """The weight of the priors: much at first, then as little as the data bear.
 
-    It starts at `start` in units of trace(J^T J) / trace(P^T P) and falls by `fall` with every accepted step, but not
-    below the level of discrepancy, where the prior would have to explain noise. With m equations, g directions that
-    the data determine at this weight, and the prior's value R, that is mu >= match g / ((m - g) R): the most likely
-    weight for a Gaussian prior of unknown scale and noise of unknown size. On exact data it vanishes with the match, so
-    the limit is the smoothest of all exact solutions.
+    It starts at `start` in units of trace(J^T J) / trace(P^T P) and falls by `fall`, or as the match where that falls
+    faster, with every accepted step, but not below the level of discrepancy, where the prior would have to explain
+    noise. With m equations, g directions that the data determine at this weight, and the prior's value R, that is
+    mu >= match g / ((m - g) R): the most likely weight for a Gaussian prior of unknown scale and noise of unknown size.
+    On exact data it vanishes with the match, so the limit is the smoothest of all exact solutions.
     """
 
     start: float = 1.0
@@ -59,6 +59,7 @@ class LevenbergMarquardt:
 
     damping     first lambda; divided by `ease` after an accepted step, times `stiffen` for every rejected trial
     tries       trials with one Jacobian
+    chords      further steps with the Jacobian and the factor of an accepted one: each costs an evaluation only
     block       columns of the Jacobian computed at once; None: as many as the engine has room for
     solved      a lane whose match is below is finished
     homotopy    the weight of the stage's priors; None takes them as they are
@@ -71,6 +72,7 @@ class LevenbergMarquardt:
     ease: float = 5.0
     stiffen: float = 4.0
     tries: int = 4
+    chords: int = 3
     block: int | None = None
     solved: float = 1e-26
     homotopy: Homotopy | None = None
@@ -96,9 +98,10 @@ class LevenbergMarquardt:
             "damping": zero + self.damping,
             "weight": zero + torch.inf,  # of the priors; infinite until the first Jacobian tells the units
             "determined": zero,  # directions that the data determine, at the last weight
+            "fell": zero + 1,  # the match, by the last step, as a factor
             "match": scored.match,
             "prior": scored.objective - scored.match,
-            "still": zero,  # steps in a row that changed next to nothing
+            "still": zero,  # steps in a row that led nowhere
             "accepted": zero > 0,
             "start": tree.flatten(v) if self.only_if_solved is not None else zero,
         }
@@ -116,32 +119,43 @@ class LevenbergMarquardt:
         m = match.shape[0]
         rows = jacobian(lambda x: torch.cat(residual(x)), x, self.block or n)  # (n, m + p)
         ours, theirs = rows[:, :m], rows[:, m:]
-        normal, slope = ours @ ours.T, ours @ match
+        normal = gram(ours)
         weight = torch.ones_like(state["weight"])
         if prior.shape[0]:
-            curvature = theirs @ theirs.T
+            curvature = gram(theirs)
             weight = self._weight(state, normal, curvature, m)
-            normal, slope = normal + weight * curvature, slope + weight * (theirs @ prior)
+            normal = normal + weight * curvature
         diagonal = normal.diagonal()
         diagonal = diagonal + 1e-9 * diagonal.max()
+
+        def scored(at: Tensor) -> Tree:
+            trial = problem.project(tree.unflatten(at, v))
+            value = problem.value(trial)
+            return {"x": tree.flatten(trial), "match": value.match, "prior": value.objective - value.match}
+
+        def slope(at: Tensor) -> Tensor:
+            match, prior = residual(at)
+            return ours @ match + weight * (theirs @ prior)
 
         before = state["match"] + weight * state["prior"]
         damping, taken = state["damping"], torch.zeros_like(before, dtype=torch.bool)
         held = {"x": x, "match": state["match"], "prior": state["prior"]}
-        determined = torch.zeros_like(before)
-        for attempt in range(self.tries):
+        downhill = slope(x)
+        kept = torch.zeros_like(normal)
+        for _ in range(self.tries):
             factor, _ = torch.linalg.cholesky_ex(normal + torch.diag_embed(damping * diagonal))
-            move = solved(factor, slope)
-            if attempt == 0 and prior.shape[0]:
-                determined = n - weight * _trace(factor, theirs)
-            trial = problem.project(tree.unflatten(x - move, v))
-            scored = problem.value(trial)
-            rest = scored.objective - scored.match
-            better = ~taken & (scored.match + weight * rest < before)  # false where anything is NaN
-            held = tree.where(better, {"x": tree.flatten(trial), "match": scored.match, "prior": rest}, held)
+            trial = scored(x - solved(factor, downhill))
+            better = ~taken & (trial["match"] + weight * trial["prior"] < before)  # false where anything is NaN
+            held = tree.where(better, trial, held)
+            kept = torch.where(taken, kept, factor)
             taken = taken | better
             damping = torch.where(better, damping / self.ease, torch.where(taken, damping, damping * self.stiffen))
-        damping = damping.clamp(1e-15, 10 * STALLED)
+        for _ in range(self.chords):
+            trial = scored(held["x"] - solved(kept, slope(held["x"])))
+            lower = trial["match"] + weight * trial["prior"] < held["match"] + weight * held["prior"]
+            held = tree.where(taken & lower, trial, held)
+        damping = damping.clamp(1e-15, MOST_DAMPING)
+        determined = n - weight * _trace(kept, theirs) if prior.shape[0] else torch.zeros_like(before)
 
         after = held["match"] + weight * held["prior"]
         small = (before - after) < STILL * before
@@ -150,9 +164,10 @@ class LevenbergMarquardt:
             "damping": damping,
             "weight": weight,
             "determined": determined.clamp(0.0, float(n)),
+            "fell": held["match"] / state["match"],
             "match": held["match"],
             "prior": held["prior"],
-            "still": torch.where(taken & small & settled, state["still"] + 1, 0.0),
+            "still": torch.where((small | ~taken) & settled, state["still"] + 1, 0.0),
             "accepted": taken,
             "start": state["start"],
         }
@@ -164,7 +179,9 @@ class LevenbergMarquardt:
         if self.homotopy is None:
             return torch.ones_like(state["weight"])
         start = self.homotopy.start * normal.diagonal().sum() / curvature.diagonal().sum().clamp_min(1e-300)
-        fallen = torch.where(state["accepted"], self.homotopy.fall * state["weight"], state["weight"])
+        # Where the match falls faster than the schedule, the prior would only hold it back.
+        factor = state["fell"].clamp(max=self.homotopy.fall)
+        fallen = torch.where(state["accepted"], factor * state["weight"], state["weight"])
         floor = self.homotopy.floor(state["match"], state["prior"], state["determined"], equations)
         return torch.minimum(torch.maximum(fallen, floor), torch.minimum(start, state["weight"]))
 
@@ -174,8 +191,8 @@ class LevenbergMarquardt:
         return tree.where(state["match"] < self.only_if_solved, v, tree.unflatten(state["start"], v))
 
     def finished(self, state: Tree) -> Tensor:
-        """Solved, or stuck: no damping found a better point, or three steps at the final weight changed nothing."""
-        return (state["match"] < self.solved) | (state["damping"] > STALLED) | (state["still"] >= 3)
+        """Solved, or done: two steps in a row at the final weight led nowhere."""
+        return (state["match"] < self.solved) | (state["still"] >= 2)
 
 
 def _trace(factor: Tensor, rows: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ from torch.func import jvp, vjp, vmap
 
 from gradleak import tree
 from gradleak.draws import Draws
-from gradleak.linear import solved
+from gradleak.linear import gram, solved
 from gradleak.observation import Knowledge
 from gradleak.parts.chain import FOLDED, OFF, RANGES, Above, Block, Chain, activated, chain_of, through
 from gradleak.parts.predictions import gradient
+from gradleak.parts.priors import roughness
 from gradleak.parts.quadratic import AtLeast, AtMost, Constraint, Rows, minimise
 from gradleak.parts.spaces import Start
 from gradleak.rules import SGD
@@ -51,7 +52,7 @@ BASIS = 64  # basis vectors pushed through a block at a time
 ZERO = 1e-5  # values of a hidden layer, in units of its RMS, that a program pushed to its boundary
 SMOOTH = 1e-6  # weight of the roughness where the equations of one block choose the image
 MARGIN = 1e-4  # of the layer's RMS, by which a ReLU that is off is kept off
-CHROMA = 30.0  # how much less colours change between neighbours than brightness does, in squares
+ANCHOR = 1e-4  # beside the roughness, which says nothing about the mean
 
 
 @dataclass(frozen=True)
@@ -445,24 +446,10 @@ def _columns(function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
 
 
 def _roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The inverse covariance of natural images, roughly: L + L^2, L the grid's Laplacian, and colours `CHROMA` as much.
-
-    Their power falls as the frequency's square, faster at the end, and colours change far less than brightness does.
-    """
-    eye = lambda side: torch.eye(side, device=like.device, dtype=like.dtype)  # noqa: E731
-    pixels, laplacian = math.prod(shape[1:]), like.new_zeros(math.prod(shape[1:]), math.prod(shape[1:]))
-    for axis in range(1, len(shape)):
-        factors = [eye(side) for side in shape[1:]]
-        steps = factors[axis - 1][1:] - factors[axis - 1][:-1]
-        factors[axis - 1] = steps.T @ steps
-        form = factors[0]
-        for factor in factors[1:]:
-            form = torch.kron(form, factor)
-        laplacian = laplacian + form
-    colours = eye(shape[0])
-    if shape[0] == 3 and len(shape) == 3:
-        colours = CHROMA * colours - (CHROMA - 1) / 3
-    return torch.kron(colours, laplacian + laplacian @ laplacian + 1e-4 * eye(pixels))
+    """The quadratic form of `roughness` on one flat image, and a touch of the distance from any value."""
+    zero = like.new_zeros(math.prod(shape))
+    terms = _columns(lambda x: roughness(x.reshape(1, *shape)), zero)
+    return gram(terms) + ANCHOR * torch.eye(len(zero), device=like.device, dtype=like.dtype)
 
 
 def _corners(first: Tensor, second: Tensor) -> Tensor:
