@@ -10,7 +10,7 @@ from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, private, tiny
-from gradleak.attack import MOST_ENTRIES
+from gradleak.attack import MOST_ENTRIES, Stage
 from gradleak.defence import Client, Guarantee
 from gradleak.engine import Engine, EngineError, chunk_size, lanes_of
 from gradleak.local import LocalTraining, observe
@@ -18,7 +18,9 @@ from gradleak.observation import BadObservation, Knowledge, MissingKnowledge
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, Lion, sign
+from gradleak.parts.peeling import Peeled
 from gradleak.parts.predictions import Replay, gradient
+from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.rules import SGD
 from gradleak.scene import Scene
 from gradleak.task import TaskError
@@ -200,6 +202,23 @@ def test_a_long_history_makes_chunks_smaller() -> None:
     sizes = [
         chunk_size(gl.attacks.get("idlg", history=history).stages, scene, DOUBLE)  # type: ignore[attr-defined]
         for history in (1, 10**6)
+    ]
+    assert sizes[0] > sizes[1]
+
+
+def test_a_start_that_takes_memory_makes_chunks_smaller() -> None:
+    """Peeling holds square matrices of a whole layer, beside which a first-order step is nothing."""
+    shape = (1, 28, 28)
+    task = gl.Task.supervised(
+        gl.models.lenet_zhu(shape=shape, activation="relu"),
+        nn.functional.cross_entropy,
+        like=(torch.zeros(1, *shape), torch.zeros(1).long()),
+    )
+    seen = observe(task, {"x": torch.rand(1, *shape), "y": torch.zeros(1).long()}, TRAINING)
+    scene = Scene.of(task, seen, Knowledge())
+    sizes = [
+        chunk_size([Stage(Pixels(start), Replay(), SquaredError(), (), Adam())], scene, DOUBLE)
+        for start in (Uniform(), Peeled(Uniform()))
     ]
     assert sizes[0] > sizes[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -77,6 +77,21 @@ def test_the_curve_decides(curves: Tensor, found: list[str], converged: bool) ->
     assert checks.converged == (converged,)
     assert checks.ok == (not found)
     assert all(check.fix and check.text for check in checks.found)
+
+
+@dataclass(frozen=True)
+class Told:
+    """As much of a certificate as the checks ask for."""
+
+    solved: bool
+
+
+@pytest.mark.parametrize("solved", [True, False])
+def test_a_search_that_began_at_a_proved_solution_is_not_flat(solved: bool) -> None:
+    """A start in closed form may leave nothing to search for; a certificate tells that apart from no slope."""
+    checks = checks_of(reconstruction(curve(1e-29, 1e-29), certificates=(Told(solved),)))
+    assert names(checks) == ([] if solved else ["flat"])
+    assert checks.converged == (solved,)
 
 
 def test_a_schedule_that_ends_in_tiny_steps_is_not_convergence() -> None:

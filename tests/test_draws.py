@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from torch.func import vmap
+from torch import Tensor
+from torch.func import grad, hessian, vmap
 
-from gradleak.draws import Draws, key, philox
+from gradleak.draws import Draws, key, philox, signs
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 ONES = (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2
@@ -112,3 +113,19 @@ def test_keys_depend_on_every_name_and_on_their_bounds() -> None:
 
 def test_keys_are_the_same_on_every_machine() -> None:
     assert key("target", 0, 0).tolist() == [1453972300, 3763412952]
+
+
+def test_signs_that_are_kept_belong_to_no_transform_mode_or_inference() -> None:
+    """A wrapped tensor that outlives its transform breaks the next one: 'level <= current_level INTERNAL ASSERT'."""
+
+    def signed(x: Tensor) -> Tensor:
+        return (x * signs("test", 5, x.device, x.dtype)).square().sum()
+
+    x = torch.ones(2, 5)
+    for first in (lambda: vmap(hessian(signed))(x), lambda: torch.inference_mode()(signed)(x)):
+        signs.cache_clear()
+        first()
+        torch.testing.assert_close(vmap(grad(signed))(x), 2 * x)
+        own = x.clone().requires_grad_()
+        signed(own).backward()
+        torch.testing.assert_close(own.grad, 2 * x)

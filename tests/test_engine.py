@@ -22,6 +22,7 @@ from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, Search
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, Observation
+from gradleak.parts import levenberg
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
@@ -569,6 +570,19 @@ def test_the_trace_begins_at_the_start_and_covers_the_run(double: Engine) -> Non
     assert found.trace["match"].shape == (125, 1, 2)
     assert largest_difference(found.trace["match"][0], start.match) < 1e-15
     assert found.trace["match"][-1].max() < found.trace["match"][0].min()
+
+
+def test_lanes_that_finish_begin_their_curve_at_the_start_and_never_leave_it_open(double: Engine) -> None:
+    """One target starts at its solution and has nothing to do, the other does not: both curves are whole."""
+    task, seen, batch = observed()
+    far = replace(seen, update=tree.scale(seen.update, 1.5), key="far")
+    stage = stage_of(space=Pixels(Surrogate(batch["x"])), optimiser=levenberg.LevenbergMarquardt(steps=8))
+    found = attack_of(stage, keep="last").run(task, [seen, far], knowing(batch), engine=double)
+    curves = found.trace["match"][:, :, 0]
+    assert curves.isfinite().all()
+    assert curves[:, 0].max() < 1e-26
+    assert abs(curves[0, 1] - tree.squared_norm(tree.scale(seen.update, 0.5))) < 1e-12
+    assert found.match[1, 0] <= curves[-1, 1] < curves[0, 1]
 
 
 def test_progress_rises_to_one(double: Engine) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import gradleak as gl
 from conftest import largest_difference
 from gradleak import tree
-from gradleak.attacks.second_order import SecondOrder
+from gradleak.attacks.second_order import SecondOrder, _solved_by
 from gradleak.defence import Client, Compute, Defence
 from gradleak.engine import Engine
 from gradleak.linear import jacobian
@@ -198,7 +198,7 @@ def branching() -> gl.Task:
 def test_a_network_with_kinks_is_followed_from_smoothed_ones() -> None:
     task, batch = branching(), private(colours=1)
     seen = gl.observe(task, batch, ONE_STEP)
-    [attack] = SecondOrder().ways(task, Knowledge(training=ONE_STEP), [seen])
+    [attack] = SecondOrder().ways(task, Knowledge(training=ONE_STEP), [seen], CPU)
     assert [stage.view is None for stage in attack.stages] == [False] * 5 + [True] * 2
     before = task.model(batch["x"]).detach()
     found, _ = attacked(task, batch)
@@ -219,7 +219,7 @@ def test_a_wide_residual_network_of_relus_is_solved_exactly() -> None:
 def test_the_matrix_free_form_needs_no_jacobian() -> None:
     task, batch = task_of(colours=1), private(colours=1)
     seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
-    [attack] = SecondOrder(method="krylov").ways(task, knows, [seen])
+    [attack] = SecondOrder(method="krylov").ways(task, knows, [seen], CPU)
     assert all(isinstance(stage.optimiser, GaussNewtonKrylov) for stage in attack.stages)
     _, psnr = attacked(task, batch, method="krylov", steps=9, vectors=40)
     assert psnr.min() > 40
@@ -228,7 +228,7 @@ def test_the_matrix_free_form_needs_no_jacobian() -> None:
 def test_a_wide_network_is_sketched() -> None:
     task, batch = task_of(width=24, colours=1), private(colours=1)
     seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
-    [attack] = SecondOrder().ways(task, knows, [seen])
+    [attack] = SecondOrder().ways(task, knows, [seen], CPU)
     assert isinstance(attack.stages[-1].match, Sketched)
     assert isinstance(attack.stages[-1].optimiser, LevenbergMarquardt)
     assert attacked(task, batch)[1].min() > 100
@@ -262,6 +262,49 @@ def test_after_must_name_an_attack_of_stages() -> None:
         SecondOrder(after="analytic")
     with pytest.raises(ValueError, match="method"):
         SecondOrder(method="exact")
+
+
+def test_what_a_later_way_solves_takes_the_place_of_what_an_earlier_one_found() -> None:
+    """Curves of other lengths, more restarts: the solved target is replaced, the other stays."""
+    early, late = (told(points, restarts, value) for points, restarts, value in ((5, 1, 0.3), (7, 4, 0.2)))
+    late.match[0, 2] = 1e-20  # only its first target, in its third restart
+    late.chosen[0] = 2
+    late.trace["match"][:, 0, 2] = torch.linspace(1, 0, 7, dtype=torch.float64)
+    late.candidates["x"][0, 2] = 1.0
+    both = _solved_by(early, late, [1, 0])
+    assert both.match[:, 0].tolist() == [0.3, 1e-20]
+    assert both.chosen.tolist() == [0, 0]
+    assert both.trace["match"].shape == (7, 2, 1)
+    assert both.trace["match"][:, 1, 0].tolist() == pytest.approx(torch.linspace(1, 0, 7).tolist())
+    assert both.trace["match"][:, 0, 0].tolist() == [0.3] * 7
+    assert (both.batch["x"][1] == 1).all()
+    assert torch.equal(both.batch["x"][0], early.batch["x"][0])
+
+
+def told(points: int, restarts: int, value: float) -> gl.Reconstruction:
+    x = torch.full((2, restarts, 1, 3, 2, 2), value, dtype=torch.float64)
+    number = torch.full((2, restarts), value, dtype=torch.float64)
+    curve = torch.full((points, 2, restarts), value, dtype=torch.float64)
+    return gl.Reconstruction(
+        batch={"x": x[:, 0]},
+        candidates={"x": x},
+        objective=number,
+        match=number.clone(),
+        chosen=torch.zeros(2, dtype=torch.long),
+        diverged=torch.zeros(2, restarts, dtype=torch.bool),
+        trace={"step": torch.arange(points), "objective": curve, "match": curve.clone()},
+        fields={},
+        keys=("a", "b"),
+        examples=(1, 1),
+        seconds=1.0,
+        evaluations=points,
+    )
+
+
+@pytest.mark.parametrize("settings", [{"fall": 2.0}, {"prior": 0.0}, {"steps": 0}, {"labels": "nope"}], ids=str)
+def test_settings_that_no_search_can_run_with_are_refused_at_once(settings: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, gl.registry.UnknownName)):
+        SecondOrder(**settings)
 
 
 # --- priors as residuals ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,6 @@ class Row:
     attack: str = "second-order:certify=false"
     certified: int = 0  # targets whose truth is certified by the auditor
     beside: str = ""  # another attack on the same targets
-    order: bool = False  # keep the order of minibatches: FedAvg without a shuffle
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def lenet(activation: str, init: str = "torch") -> str:
@@ -97,8 +95,8 @@ def rows() -> dict[str, Row]:
     return found
 
 
-def network(row: Row, seed: int, device: str) -> torch.nn.Module:
-    """The row's network, trained on training images where it says so."""
+def network(row: Row, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
+    """The row's network, trained on training images where it says so, and then its loss on them."""
     name, _, settings = row.model.partition(":")
     given = dict(item.split("=") for item in settings.split(",") if item)
     init: Any = given.pop("init", None)
@@ -106,7 +104,7 @@ def network(row: Row, seed: int, device: str) -> torch.nn.Module:
         "model", name, **({"init": init} if init else {}), **given, generator=torch.Generator().manual_seed(seed)
     )
     if not row.trained:
-        return model
+        return model, None
     images = gl.data.load("cifar10-mini", split="train")
     x, y = images.x.to(device), images.y.to(device)
     model = model.to(device)
@@ -118,8 +116,8 @@ def network(row: Row, seed: int, device: str) -> torch.nn.Module:
         F.cross_entropy(model(x[chosen]), y[chosen]).backward()
         optimiser.step()
     with torch.no_grad():
-        row.extra["training_loss"] = F.cross_entropy(model(x), y).item()
-    return model.cpu()
+        loss = F.cross_entropy(model(x), y).item()
+    return model.cpu(), loss
 
 
 def observed(row: Row, task: gl.Task, x: Tensor, y: Tensor) -> list[gl.Observation]:
@@ -145,10 +143,16 @@ def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]
     dtype = torch.float32 if row.single else torch.float64
     test = gl.data.load("cifar10-mini", split="test", limit=count * row.examples)
     x, y = test.x.to(dtype), test.y
-    task = gl.Task.supervised(network(row, seed, device).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
+    model, loss = network(row, seed, device)
+    task = gl.Task.supervised(model.to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
     seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
     truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
-    figures: dict[str, Any] = {"model": row.model, "examples": row.examples, "trained": row.trained, **row.extra}
+    figures: dict[str, Any] = {
+        "model": row.model,
+        "examples": row.examples,
+        "trained": row.trained,
+        "training_loss": loss,
+    }
     for name in filter(None, (row.attack, row.beside)):
         found = gl.registry.parse("attack", name).run(task, seen, knows, seed=seed, engine=gl.Engine(device=device))
         psnr = gl.metrics.compare(found, truth).psnr.flatten()

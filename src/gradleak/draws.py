@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,7 +48,14 @@ def key(*names: object) -> Tensor:
 @lru_cache(maxsize=8)
 def signs(name: str, count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """+1 or -1 at random, the same in every lane and every run: for sketches and probes, not for starts."""
-    return 1 - 2 * (Draws(key(name)).uniform((count,)) < 0.5).to(device=device, dtype=dtype)
+
+    def drawn() -> Tensor:
+        signs = 1 - 2 * (Draws(key(name)).uniform((count,)) < 0.5).to(dtype)
+        return signs.to(device)  # last, and the host waits for it: the caller may be on another stream
+
+    # In a thread of its own: transforms, modes and inference are each thread's own, and what is kept outlives them.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(drawn).result()
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from gradleak import tree
 from gradleak.attack import Progress, Stage
 from gradleak.convolution import LaneConvolutions
 from gradleak.observation import stack
-from gradleak.scene import Optimiser, Scene, Scored
+from gradleak.scene import Scene, Scored
 from gradleak.search import EngineError, Search
 from gradleak.task import Batch, Task, double_backward_safe, float32_products
 from gradleak.tree import Params, Tree
@@ -143,13 +143,14 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     """
     unknowns = unknowns_of(scene.task, scene.num_examples)
     equations = tree.size(scene.update)
-    remembered = max(_entries(stage.optimiser, unknowns, getattr(stage.match, "rows", equations)) for stage in stages)
+    remembered = max(_entries(stage, scene.task, unknowns, equations) for stage in stages)
     least = 2 * equations + 8 * unknowns + remembered + 2 * tree.size(_buffers(scene, running=True))
     size = torch.finfo(engine.dtype).bits // 8
     if least * size > memory_of(engine):
         raise EngineError(
             f"One lane of this attack needs more than {least * size / 2**30:.0f} GB: {scene.num_examples} examples, "
-            f"{equations:,} parameters. Is the number of examples right? Attack fewer, or lower history."
+            f"{equations:,} parameters. Is the number of examples right? Attack fewer, or lower what the optimiser "
+            "remembers (history of L-BFGS; method=krylov of second-order)."
         )
     per_lane = least * size + _evaluation(scene, engine)
     if engine.where.type == "cuda":
@@ -178,10 +179,12 @@ def unknowns_of(task: Task, examples: int) -> int:
     return examples * sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
 
 
-def _entries(optimiser: Optimiser, unknowns: int, equations: int) -> int:
-    """Numbers that a lane's optimiser holds; a first-order method has a few of the size of the unknowns."""
-    count = getattr(optimiser, "entries", None)
-    return 4 * unknowns if count is None else int(count(unknowns, equations))
+def _entries(stage: Stage, task: Task, unknowns: int, equations: int) -> int:
+    """Numbers that a lane holds besides its evaluation: the optimiser's, or what its start needs where that is more."""
+    step, start = getattr(stage.optimiser, "entries", None), getattr(stage.space, "entries", None)
+    rows = getattr(stage.match, "rows", equations)
+    held = 4 * unknowns if step is None else int(step(unknowns, rows))  # a first-order method: a few of the unknowns
+    return held if start is None else max(held, int(start(task)))
 
 
 def memory_of(engine: Engine) -> float:

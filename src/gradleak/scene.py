@@ -6,9 +6,10 @@ that ramps, annealing and homotopies need no branch. `v` is a nested dict of unk
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from gradleak import tree
@@ -65,6 +66,26 @@ class Scene:
             returned_buffers=None if seen.returned_buffers is None else move(seen.returned_buffers),
             extras={name: move(params) for name, params in seen.extras.items()},
             limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
+        )
+
+    def to(self, dtype: torch.dtype) -> Scene:
+        """The same scene in another precision. The model itself stays: its parameters and buffers are swapped in."""
+        move = lambda held: tree.to(held, None, dtype)  # noqa: E731
+        objective = self.task.objective
+        if hasattr(objective, "to"):
+            objective = objective.to(next(tree.leaves(self.weights)).device, dtype)
+        return replace(
+            self,
+            task=replace(self.task, objective=objective),
+            weights=move(self.weights),
+            update=move(self.update),
+            buffers=None if self.buffers is None else move(self.buffers),
+            returned_buffers=None if self.returned_buffers is None else move(self.returned_buffers),
+            extras={name: move(params) for name, params in self.extras.items()},
+            fields=move(self.fields),
+            limits={name: (low.to(dtype), high.to(dtype)) for name, (low, high) in self.limits.items()},
+            constants=move(self.constants),
+            shared=move(self.shared),
         )
 
 
@@ -168,6 +189,10 @@ class Problem(Protocol):
         ...
 
     def project(self, v: Tree) -> Tree: ...
+
+    def single(self) -> Problem:
+        """The same problem in float32."""
+        ...
 
 
 class Optimiser(Protocol):

@@ -82,6 +82,10 @@ class LaneProblem:
     def project(self, v: Tree) -> Tree:
         return self.stage.space.project(v, self.scene, self.now)
 
+    def single(self) -> LaneProblem:
+        """The same problem in float32: for derivatives that need few digits."""
+        return replace(self, scene=self.scene.to(torch.float32), observed=tree.to(self.observed, None, torch.float32))
+
 
 class Search:
     """One stage over all lanes of a chunk: static tensors, one `tick` that advances them, and the best so far."""
@@ -106,6 +110,8 @@ class Search:
             "best": {"at": tree.detach(self.v), "objective": infinite, "match": infinite.clone()},
             "last": {"objective": infinite.clone(), "match": infinite.clone()},
         }
+        if self.finished is not None:  # a lane may have nothing to do from the start: then this is its whole curve
+            self.moving["last"] = dict(zip(("objective", "match"), self.lift(self.score)(self.v, self.lane)))
         self.every = max(1, stage.optimiser.steps // TRACE_POINTS)
         points = -(-stage.optimiser.steps // self.every)
         self.traced = torch.full((2, points, lanes), torch.nan, device=device, dtype=engine.dtype)
@@ -248,22 +254,26 @@ class Search:
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
                 if self.finished is not None:
                     going = (self.alive & ~self.lift(self.finished)(self.moving["state"])).nonzero()[:, 0]
+                    # Such a step tells where it arrived, others from where they left: every curve begins at the start.
+                    self._note(slice(-(-step // self.every), None))
                     if not len(going):
-                        # Nothing moves any more: the rest of the curve is flat.
-                        end = torch.stack(self.lift(self.score)(self.v, self.lane))  # (2, lanes)
-                        self.traced[:, -(-step // self.every) :] = end[:, None]
-                        break
+                        break  # nothing moves any more: the rest of the curve is flat
                     advance = self.tick if len(going) == len(self.alive) else partial(self.tick_of, going)
                 advance()
                 if step % self.every == 0:
-                    self.traced[0, step // self.every].copy_(self.moving["last"]["objective"])
-                    self.traced[1, step // self.every].copy_(self.moving["last"]["match"])
+                    if self.finished is None:
+                        self._note(step // self.every)
                     if progress is not None:
                         progress(step + 1)
             if progress is not None:
                 progress(steps)
         except RuntimeError as problem:
             raise _explained(problem, self.engine) from problem
+
+    def _note(self, points: int | slice) -> None:
+        """Write the last objective and match at these points of the curves."""
+        for curve, name in zip(self.traced, ("objective", "match"), strict=True):
+            curve[points] = self.moving["last"][name]
 
     def captured(self) -> Callable[[], None]:
         """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""

@@ -21,6 +21,7 @@ from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
+from gradleak.parts.optimisers import require_positive
 from gradleak.parts.peeling import Peeled, applies
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import NaturalImage
@@ -57,8 +58,10 @@ class SecondOrder:
 
     steps       of the final search at most; a lane that is solved stops
     prior       first weight of the roughness, in units of the data's own
-    after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"
-    certify     say for each target whether the update determines it (`gradleak.analysis.certify`); dense only
+    after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"; its own labels and
+                restarts then count
+    certify     say for each target whether the update determines it (`gradleak.analysis.certify`), where its Jacobian
+                fits in memory
     """
 
     steps: int = 60
@@ -72,6 +75,9 @@ class SecondOrder:
     certify: bool = True
 
     def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "restarts", "vectors"), real=("prior", "fall"))
+        Homotopy(self.prior, self.fall)
+        label_rule(self.labels)
         if self.method not in ("auto", "dense", "krylov"):
             raise ValueError(f"method must be auto, dense or krylov; given {self.method!r}.")
         if self.after and not isinstance(registry.parse("attack", self.after), Composed):
@@ -87,6 +93,8 @@ class SecondOrder:
 
     @property
     def needs(self) -> Needs:
+        if self.after:
+            return self.search_needs | registry.parse("attack", self.after).needs
         return self.search_needs | label_rule(self.labels).needs
 
     def run(
@@ -103,7 +111,7 @@ class SecondOrder:
         require(self, knows)
         engine = replace(engine or Engine(), precision="double")
         targets = as_targets(seen)
-        orders = _orders(knows, {target.num_examples for target in targets})
+        orders = _orders(knows, {target.num_examples for target in targets}, engine)
         tried = []
         for done, order in enumerate(orders):
             share = None if progress is None else lambda part, done=done: progress((done + part) / len(orders))
@@ -112,6 +120,7 @@ class SecondOrder:
         match = torch.stack([found.match[rows, found.chosen] for found in tried])  # (orders, targets)
         winner = torch.where(match.isnan(), torch.inf, match).argmin(0)
         best = _of_each(tried, winner)
+        best = replace(best, settings={**best.settings, "attack": repr(self)})
         if not self.certify or not _room(engine, task, targets):
             return best
         # At the images as found, in the order that won; labels are the attack's own.
@@ -132,35 +141,46 @@ class SecondOrder:
         progress: Progress | None,
     ) -> Reconstruction:
         """One way after the other, each on the targets that none before has solved."""
-        ways = self.ways(task, knows, targets, order)
-        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=progress)
-        for way in ways[1:]:
-            rows = [row for row in range(len(targets)) if float(best.match[row, best.chosen[row]]) > SOLVED]
+        ways = self.ways(task, knows, targets, engine, order)
+
+        def share(done: int) -> Progress | None:
+            return None if progress is None else lambda part: progress((done + part) / len(ways))
+
+        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=share(0))
+        for done, way in enumerate(ways[1:], start=1):
+            # Not "above": a match that is no number is not solved either.
+            rows = [row for row in range(len(targets)) if not float(best.match[row, best.chosen[row]]) < SOLVED]
             if rows:
                 own = replace(
                     knows, given={name: _rows(value, rows, len(targets)) for name, value in knows.given.items()}
                 )
-                found = way.run(task, [targets[row] for row in rows], own, seed, engine=engine, progress=progress)
+                found = way.run(task, [targets[row] for row in rows], own, seed, engine=engine, progress=share(done))
                 best = _solved_by(best, found, rows)
+        if progress is not None:
+            progress(1.0)
         return best
 
     def ways(
-        self, task: Task, knows: Knowledge, targets: Sequence[Observation], order: Order | None = None
+        self, task: Task, knows: Knowledge, targets: Sequence[Observation], engine: Engine, order: Order | None = None
     ) -> list[Composed]:
         """The attacks to try on this task, cheapest first."""
         largest = max(targets, key=lambda target: target.num_examples)
         unknowns, equations = unknowns_of(task, largest.num_examples), tree.size(largest.update)
-        small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE)
         rows = SKETCH * unknowns
-        match = Sketched(Relative(), rows) if small and equations > 2 * rows else Relative()
-        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall))
+        large = equations > 2 * rows
+        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall), single=large)
+        room = 8 * dense.entries(unknowns, rows if large else equations) < 0.6 * memory_of(engine)
+        small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE and room)
+        match = Sketched(Relative(), rows) if large and small else Relative()
         stage = Stage(Pixels(GREY), Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
         if self.after:
             first: Composed = registry.parse("attack", self.after)
-            last = polish if small else replace(polish, optimiser=self._krylov(self.steps))
-            return [replace(first, name=self.name, stages=(*first.stages, last), keep="last")]
+            # In its own space: labels that it optimises beside the images stay unknowns.
+            last = replace(polish, space=first.stages[-1].space)
+            last = last if small else replace(last, optimiser=self._krylov(self.steps))
+            return [replace(first, name=self.name, stages=(*first.stages, last))]
         if not small:
             return [self._attack(self._matrix_free(polish, task))]
         bent, chain = kinked(task), applies(task, knows, largest.num_examples)
@@ -171,18 +191,20 @@ class SecondOrder:
         if chain and (bent or folds(task)):
             ways.append(self._attack([peeled]))
         if bent:
-            ways.append(self._attack([*self._path(stage), stage, sharpened], restarts=max(self.restarts, RESTARTS)))
+            ways.append(
+                self._attack([*self._path(stage, dense), stage, sharpened], restarts=max(self.restarts, RESTARTS))
+            )
         return ways
 
     def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
         fields = Labels(label_rule(self.labels))
         return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts, keep="last")
 
-    def _path(self, stage: Stage) -> Iterator[Stage]:
+    def _path(self, stage: Stage, dense: LevenbergMarquardt) -> Iterator[Stage]:
         """Networks ever less smooth, each solved as far as it can explain the update."""
-        optimiser = LevenbergMarquardt(steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
+        brief = replace(dense, steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
         for sharpness in SHARPER:
-            yield replace(stage, space=Pixels(NOISY), optimiser=optimiser, view=Smoothed(sharpness))
+            yield replace(stage, space=Pixels(NOISY), optimiser=brief, view=Smoothed(sharpness))
 
     def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
         """The same in stages of fixed weights: a Krylov space is of one objective."""
@@ -203,7 +225,7 @@ def _room(engine: Engine, task: Task, targets: Sequence[Observation]) -> bool:
     return 8 * entries < 0.4 * memory_of(engine)
 
 
-def _orders(knows: Knowledge, counts: set[int]) -> list[Order | None]:
+def _orders(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order | None]:
     """The orders in which a client may have walked through its minibatches; its own shuffle is its secret.
 
     [None] stands for the examples as they are: where every step takes all of them, targets differ in their number, or
@@ -218,7 +240,8 @@ def _orders(knows: Knowledge, counts: set[int]) -> list[Order | None]:
     if math.factorial(examples) ** epochs > MOST_ORDERS:
         return [None]
     walks = product(permutations(range(examples)), repeat=epochs)
-    return [[part for walk in each for part in torch.tensor(walk).split(size)][:steps] for each in walks]
+    rows = lambda walk: torch.tensor(walk, device=engine.where).split(size)  # noqa: E731
+    return [[part for walk in each for part in rows(walk)][:steps] for each in walks]
 
 
 def _of_each(found: Sequence[Reconstruction], winner: Tensor) -> Reconstruction:
@@ -263,7 +286,7 @@ def _solved_by(best: Reconstruction, found: Reconstruction, rows: Sequence[int])
         """(points, targets, restarts): the longer curve sets the length, the other stays where it ended."""
         points = max(len(held), len(new))
         held, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (held, new))
-        return put(held.movedim(1, 0), new.movedim(1, 0)).movedim(0, 1)
+        return put(held.movedim(0, 2), new.movedim(0, 2)).movedim(2, 0)  # (targets, restarts, points) on the way
 
     steps = max(best.trace["step"], found.trace["step"], key=len)
     candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}

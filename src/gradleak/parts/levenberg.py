@@ -60,6 +60,7 @@ class LevenbergMarquardt:
     damping     first lambda; divided by `ease` after an accepted step, times `stiffen` for every rejected trial
     tries       trials with one Jacobian
     chords      further steps with the Jacobian and the factor of an accepted one: each costs an evaluation only
+    single      compute the Jacobian in float32; steps then need a few more chords, and GPUs a fraction of the time
     block       columns of the Jacobian computed at once; None: as many as the engine has room for
     solved      a lane whose match is below is finished
     homotopy    the weight of the stage's priors; None takes them as they are
@@ -73,6 +74,7 @@ class LevenbergMarquardt:
     stiffen: float = 4.0
     tries: int = 4
     chords: int = 3
+    single: bool = False
     block: int | None = None
     solved: float = 1e-26
     homotopy: Homotopy | None = None
@@ -88,7 +90,7 @@ class LevenbergMarquardt:
 
     def entries(self, unknowns: int, equations: int) -> int:
         """Numbers that a lane holds at the peak of a step: the Jacobian, its blocks, and the normal matrix."""
-        priors = 2 * unknowns  # rows of the priors' terms, about
+        priors = 3 * unknowns  # rows of the priors' terms, about
         return unknowns * (2 * (equations + priors) + 5 * unknowns)
 
     def init(self, problem: Problem, v: Tree) -> Tree:
@@ -117,7 +119,7 @@ class LevenbergMarquardt:
 
         match, prior = residual(x)
         m = match.shape[0]
-        rows = jacobian(lambda x: torch.cat(residual(x)), x, self.block or n)  # (n, m + p)
+        rows = self._rows(problem, v, x)  # (n, m + p)
         ours, theirs = rows[:, :m], rows[:, m:]
         normal = gram(ours)
         weight = torch.ones_like(state["weight"])
@@ -163,7 +165,7 @@ class LevenbergMarquardt:
         state = {
             "damping": damping,
             "weight": weight,
-            "determined": determined.clamp(0.0, float(n)),
+            "determined": determined.nan_to_num(0.0).clamp(0.0, float(n)),  # NaN where nothing could be factorised
             "fell": held["match"] / state["match"],
             "match": held["match"],
             "prior": held["prior"],
@@ -173,6 +175,17 @@ class LevenbergMarquardt:
         }
         here = tree.unflatten(held["x"], v)
         return here, state, Scored(here, held["match"] + held["prior"], held["match"])
+
+    def _rows(self, problem: Problem, v: Tree, x: Tensor) -> Tensor:
+        """The derivative of all terms, in float32 where the setting says so."""
+        if self.single:
+            problem, v = problem.single(), tree.to(v, None, torch.float32)
+
+        def terms(x: Tensor) -> Tensor:
+            parts = problem.residual(tree.unflatten(x, v))
+            return torch.cat([tree.flatten(parts["match"]), *tree.leaves(parts["priors"])])
+
+        return jacobian(terms, tree.flatten(v), self.block or x.shape[0]).to(x.dtype)
 
     def _weight(self, state: Tree, normal: Tensor, curvature: Tensor, equations: int) -> Tensor:
         """This step's weight of the priors: fallen since the last one, where that was accepted."""

@@ -56,6 +56,9 @@ class SmoothObjective:
     objective: Objective
     sharpness: float
 
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> SmoothObjective:
+        return replace(self, objective=self.objective.to(device, dtype)) if hasattr(self.objective, "to") else self
+
     def __call__(self, call: Callable[..., Any], batch: Batch) -> Tensor:
         with SmoothActivations(self.sharpness):
             return self.objective(call, batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradleak.draws import Draws
 from gradleak.scene import Now, Scene, Space
-from gradleak.task import Batch
+from gradleak.task import Batch, Task
 from gradleak.tree import Tree
 
 Start: TypeAlias = Callable[[Scene, Draws, str], Tensor]
@@ -129,6 +129,11 @@ class Pixels:
     start: Start = Normal()
     boxed: bool = False
     field: str = "x"
+
+    def entries(self, task: Task) -> int:
+        """Numbers that the start of a lane needs at its peak."""
+        count = getattr(self.start, "entries", None)
+        return 0 if count is None else int(count(task))
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
