@@ -99,3 +99,33 @@ def test_a_client_on_the_gpu_is_matched_exactly() -> None:
     start = gl.parts.spaces.Surrogate(batch["x"])
     found = gl.attacks.get("cpl", steps=1, start=start).run(work, seen, gl.Knowledge(training=training))
     assert found.match.item() < 1e-9 * sum(float(u.square().sum()) for u in seen.update.values())
+
+
+def small_targets(activation: str, count: int = 3) -> tuple[gl.Task, list[gl.Observation], gl.Knowledge, torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+    model = gl.models.lenet_zhu(shape=(3, 12, 12), activation=activation, init="torch", generator=make).double()
+    coarse = torch.rand(count, 3, 4, 4, generator=make, dtype=torch.float64)
+    x = torch.nn.functional.interpolate(coarse, size=(12, 12), mode="bilinear")[:, None]
+    y = torch.randint(10, (count, 1), generator=make)
+    task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(x[0], y[0]))
+    training, weights = gl.LocalTraining(lr=1.0), task.weights()
+    seen = [gl.observe(task, {"x": x[i], "y": y[i]}, training, weights=weights, key=str(i)) for i in range(count)]
+    return task, seen, gl.Knowledge(training=training), x
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "gelu", "relu"])
+def test_least_squares_is_exact_on_a_gpu_too(activation: str) -> None:
+    """Dense Levenberg-Marquardt, and for ReLUs the peeled start, over lanes."""
+    task, seen, knows, x = small_targets(activation)
+    found = gl.attacks.get("second-order").run(task, seen, knows)
+    assert gl.metrics.compare(found, {"x": x, "y": found.batch["y"]}).psnr.min() > 100
+    assert found.certificates is not None
+    assert all(certificate.verdict == "determined" for certificate in found.certificates)
+
+
+def test_the_matrix_free_step_can_be_captured() -> None:
+    task, seen, knows, _ = small_targets("sigmoid")
+    made = gl.attacks.get("second-order", method="krylov", steps=6, vectors=20, certify=False)
+    runs = [made.run(task, seen, knows, engine=gl.Engine(graph=graph)) for graph in (True, False)]
+    torch.testing.assert_close(runs[0].match, runs[1].match, rtol=1e-3, atol=1e-12)
+    assert runs[0].match.max() < 1e-4

@@ -24,7 +24,7 @@ from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.peeling import Peeled, applies
 from gradleak.parts.predictions import Replay
-from gradleak.parts.priors import NaturalImage
+from gradleak.parts.priors import NaturalImage, Smoothness
 from gradleak.parts.smoothing import Smoothed, kinked
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import named
@@ -191,9 +191,7 @@ class SecondOrder:
         if chain and (bent or folds(task)):
             ways.append(self._attack([peeled]))
         if bent:
-            ways.append(
-                self._attack([*self._path(stage, dense), stage, sharpened], restarts=max(self.restarts, RESTARTS))
-            )
+            ways.append(self._attack([*self._path(stage, dense), sharpened], restarts=max(self.restarts, RESTARTS)))
         return ways
 
     def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
@@ -201,10 +199,13 @@ class SecondOrder:
         return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts, keep="last")
 
     def _path(self, stage: Stage, dense: LevenbergMarquardt) -> Iterator[Stage]:
-        """Networks ever less smooth, each solved as far as it can explain the update."""
+        """Networks ever less smooth, each solved as far as it can explain the update, and the real one."""
+        # Plain smoothness: of 12 restarts on small ReLU ResNets 10 arrived, with the roughness of photographs 4.
+        stage = replace(stage, space=Pixels(NOISY), priors=(Smoothness(),))
         brief = replace(dense, steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
         for sharpness in SHARPER:
-            yield replace(stage, space=Pixels(NOISY), optimiser=brief, view=Smoothed(sharpness))
+            yield replace(stage, optimiser=brief, view=Smoothed(sharpness))
+        yield replace(stage, optimiser=replace(dense, homotopy=Homotopy(start=1e-2)))
 
     def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
         """The same in stages of fixed weights: a Krylov space is of one objective."""
