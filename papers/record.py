@@ -28,7 +28,7 @@ def summary(values: torch.Tensor) -> dict[str, float]:
     return {
         "images": values.numel(),
         "mean": values.mean().item(),
-        "std": values.std().item(),
+        "std": values.std(correction=min(1, values.numel() - 1)).item(),
         "median": values.quantile(0.5).item(),
         "lowest": values.min().item(),
         "highest": values.max().item(),

@@ -181,7 +181,7 @@ def precision_of(task: gl.Task, x: Tensor) -> Tensor:
 def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowledge, device: str) -> dict[str, Any]:
     """At the truth: what could any attack learn? Under noise, the floor with the attack's own prior."""
     told: dict[str, list[Any]] = {"rank": [], "null": [], "share": [], "floor_psnr": []}
-    for i in range(row.certified):
+    for i in range(min(row.certified, len(seen))):
         batch = {name: value[i] for name, value in truth.items()}
         engine = gl.Engine(device=device)
         if row.noise:
