@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
-__all__ += ["builtin", "estimate", "from_settings"]
+__all__ += ["builtin", "default_attacks", "estimate", "from_settings"]
 
 
 class Progress(Protocol):
@@ -241,12 +241,17 @@ BUILTIN_ON_GPU = ("second-order",)  # exact, in half a second an image there; a 
 BUILTIN_GALLERY = "cifar10-samples+cifar100-samples"
 
 
-def builtin(targets: int = 8) -> Audit:
+def default_attacks(engine: Engine) -> tuple[str, ...]:
+    """What an audit runs that names no attack, on this engine."""
+    return BUILTIN_ATTACKS + (BUILTIN_ON_GPU if engine.where.type == "cuda" else ())
+
+
+def builtin(targets: int = 8, engine: Engine | None = None) -> Audit:
     """The audit that runs without any argument: real CIFAR-10 images, the LeNet of DLG, one example per update."""
     images = data.load("cifar10-samples")
     network = models.lenet_zhu(generator=torch.Generator().manual_seed(0))
     task = Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
     origin = {"task": "builtin", "data": "cifar10-samples", "gallery": BUILTIN_GALLERY}
     gallery = _pictures(BUILTIN_GALLERY, task)
-    attacks = BUILTIN_ATTACKS + (BUILTIN_ON_GPU if torch.cuda.is_available() else ())
-    return Audit(task, images, attacks, targets=targets, gallery=gallery, origin=origin)
+    engine = engine or Engine()
+    return Audit(task, images, default_attacks(engine), targets=targets, engine=engine, gallery=gallery, origin=origin)

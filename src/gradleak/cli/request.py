@@ -84,7 +84,7 @@ class Request:
 
     def _from_words(self) -> Audit:
         if not self.reference and not self.data:
-            return audit.builtin()
+            return audit.builtin(engine=self._engine())
         if not is_reference(self.reference):  # the name of a model, or none: then the built-in one, for these data
             return self._of_model(self.reference or BUILTIN)
         found = named_object(self.reference, "task")
@@ -106,7 +106,11 @@ class Request:
 
     def _plain(self, task: Task, data: Any) -> Audit:
         origin = {"task": self.reference or BUILTIN, "data": self.data}
-        return Audit(task, data, audit.builtin().attacks, origin=origin)
+        return Audit(task, data, audit.default_attacks(self._engine()), origin=origin)
+
+    def _engine(self) -> Engine:
+        """Where it will run: the default attacks depend on it."""
+        return _usable(Engine(device=self.device) if self.device else Engine())
 
     def _from_config(self, path: Path) -> Audit:
         """From a run.toml; the task and the data are those it names, or those given beside it."""
