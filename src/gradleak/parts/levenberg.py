@@ -40,7 +40,6 @@ class Homotopy:
 
     start: float = 1.0
     fall: float = 0.1
-    discrepancy: bool = True
 
     def __post_init__(self) -> None:
         if not (self.start > 0 and 0 < self.fall <= 1):
@@ -49,8 +48,7 @@ class Homotopy:
     def floor(self, match: Tensor, prior: Tensor, determined: Tensor, equations: int) -> Tensor:
         # With fewer equations than twice the unknowns little is left to tell noise by: stay on the side of the data.
         spare = torch.maximum(equations - determined, determined).clamp_min(1.0)
-        level = match * determined / (spare * prior.clamp_min(1e-30))
-        return level if self.discrepancy else torch.zeros_like(level)
+        return match * determined / (spare * prior.clamp_min(1e-30))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,15 +45,22 @@ class TotalVariation:
         return self.weight * (across.abs().mean() + down.abs().mean())
 
 
+class _Squares:
+    """What quadratic priors share: the prior is the sum of the squares of its terms."""
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.terms(batch, v, scene, now).square().sum()
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class Smoothness:
+class Smoothness(_Squares):
     """weight * mean squared difference of neighbours. Its terms are differences: quadratic, for least squares."""
 
     weight: float = 1.0
     field: str = "x"
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
-        return self.terms(batch, v, scene, now).square().sum()
 
     def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
         apart = _apart(batch, scene, self.field)
@@ -87,14 +94,11 @@ def roughness(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NaturalImage:
+class NaturalImage(_Squares):
     """weight * mean square of the terms of `roughness`, pixels in [0, 1]: quadratic, for least squares."""
 
     weight: float = 1.0
     field: str = "x"
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
-        return self.terms(batch, v, scene, now).square().sum()
 
     def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
         low, high = scene.limits[self.field]
@@ -125,14 +129,11 @@ class ReweightedVariation:
 
 
 @dataclass(frozen=True)
-class Box:
+class Box(_Squares):
     """weight * mean squared distance to the field's bounds, in units of their width; zero inside."""
 
     weight: float = 1.0
     field: str = "x"
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
-        return self.terms(batch, v, scene, now).square().sum()
 
     def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
         x, (low, high) = batch[self.field], scene.limits[self.field]
