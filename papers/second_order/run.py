@@ -60,6 +60,7 @@ class Row:
     attack: str = "second-order:certify=false"
     certified: int = 0  # targets whose truth is certified by the auditor
     beside: str = ""  # another attack on the same targets
+    equal_time: bool = False  # give that one as many steps as this one's seconds allow
 
 
 def lenet(activation: str, init: str = "torch") -> str:
@@ -72,12 +73,6 @@ def rows() -> dict[str, Row]:
     found = {"sigmoid, U(+-0.5)": plain, "sigmoid, torch init": replace(plain, model=lenet("sigmoid"))}
     found |= {f"{name}, torch init": replace(plain, model=lenet(name)) for name in ("tanh", "gelu", "softplus", "elu")}
     found["sigmoid, trained"] = replace(plain, trained=20_000)
-    found |= {
-        f"sigmoid, float32 weights returned, lr {lr}": replace(
-            plain, single=True, wire="weights", training=gl.LocalTraining(lr=lr)
-        )
-        for lr in (1.0, 0.1, 0.01)
-    }
     found["FedSAM rho 0.2"] = replace(plain, defence=Sharpened(0.2))
     found["FedASAM rho 0.3"] = replace(plain, defence=Sharpened(0.3, adaptive=True))
     found["FedAvg, 4 steps over 2 images"] = replace(
@@ -85,14 +80,30 @@ def rows() -> dict[str, Row]:
     )
     found["two images"] = replace(plain, examples=2, count=16, certified=1)
     found["four images"] = replace(plain, examples=4, count=6, certified=1, beside="ig:steps=4000")
+    # What a client of float32 weights returns: at a small learning rate few digits are left.
+    found |= {f"{name}; float32 weights, lr 0.1": on_the_wire(row, 0.1) for name, row in found.items()}
+    found |= {f"sigmoid, U(+-0.5); float32 weights, lr {lr:g}": on_the_wire(plain, lr) for lr in (1.0, 0.01)}
     found |= {f"noise {c:g}": replace(plain, count=16, noise=c, certified=4) for c in (1e-3, 1e-2, 1e-1)}
     found["relu, torch init"] = replace(plain, model=lenet("relu"), beside="ig:steps=4000", certified=4)
+    found |= {
+        f"{name}, {activation}": replace(
+            plain, model=f"{name}:activation={activation},norm=group", count=4, beside="ig", equal_time=True
+        )
+        for name in ("convnet", "resnet18")
+        for activation in ("gelu", "relu")
+    }
     found |= {
         f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=16)
         for name in ("relu", "gelu")
         for steps in (30, 100, 300, 1000)
     }
     return found
+
+
+def on_the_wire(row: Row, lr: float) -> Row:
+    """The same round of a client that computes in float32 and returns its weights."""
+    training = replace(row.training, lr=lr)
+    return replace(row, single=True, wire="weights", training=training, certified=0, beside="")
 
 
 def network(row: Row, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
@@ -153,23 +164,53 @@ def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]
         "trained": row.trained,
         "training_loss": loss,
     }
-    for name in filter(None, (row.attack, row.beside)):
-        found = gl.registry.parse("attack", name).run(task, seen, knows, seed=seed, engine=gl.Engine(device=device))
+
+    def told(attack: Any) -> dict[str, Any]:
+        found = attack.run(task, seen, knows, seed=seed, engine=gl.Engine(device=device))
         psnr = gl.metrics.compare(found, truth).psnr.flatten()
-        figures["" if name == row.attack else "beside"] = {
-            "attack": name,
+        return {
+            "attack": found.settings["attack"],
             "psnr": summary(psnr),
             "above_60": (psnr > 60).double().mean().item(),
             "above_100": (psnr > 100).double().mean().item(),
             "match": summary(found.match.min(1).values),
+            "match_of_first": curve(found),
+            "seconds": found.seconds,
             "seconds_per_image": found.seconds / (count * row.examples),
         }
-    figures |= figures.pop("")
+
+    figures |= told(gl.registry.parse("attack", row.attack))
     if row.beside:
+        other = gl.registry.parse("attack", row.beside)
+        if row.equal_time:
+            other = as_long_as(figures["seconds"], other, task, seen, knows, device)
+        figures["beside"] = told(other)
         figures["gain"] = figures["psnr"]["mean"] - figures["beside"]["psnr"]["mean"]
     if row.certified:
         figures["certificate"] = certificate(row, task, seen, truth, knows, device)
     return figures
+
+
+def as_long_as(seconds: float, attack: Any, task: gl.Task, seen: Any, knows: gl.Knowledge, device: str) -> Any:
+    """The attack with as many steps as fit these seconds on these targets: its schedule is then of that length."""
+    timed = [
+        with_steps(attack, steps).run(task, seen, knows, engine=gl.Engine(device=device)).seconds for steps in (50, 250)
+    ]
+    per_step = (timed[1] - timed[0]) / 200
+    return with_steps(attack, max(1, round((seconds - timed[0]) / per_step + 50)))
+
+
+def with_steps(attack: Any, steps: int) -> Any:
+    stages = tuple(replace(stage, optimiser=replace(stage.optimiser, steps=steps)) for stage in attack.stages)
+    return replace(attack, stages=stages)
+
+
+def curve(found: gl.Reconstruction) -> dict[str, list[float]]:
+    """The first target's match along the search, at no more than fifty places."""
+    step, match = found.trace["step"], found.trace["match"][:, 0, 0]
+    walked = match.isfinite()  # a search that ends early leaves the rest empty
+    every = max(1, -(-int(walked.sum()) // 50))
+    return {"step": step[walked][::every].tolist(), "match": match[walked][::every].tolist()}
 
 
 def precision_of(task: gl.Task, x: Tensor) -> Tensor:
