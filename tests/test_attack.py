@@ -75,7 +75,7 @@ def test_what_a_defence_does_not_upload_is_not_observed() -> None:
 def test_a_chain_claims_an_epsilon_only_where_nothing_can_undo_it() -> None:
     @dataclass(frozen=True)
     class Private(gl.Defence):
-        def guarantee(self, **setting: object) -> Guarantee:
+        def guarantee(self, exposure: gl.Exposure) -> Guarantee:
             return Guarantee(1.0, 1e-5)
 
     @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def test_a_chain_claims_an_epsilon_only_where_nothing_can_undo_it() -> None:
         def gradient(self, compute, weights, batch, client):  # type: ignore[no-untyped-def]
             return compute(weights, batch)
 
-    assert gl.Chain(gl.Defence(), Private()).guarantee().epsilon == 1.0
-    assert gl.Chain(Private(), gl.Defence()).guarantee().epsilon is None
-    assert gl.Chain(Curious(), Private()).guarantee().epsilon is None
+    assert gl.Chain(gl.Defence(), Private()).guarantee(gl.Exposure()).epsilon == 1.0
+    assert gl.Chain(Private(), gl.Defence()).guarantee(gl.Exposure()).epsilon is None
+    assert gl.Chain(Curious(), Private()).guarantee(gl.Exposure()).epsilon is None
 
 
 def test_given_labels_win_over_those_that_would_be_optimised() -> None:

@@ -294,11 +294,11 @@ def test_broadcasts_reach_the_client_and_the_observation() -> None:
 
 def test_only_a_proof_prints_an_epsilon() -> None:
     class Proved(Defence):
-        def guarantee(self, **setting: object) -> Guarantee:
+        def guarantee(self, exposure: gl.Exposure) -> Guarantee:
             return Guarantee(3.0, 1e-5)
 
-    assert str(Defence().guarantee()) == "no formal guarantee (it was not designed to give one)"
-    assert str(gl.Chain(Halve(), Proved()).guarantee()) == "(3, 1e-05)-differential privacy"
+    assert str(Defence().guarantee(gl.Exposure())) == "no formal guarantee (it was not designed to give one)"
+    assert str(gl.Chain(Halve(), Proved()).guarantee(gl.Exposure())) == "(3, 1e-05)-differential privacy"
 
 
 # --- what an attacker assumes -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from gradleak import tree
 from gradleak.attack import Attack, Composed, Reconstruction, Stage
 from gradleak.defence import Chain, Defence, OnlyVisible, Upload
 from gradleak.engine import Engine
+from gradleak.guarantee import Exposure, Guarantee
 from gradleak.local import ClientState, LocalTraining, observe
 from gradleak.observation import Knowledge, Observation, Track
 from gradleak.scene import Scene
@@ -31,7 +32,7 @@ __all__ = [
     # what is trained, and what the server sees of it
     "Task", "Field", "Batch", "Observation", "Track", "Knowledge",
     # the client, and what protects it
-    "LocalTraining", "ClientState", "observe", "Defence", "Chain", "OnlyVisible", "Upload",
+    "LocalTraining", "ClientState", "observe", "Defence", "Chain", "OnlyVisible", "Upload", "Exposure", "Guarantee",
     # attacks
     "Attack", "Composed", "Stage", "Scene", "Reconstruction", "Engine",
     # the experiment

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
 
 from gradleak import tree
+from gradleak.guarantee import Exposure, Guarantee
 from gradleak.tree import Params, Tree
 
 if TYPE_CHECKING:
@@ -49,20 +53,6 @@ class Client:
     @property
     def end(self) -> Params:
         return tree.subtract(self.start, self.moved)
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """What is proved about a defence: an (epsilon, delta), or that there is no formal guarantee and why."""
-
-    epsilon: float | None = None
-    delta: float | None = None
-    reason: str = "it was not designed to give one"
-
-    def __str__(self) -> str:
-        if self.epsilon is None:
-            return f"no formal guarantee ({self.reason})"
-        return f"({self.epsilon:.3g}, {self.delta:.1g})-differential privacy"
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,24 @@ class Defence:
         """Per coordinate of the update: 0 exact, inf dropped."""
         return tree.zeros_like(scene.update)
 
-    def guarantee(self, **setting: Any) -> Guarantee:
+    def visible(self, update: Params, scene: Scene) -> Params:
+        """What the attacker compares, of the observed update and of a predicted one alike: a linear map of either.
+
+        By default every coordinate counts by what the defence left of it, s / sqrt(s^2 + variance) with s^2 the mean
+        square of the observed update: exact ones keep weight 1, dropped ones (infinite variance) get 0. Attackers ask
+        the defence that `assumed` returned.
+        """
+        if not overrides(self, "noise_variance"):
+            return update
+        signal = tree.squared_norm(scene.update) / tree.size(scene.update)
+
+        def weigh(value: Tensor, variance: Tensor) -> Tensor:
+            return value * torch.where(variance > 0, (signal / (signal + variance)).sqrt(), 1.0)
+
+        return tree.map(weigh, update, self.noise_variance(scene))
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        """What is proved about a client that takes part as `exposure` says."""
         return Guarantee()
 
 
@@ -182,13 +189,18 @@ class Chain(Defence):
     def assumed(self, scene: Scene, task: Task) -> Defence:
         return Chain(*(member.assumed(scene, task) for member in self.members))
 
+    def visible(self, update: Params, scene: Scene) -> Params:
+        for member in self.members:
+            update = member.visible(update, scene)
+        return update
+
     def noise_variance(self, scene: Scene) -> Params:
         variance = tree.zeros_like(scene.update)
         for member in self.members:
             variance = tree.add(variance, member.noise_variance(scene))
         return variance
 
-    def guarantee(self, **setting: Any) -> Guarantee:
+    def guarantee(self, exposure: Exposure) -> Guarantee:
         """The epsilon of the last member, where nobody else touches gradients; else none is claimed.
 
         Other members see the raw update, batch and state: one that comes later, or that asks for more gradients, could
@@ -199,7 +211,7 @@ class Chain(Defence):
         *others, last = self.members
         if any(overrides(member, "gradient") for member in others):
             return Guarantee(reason=f"{last.name} is combined with a member that changes the gradients")
-        return last.guarantee(**setting)
+        return last.guarantee(exposure)
 
 
 @dataclass(frozen=True)
@@ -210,6 +222,9 @@ class OnlyVisible(Defence):
 
     def noise_variance(self, scene: Scene) -> Params:
         return self.defence.noise_variance(scene)
+
+    def visible(self, update: Params, scene: Scene) -> Params:
+        return self.defence.visible(update, scene)
 
 
 def overrides(defence: Defence, hook: str) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradleak import tree
 from gradleak.analysis.rounding import Rounding
 from gradleak.attack import fits
-from gradleak.defence import overrides
 from gradleak.engine import Engine, EngineError, memory_of
 from gradleak.linear import jacobian
 from gradleak.local import Order
@@ -120,12 +119,11 @@ class Local:
         spread = _spread(_levels(scene.update), scene.update)
         variance = tree.map(lambda level: (max(noise, rounding.rank) * level).square(), spread)
         weight = tree.map(torch.ones_like, spread)
-        known = scene.knows.defence
-        if known is not None and overrides(known, "noise_variance"):
-            # Replay has weighed the coordinates by s / sqrt(s^2 + variance): that is taken off again.
-            added, signal = known.noise_variance(scene), tree.squared_norm(scene.update) / tree.size(scene.update)
-            variance = tree.add(variance, added)
-            weight = tree.map(lambda v: torch.where(v > 0, (signal / (signal + v)).sqrt(), 1.0), added)
+        if scene.knows.defence is not None:
+            # Replay has weighed the coordinates by what the defence left of them: that is taken off again.
+            assumed = scene.knows.defence.assumed(scene, scene.task)
+            variance = tree.add(variance, assumed.noise_variance(scene))
+            weight = assumed.visible(weight, scene)
         seen, deviation = tree.flatten(weight), tree.flatten(variance).sqrt()
         return torch.where(seen > 0, self.lengths / (seen * deviation), 0.0)
 

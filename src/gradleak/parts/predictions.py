@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from gradleak import tree
-from gradleak.defence import Defence, overrides
+from gradleak.defence import Defence
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining, Order
 from gradleak.rules import SGD
@@ -35,34 +32,22 @@ class Replay:
         return {}
 
     def target(self, scene: Scene) -> Params:
-        return _visible(scene.update, scene)
+        return _assumed(scene).visible(scene.update, scene)
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
         training = self.training or scene.knows.training or LocalTraining(lr=1.0)
         # The client's random augmentations are not known: the replay trains on the images as they are.
         training = replace(training, augmentation=None)
-        known = scene.knows.defence
-        # `assumed` runs inside the lane: masks it reads off the observation are this lane's own.
-        defence = Defence() if known is None else known.assumed(scene, scene.task)
+        defence = _assumed(scene)
         client = ClientState(buffers=scene.buffers, extras=scene.extras)
         upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
-        return _visible(defence.reveal([upload], [upload.num_examples]), scene)
+        return defence.visible(defence.reveal([upload], [upload.num_examples]), scene)
 
 
-def _visible(update: Params, scene: Scene) -> Params:
-    """Weigh coordinates by what the defence left of them: s / sqrt(s^2 + variance), s^2 the update's mean square.
-
-    Exact coordinates keep weight 1, dropped ones (infinite variance) get 0, noisy ones count by their signal.
-    """
+def _assumed(scene: Scene) -> Defence:
+    """The defence as the attacker believes it. Inside the lane: masks read off the observation are this lane's own."""
     known = scene.knows.defence
-    if known is None or not overrides(known, "noise_variance"):
-        return update
-    signal = tree.squared_norm(scene.update) / tree.size(scene.update)
-
-    def weigh(value: Tensor, variance: Tensor) -> Tensor:
-        return value * torch.where(variance > 0, (signal / (signal + variance)).sqrt(), 1.0)
-
-    return tree.map(weigh, update, known.noise_variance(scene))
+    return Defence() if known is None else known.assumed(scene, scene.task)
 
 
 @dataclass(frozen=True)
