@@ -5,10 +5,12 @@ One row per client and network. Tuned on training images; the figures are of tes
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,10 @@ def rows() -> dict[str, Row]:
     found["FedSAM rho 0.2"] = replace(plain, defence=Sharpened(0.2))
     found["FedASAM rho 0.3"] = replace(plain, defence=Sharpened(0.3, adaptive=True))
     found["FedAvg, 4 steps over 2 images"] = replace(
-        plain, examples=2, count=8, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
+        plain, examples=2, count=4, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
     )
-    found["two images"] = replace(plain, examples=2, count=16, certified=1)
-    found["four images"] = replace(plain, examples=4, count=6, certified=1, beside="ig:steps=4000")
+    found["two images"] = replace(plain, examples=2, count=8, certified=1)
+    found["four images"] = replace(plain, examples=4, count=3, certified=1, beside="ig:steps=4000")
     # What a client of float32 weights returns: at a small learning rate few digits are left.
     found |= {f"{name}; float32 weights, lr 0.1": on_the_wire(row, 0.1) for name, row in found.items()}
     found |= {f"sigmoid, U(+-0.5); float32 weights, lr {lr:g}": on_the_wire(plain, lr) for lr in (1.0, 0.01)}
@@ -93,7 +95,7 @@ def rows() -> dict[str, Row]:
         for activation in ("gelu", "relu")
     }
     found |= {
-        f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=16)
+        f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=8)
         for name in ("relu", "gelu")
         for steps in (30, 100, 300, 1000)
     }
@@ -102,26 +104,28 @@ def rows() -> dict[str, Row]:
 
 def on_the_wire(row: Row, lr: float) -> Row:
     """The same round of a client that computes in float32 and returns its weights."""
+    count = row.count if row.examples == 1 else 2
     training = replace(row.training, lr=lr)
-    return replace(row, single=True, wire="weights", training=training, certified=0, beside="")
+    return replace(row, single=True, wire="weights", training=training, count=count, certified=0, beside="")
 
 
-def network(row: Row, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
-    """The row's network, trained on training images where it says so, and then its loss on them."""
-    name, _, settings = row.model.partition(":")
+@cache
+def network(spec: str, steps: int, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
+    """A network, trained on training images for so many steps, and then its loss on them."""
+    name, _, settings = spec.partition(":")
     given = dict(item.split("=") for item in settings.split(",") if item)
     init: Any = given.pop("init", None)
     model: torch.nn.Module = gl.registry.get(
         "model", name, **({"init": init} if init else {}), **given, generator=torch.Generator().manual_seed(seed)
     )
-    if not row.trained:
+    if not steps:
         return model, None
     images = gl.data.load("cifar10-mini", split="train")
     x, y = images.x.to(device), images.y.to(device)
     model = model.to(device)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     draw = torch.Generator().manual_seed(seed)
-    for _ in range(row.trained):
+    for _ in range(steps):
         chosen = torch.randint(len(x), (64,), generator=draw).to(device)
         optimiser.zero_grad()
         F.cross_entropy(model(x[chosen]), y[chosen]).backward()
@@ -154,8 +158,8 @@ def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]
     dtype = torch.float32 if row.single else torch.float64
     test = gl.data.load("cifar10-mini", split="test", limit=count * row.examples)
     x, y = test.x.to(dtype), test.y
-    model, loss = network(row, seed, device)
-    task = gl.Task.supervised(model.to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
+    model, loss = network(row.model, row.trained, seed, device)
+    task = gl.Task.supervised(copy.deepcopy(model).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
     seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
     truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
     figures: dict[str, Any] = {

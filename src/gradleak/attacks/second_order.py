@@ -16,7 +16,6 @@ from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.local import Order
 from gradleak.observation import Knowledge, Observation, Track, as_targets
-from gradleak.parts.chain import folds
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
@@ -188,7 +187,7 @@ class SecondOrder:
         # Without the prior to the last digit, where there is no noise that it would fit.
         sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
         ways = [] if bent else [self._attack([stage, sharpened])]
-        if chain and (bent or folds(task)):
+        if chain:
             ways.append(self._attack([peeled]))
         if bent:
             ways.append(

@@ -126,11 +126,6 @@ def chain_of(task: Task) -> Chain | None:
     return Chain(tuple(blocks), weight, bias) if blocks else None
 
 
-def folds(task: Task) -> bool:
-    """Is an activation of the model one that falls before it rises?"""
-    return any(isinstance(module, FOLDED) for module in task.model.modules())
-
-
 def _lively(module: nn.Module) -> bool:
     """BatchNorm and dropout are affine in evaluation mode alone, BatchNorm only with statistics to use."""
     return isinstance(module, LIVELY) and (module.training or getattr(module, "running_mean", module) is None)
@@ -145,34 +140,44 @@ def _own(state: Params, name: str) -> Params:
 
 @dataclass(frozen=True, eq=False)
 class Above:
-    """What is known of a block's output: the value where `known`, and the cotangent."""
+    """What is known of a block's output: the value, how far it can be trusted, and the cotangent.
+
+    `trust` is the slope of the activation: an error e of what it put out is an error e / slope of what went in, and
+    where a ReLU is off, or a sigmoid full, nothing is known.
+    """
 
     z: Tensor
-    known: Tensor
+    trust: Tensor
     cotangent: Tensor
 
 
-def through(activation: nn.Module | None, h: Tensor, cotangent: Tensor) -> Above:
-    """Back through an activation whose output is h: what went in, and the cotangent there."""
+def through(activation: nn.Module | None, h: Tensor, cotangent: Tensor, falling: Tensor | None = None) -> Above:
+    """Back through an activation whose output is h: what went in, and the cotangent there.
+
+    Where the activation folds, two inputs have this output; `falling` takes the lower one, before the minimum.
+    """
     if activation is None:
-        return Above(h, torch.ones_like(h, dtype=torch.bool), cotangent)
+        return Above(h, torch.ones_like(h), cotangent)
     if isinstance(activation, nn.ReLU):
-        on = h > OFF * h.max()
-        return Above(h, on, torch.where(on, cotangent, 0.0))
-    low, high = torch.full_like(h, _bottom(activation)), torch.full_like(h, FARTHEST)
+        on = (h > OFF * h.max()).to(h.dtype)
+        return Above(h, on, on * cotangent)
+    falling = torch.zeros_like(h, dtype=torch.bool) if falling is None else falling
+    minimum = torch.full_like(h, bottom(activation))
+    low, high = torch.where(falling, -FARTHEST, minimum), torch.where(falling, minimum, FARTHEST)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        over = activated(activation, middle) > h
+        over = (activated(activation, middle) > h) ^ falling
         low, high = torch.where(over, low, middle), torch.where(over, middle, high)
     z = (low + high) / 2
-    return Above(z, torch.ones_like(z, dtype=torch.bool), vjp(lambda z: activated(activation, z), z)[1](cotangent)[0])
+    pull = vjp(lambda z: activated(activation, z), z)[1]
+    return Above(z, pull(torch.ones_like(z))[0].abs(), pull(cotangent)[0])
 
 
 def activated(activation: nn.Module | None, z: Tensor) -> Tensor:
     return z if activation is None else activation(z.clone())  # it may work in place
 
 
-def _bottom(activation: nn.Module) -> float:
+def bottom(activation: nn.Module) -> float:
     """From where on the activation rises: its minimum (GELU, SiLU), or as far down as values are looked for."""
     one = torch.ones((), dtype=torch.float64)
     slope = lambda at: vjp(lambda z: activated(activation, z), at * one)[1](one)[0]  # noqa: E731

@@ -4,7 +4,7 @@ For one example the classifier's bias gradient IS the cotangent of the logits, a
 product with the classifier's input: both are known. Given a block's output z (where the activation can be inverted) and
 its cotangent g, the block's unknown input a obeys equations that are LINEAR in a,
 
-    dL/dW = vjp_W(block at a)(g),    block(a) = z where z is known,
+    dL/dW = vjp_W(block at a)(g),    block(a) = z as far as z can be trusted,
 
 and linear inequalities: the range of the activation that made a, block(a) <= 0 where a ReLU is off, and at the bottom
 the bounds of the image. Solved, they give z and g of the block below, down to the image.
@@ -14,7 +14,8 @@ together: sum(a - max(0, block(x))) is a concave function that is zero exactly a
 the polytope by a few quadratic programs, each with the product a (a - block(x)) linearised at the last one's solution.
 The gradient of the lowest block then decides which units are on where the image leaves that in doubt. A vertex that
 was found is solved for again with its zeros fixed, to all digits; what stays undetermined is chosen as smooth as
-natural images are. Where an activation folds (GELU) the linear solution is where a nonlinear solver starts.
+natural images are. Where an activation folds (GELU) a negative output has two inputs: which of them is read off the
+solution of the equations, in rounds; the two lowest blocks, where equations are few, go to a nonlinear solver together.
 
 Published relative: R-GAP (Zhu and Blaschko, ICLR 2021), which solves each layer by a pseudo-inverse. Differs: the
 inequalities, the joint solution of the two lowest layers, activations that are not injective.
@@ -26,17 +27,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vjp, vmap
+from torch.func import vjp, vmap
 
 from gradleak import tree
 from gradleak.draws import Draws
-from gradleak.linear import gram, solved
+from gradleak.linear import gram, jacobian, solved
 from gradleak.observation import Knowledge
-from gradleak.parts.chain import FOLDED, OFF, RANGES, Above, Block, Chain, activated, chain_of, through
+from gradleak.parts.chain import FOLDED, OFF, RANGES, Above, Block, Chain, activated, bottom, chain_of, through
 from gradleak.parts.predictions import gradient
 from gradleak.parts.priors import roughness
 from gradleak.parts.quadratic import AtLeast, AtMost, Constraint, Rows, minimise
@@ -49,6 +50,9 @@ from gradleak.tree import Params
 UNFOLDING = 40  # steps of the nonlinear solver, the last fifth without roughness
 LARGEST = 4096  # inputs of a layer: the matrices are square in them
 BASIS = 64  # basis vectors pushed through a block at a time
+COLUMNS = 256  # of a nonlinear solver's Jacobian, likewise
+BRANCHES = 10  # rounds in which the units of an activation that folds are told apart
+AMBIGUOUS = 0.05  # weight of a unit whose branch is not known yet
 ZERO = 1e-5  # values of a hidden layer, in units of its RMS, that a program pushed to its boundary
 SMOOTH = 1e-6  # weight of the roughness where the equations of one block choose the image
 MARGIN = 1e-4  # of the layer's RMS, by which a ReLU that is off is kept off
@@ -197,9 +201,16 @@ class _Peeling:
         h = delta @ observed[self.chain.weight]  # the classifier's input, (features,)
         cotangent = self.scene.weights[self.chain.weight].T @ delta
         blocks = self.chain.blocks
+        lowest = min(1, len(blocks) - 1)  # of these two, or the only one, an activation that folds leaves too much open
+        folded = any(isinstance(block.activation, FOLDED) for block in blocks[: lowest + 1])
         found: list[Tensor] = []
         for position in reversed(range(len(blocks))):
             block = blocks[position]
+            if position == lowest and folded:
+                return [self._joined(blocks[: lowest + 1], h, cotangent, observed)]
+            if isinstance(block.activation, FOLDED):
+                h, cotangent = self._unfolded(block, h, cotangent, observed)
+                continue
             above = through(block.activation, h, cotangent)
             equations = self._equations(block, above, observed)
             if position == 1 and _together(self.chain):
@@ -209,12 +220,7 @@ class _Peeling:
                 a = self._input(position, equations, above)
             else:
                 a = self._picture(equations, above)
-            if isinstance(block.activation, FOLDED):
-                a = self._unfolded(block, h, cotangent, observed, a)
-                cotangent = vjp(block.activation, self._block(block)({}, a))[1](cotangent)[0]
-            else:
-                cotangent = above.cotangent
-            h, cotangent = a, self._pulled(block, cotangent)
+            h, cotangent = a, self._pulled(block, above.cotangent)
         return [*found, h]
 
     def _block(self, block: Block) -> Callable[[Params, Tensor], Tensor]:
@@ -241,45 +247,85 @@ class _Peeling:
         return _columns(lambda a: function({}, a) - offset, zero).T, offset
 
     def _rows(
-        self, block: Block, above: Above, observed: Params, activation: nn.Module | None = None
+        self, function: Callable[[Params, Tensor], Tensor], own: Params, above: Above, observed: Params
     ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """What an input a makes of everything that is known of a block, and what it should make, tensor by tensor.
+        """What an input a makes of everything that is known behind `function`, and what it should make.
 
-        `above` lies behind the activation where one is given; else the rows are affine in a.
+        Tensor by tensor the gradients of the weights `own`, then the output.
         """
-        function, own = self._block(block), block.weights(self.scene.weights)
         share = {name: _inverse_of(observed[name].norm()) for name in own}
-        seen = _inverse_of(torch.where(above.known, above.z, 0.0).norm())
+        seen = above.trust * _inverse_of((above.trust * above.z).norm())
 
         def side(gradients: Params, output: Tensor) -> Tensor:
             parts = [(gradients[name] * share[name]).flatten() for name in own]
-            return torch.cat([*parts, torch.where(above.known, output, 0.0) * seen])
+            return torch.cat([*parts, seen * output])
 
         def rows(a: Tensor) -> Tensor:
             if not own:
-                return side({}, activated(activation, function({}, a)))
-            output, pull = vjp(lambda weights: activated(activation, function(weights, a)), own)[:2]
+                return side({}, function({}, a))
+            output, pull = vjp(lambda weights: function(weights, a), own)[:2]
             return side(pull(above.cotangent)[0], output)
 
         return rows, side({name: observed[name] for name in own}, above.z)
 
     def _system(self, block: Block, above: Above, observed: Params) -> System:
-        rows, wanted = self._rows(block, above, observed)
+        rows, wanted = self._rows(self._block(block), block.weights(self.scene.weights), above, observed)
         zero = next(iter(observed.values())).new_zeros(block.size)
         offset, pull = vjp(rows, zero)[:2]
         gram = _columns(lambda a: pull(rows(a) - offset)[0], zero)
         return System((gram + gram.T) / 2, lambda a: pull(wanted - rows(a))[0])
 
-    def _unfolded(self, block: Block, h: Tensor, cotangent: Tensor, observed: Params, a: Tensor) -> Tensor:
-        """The block's input where the activation folds (GELU), from the linear solution or from nothing: the better."""
-        behind = Above(h, torch.ones_like(h, dtype=torch.bool), cotangent)
-        rows, wanted = self._rows(block, behind, observed, block.activation)
-        image = block is self.chain.blocks[0]
-        form = _roughness(block.inputs, a) if image else a.new_zeros(block.size, block.size)
-        middle = torch.full_like(a, 0.5 if image else 0.0)
-        ends = [_least_squares(lambda a: rows(a) - wanted, start, form, middle) for start in (a, middle)]
-        lacks = [torch.nan_to_num((rows(end) - wanted).norm(), torch.inf) for end in ends]
-        return torch.where(lacks[1] < lacks[0], ends[1], ends[0])
+    def _unfolded(self, block: Block, h: Tensor, cotangent: Tensor, observed: Params) -> tuple[Tensor, Tensor]:
+        """The input of a block whose activation folds, and the cotangent there.
+
+        Each unit whose output is negative lies on one of two branches. They are guessed, the equations solved, and the
+        branches read off the solution, again and again; the equations by far outnumber the unknowns, so that wrong
+        guesses are outvoted.
+        """
+        assert block.activation is not None
+        minimum, falling = bottom(block.activation), torch.zeros_like(h, dtype=torch.bool)
+        a = h.new_zeros(block.size)
+        for step in range(BRANCHES):
+            above = through(block.activation, h, cotangent, falling)
+            if step == 0:  # what goes in is unknown there until a first solution tells
+                above = replace(above, trust=torch.where(h < 0, AMBIGUOUS * above.trust, above.trust))
+            a = self._equations(block, above, observed).point
+            falling = (h < 0) & (self._block(block)({}, a) < minimum)
+        a = self._solved([block], h, cotangent, observed, (a, torch.zeros_like(a)))
+        cotangent = vjp(block.activation, self._block(block)({}, a))[1](cotangent)[0]
+        return a, self._pulled(block, cotangent)
+
+    def _joined(self, blocks: Sequence[Block], h: Tensor, cotangent: Tensor, observed: Params) -> Tensor:
+        """The image below blocks whose activations fold, by all their equations at once: of a shallow network."""
+        grey = h.new_full((blocks[0].size,), 0.5)
+        return self._solved(blocks, h, cotangent, observed, (grey,), _roughness(blocks[0].inputs, h))
+
+    def _solved(
+        self,
+        blocks: Sequence[Block],
+        h: Tensor,
+        cotangent: Tensor,
+        observed: Params,
+        starts: Sequence[Tensor],
+        form: Tensor | None = None,
+    ) -> Tensor:
+        """What goes into these blocks, of which h comes out: the best of nonlinear least squares from `starts`.
+
+        `form` is a quadratic form about the last start, which fades.
+        """
+
+        def function(own: Params, a: Tensor) -> Tensor:
+            for block in blocks:
+                a = activated(block.activation, self._block(block)(own, a))
+            return a
+
+        own: Params = {}
+        for block in blocks:
+            own |= block.weights(self.scene.weights)
+        rows, wanted = self._rows(function, own, Above(h, torch.ones_like(h), cotangent), observed)
+        ends = [_least_squares(lambda a: rows(a) - wanted, start, form, starts[-1]) for start in starts]
+        lacks = torch.stack([torch.nan_to_num((rows(end) - wanted).norm(), torch.inf) for end in ends])
+        return torch.stack(ends).index_select(0, lacks.argmin()[None])[0]
 
     def _equations(self, block: Block, above: Above, observed: Params) -> Equations:
         system = self._system(block, above, observed)
@@ -294,8 +340,8 @@ class _Peeling:
     def _inactive(self, block: Block, above: Above, margin: float = 0.0) -> Rows:
         """block(a) <= 0 where a ReLU is off, and by how much, in shares of the RMS."""
         matrix, offset = self._matrix(block)
-        size = torch.where(above.known, above.z, 0.0).square().mean().sqrt()
-        return Rows(matrix, torch.where(above.known, torch.inf, -offset - margin * size))
+        size = (above.trust * above.z).square().mean().sqrt()
+        return Rows(matrix, torch.where(above.trust > 0, torch.inf, -offset - margin * size))
 
     def _input(self, position: int, equations: Equations, above: Above) -> Tensor:
         """The hidden input of a block: the point of the solution set that keeps to the inequalities."""
@@ -356,7 +402,7 @@ class _Peeling:
         on = torch.full_like(target, 0.5)
         v = torch.cat([grey, target.clamp_min(0)])
         cotangent = self._pulled(layer, above.cotangent)
-        nowhere = torch.zeros_like(target, dtype=torch.bool)
+        nowhere = torch.zeros_like(target)
         trained = bool(image.weights(self.scene.weights))
         for step in self.rounds:
             form = step.roughness * smooth
@@ -418,21 +464,22 @@ class Over:
         return matrix + torch.cat([side, torch.cat([-weighted, torch.diag_embed(weights)], dim=1)])
 
 
-def _least_squares(residual: Callable[[Tensor], Tensor], a: Tensor, form: Tensor, middle: Tensor) -> Tensor:
+def _least_squares(residual: Callable[[Tensor], Tensor], a: Tensor, form: Tensor | None, middle: Tensor) -> Tensor:
     """Levenberg and Marquardt, dense, with a quadratic form about `middle` that fades; a fixed number of steps."""
     damping = a.new_full((), 1e-2)
+    form = torch.zeros(len(a), len(a), device=a.device, dtype=a.dtype) if form is None else form
     for step in range(UNFOLDING):
         weight = 10.0 ** (-2 - 10 * step / UNFOLDING) if step < 0.8 * UNFOLDING else 0.0
 
         def height(at: Tensor, weight: float = weight) -> Tensor:
             return residual(at).square().sum() + weight * (at - middle) @ form @ (at - middle)
 
-        value, pull = vjp(residual, a)[:2]
-        gram = _columns(lambda e: pull(jvp(residual, (a,), (e,))[1])[0], a) + weight * form  # noqa: B023
-        slope = pull(value)[0] + weight * (form @ (a - middle))
-        diagonal = gram.diagonal()
+        rows = jacobian(residual, a, COLUMNS)  # (unknowns, equations)
+        normal = gram(rows) + weight * form
+        slope = rows @ residual(a) + weight * (form @ (a - middle))
+        diagonal = normal.diagonal()
         ridge = damping * (diagonal + 1e-9 * diagonal.max()) + torch.finfo(a.dtype).tiny
-        factor, info = torch.linalg.cholesky_ex(gram + torch.diag_embed(ridge))
+        factor, info = torch.linalg.cholesky_ex(normal + torch.diag_embed(ridge))
         trial = a - solved(factor, slope)
         better = (info == 0) & (height(trial) < height(a))  # NaN is never better
         a = torch.where(better, trial, a)
