@@ -81,10 +81,10 @@ def rows() -> dict[str, Row]:
         plain, examples=2, count=4, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
     )
     found["two images"] = replace(plain, examples=2, count=8, certified=1)
-    found["four images"] = replace(plain, examples=4, count=3, certified=1, beside="ig:steps=4000")
     # What a client of float32 weights returns: at a small learning rate few digits are left.
     found |= {f"{name}; float32 weights, lr 0.1": on_the_wire(row, 0.1) for name, row in found.items()}
     found |= {f"sigmoid, U(+-0.5); float32 weights, lr {lr:g}": on_the_wire(plain, lr) for lr in (1.0, 0.01)}
+    found["four images"] = replace(plain, examples=4, count=3, certified=1, beside="ig:steps=4000")
     found |= {f"noise {c:g}": replace(plain, count=16, noise=c, certified=4) for c in (1e-3, 1e-2, 1e-1)}
     found["relu, torch init"] = replace(plain, model=lenet("relu"), beside="ig:steps=4000", certified=4)
     found |= {
