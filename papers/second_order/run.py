@@ -78,7 +78,7 @@ def rows() -> dict[str, Row]:
     found["FedSAM rho 0.2"] = replace(plain, defence=Sharpened(0.2))
     found["FedASAM rho 0.3"] = replace(plain, defence=Sharpened(0.3, adaptive=True))
     found["FedAvg, 4 steps over 2 images"] = replace(
-        plain, examples=2, count=4, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
+        plain, examples=2, count=2, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
     )
     found["two images"] = replace(plain, examples=2, count=8, certified=1)
     # What a client of float32 weights returns: at a small learning rate few digits are left.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradleak.draws import Draws
+from gradleak.parts.priors import one_hot
 from gradleak.scene import Now, Scene, Space
 from gradleak.task import Batch, Task
 from gradleak.tree import Tree
@@ -178,6 +179,36 @@ class SoftCategories:
 
     def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
         return {} if self.field in scene.knows.given else {self.field: v[self.field].softmax(dim=-1)}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
+@dataclass(frozen=True)
+class FreeCategories:
+    """A categorical field as plain shares of the classes, neither positive nor summing to one.
+
+    The gradient of cross-entropy is linear in them, so least squares finds a label as it finds a pixel; a softmax would
+    have to reach infinity. Starts half at the label that was read off, half anywhere.
+    """
+
+    field: str = "y"
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and self.field in before:
+            return {self.field: before[self.field]}
+        if self.field in scene.knows.given:
+            return {}
+        classes = scene.task.fields[self.field].classes
+        assert classes is not None
+        read = one_hot(scene.fields[self.field], classes, next(iter(scene.weights.values())).dtype)
+        return {self.field: 0.5 * read + 0.5 / classes}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {} if self.field in scene.knows.given else {self.field: v[self.field]}
 
     def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
         return v
