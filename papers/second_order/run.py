@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -248,7 +249,7 @@ def main() -> None:
     device = str(gl.Engine(device=options.device).where)
     began, figures = time.perf_counter(), {}
     for name, row in rows().items():
-        if options.only and not any(part in name for part in options.only.split(";")):
+        if not re.search(options.only, name):
             continue
         if time.perf_counter() - began > options.budget:
             break
