@@ -357,7 +357,7 @@ def test_models_that_vmap_rejects_run_one_by_one() -> None:
         (("--attack", "ig:steps=0"), "steps must be"),
         (("--labels", "77"), "77"),
         (("--attack", "ig:restarts=0"), "restarts must be at least 1"),
-        (("--defence", "fedsma"), "Unknown defence 'fedsma'. This version has no named defences yet"),
+        (("--defence", "fedsma"), "Unknown defence 'fedsma'. Did you mean "),
         (("--precision", "half"), "precision must be"),
         (("--device", "cuda:99"), ". Try --device cpu."),
         (("--device", "nonsense"), "cannot be used"),
@@ -616,6 +616,110 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert "more columns" in narrow
     assert "verdict" in narrow
     assert fitted(result, None) == fitted(result, 500) == result.table()
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+TRAIN = ("train", "train.py:task", "--data", "train.py:images", "--clients", 3, "--per-round", 2, "--epochs", 1)
+TRAIN += ("--batch-size", 4)
+
+
+def test_a_training_of_a_users_file_is_kept_and_goes_on() -> None:
+    answer = Answer(*TRAIN, "--rounds", 3, "--checkpoints", "2", "-o", "run")
+    assert answer.code == 0, answer
+    assert re.search(r"3 rounds of about \d+ local steps: about \d+ seconds on ", answer.errors)
+    assert re.search(r"^ +3 +[\d.]+ +[\d.]+ +[\d.]+% +2 +0$", answer.out, re.MULTILINE)
+    assert "Attack it: gradleak audit --from run --rounds 0,2,3" in answer.out
+    settings = loading_toml("run/training.toml")
+    assert settings["origin"] == {"task": "train.py:task", "data": "train.py:images", "holdout": 0.1}
+    assert settings["federation"]["participation"] == "fixed:number=2"
+    assert sum(settings["partition"]["sizes"]) == 22  # 24 images less a tenth
+    more = Answer(*TRAIN, "--rounds", 5, "--checkpoints", "2", "-o", "run")
+    assert more.code == 0, more
+    assert [json.loads(line)["round"] for line in Path("run/metrics.jsonl").read_text().splitlines()] == list(range(6))
+    assert "They differ in federation.server_lr (1.0 there, 0.5 now)" in refused(
+        *TRAIN, "--rounds", 5, "--server-lr", 0.5, "-o", "run"
+    )
+
+
+def test_an_audit_attacks_the_checkpoints_of_a_training() -> None:
+    Answer(*TRAIN, "--rounds", 3, "--checkpoints", "2", "-o", "trained")
+    attacked = ("audit", "--from", "trained", "--attack", "ig:steps=2", "--targets", 1, "--rounds")
+    answer = Answer(*attacked, "0,2", "-o", "run")
+    assert answer.code == 0, answer
+    rows = [json.loads(line) for line in Path("run/rows.jsonl").read_text().splitlines()]
+    assert {row["round"] for row in rows if not row["control"]} == {0, 2}
+    assert all(row["status"] == "done" for row in rows)
+    settings = loading_toml("run/run.toml")
+    assert settings["origin"] == {"task": "train.py:task", "data": "train.py:images", "trained": "trained"}
+    assert settings["federation"]["clients"] == 3
+    again = Answer("audit", "--config", "run/run.toml", "-o", "again")
+    assert again.code == 0, again
+    assert loading_toml("again/run.toml")["fingerprint"] == settings["fingerprint"]
+    told = refused(*attacked, "1")
+    assert "has no checkpoint of round 1; there are: 0, 2, 3." in told
+    assert "leave --data out" in refused(*attacked, "0", "--data", "digits")
+    assert "leave --clients out" in refused(*attacked, "0", "--clients", 2)
+    assert "holds no training" in refused("audit", "--from", "run")
+    assert "give one of them" in refused("audit", "--from", "trained", "--config", "run/run.toml")
+
+
+def test_ctrl_c_in_a_training_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradleak.federation import Rounds
+
+    after = Rounds.after
+
+    def interrupted(self: Any, state: Any) -> Any:
+        if state.round == 2:
+            raise KeyboardInterrupt
+        return after(self, state)
+
+    monkeypatch.setattr("gradleak.cli.sys.argv", ["gradleak", "train", "train.py:task"])
+    monkeypatch.setattr(Rounds, "after", interrupted)
+    answer = Answer(*TRAIN, "--rounds", 4, "-o", "run")
+    assert answer.code == 130, answer
+    assert "2 of 4 rounds are kept in run" in answer.errors
+    assert "Go on with: gradleak train train.py:task" in answer.errors
+    monkeypatch.setattr(Rounds, "after", after)
+    whole = Answer(*TRAIN, "--rounds", 4, "-o", "whole")
+    assert Answer(*TRAIN, "--rounds", 4, "-o", "run").code == whole.code == 0
+    first, second = (load_file(f"{run}/checkpoints/round-4.safetensors") for run in ("run", "whole"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_trainings_find_their_folders_and_never_mix() -> None:
+    short = (*TRAIN, "--rounds", 1)
+    assert "--from runs/train-train " in Answer(*short).out
+    other = Answer(*short, "--seed", 1)
+    assert "There is another training already; this one goes into runs/train-train-2." in other.errors
+    assert "--from runs/train-train-2 " in other.out
+
+
+def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
+    words = ("train", "mlp", "--data", "digits", "--test-data", "digits", "--rounds", 1, "--steps", 1, "-o", "run")
+    answer = Answer(*words, "--partition", "dir_class:alpha=0.3", "--poisson", 0.9, "--lr", 0.01)
+    assert answer.code == 0, answer
+    settings = loading_toml("run/training.toml")
+    assert sum(settings["partition"]["sizes"]) == 1438  # four fifths of 1,797
+    assert settings["federation"]["split"] == "dir_class:alpha=0.3,min_size=10"
+    assert settings["federation"]["participation"] == "poisson:rate=0.9"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train.py:task",), "Say which images train.py:task is trained on"),
+        (("--per-round", 2, "--poisson", 0.5), "both say who takes part"),
+        (("--holdout", 0.2, "--test-data", "digits"), "both say what is tested on"),
+        (("--partition", "dirichlet"), "Unknown partition 'dirichlet'"),
+        (("--clients", 3, "--per-round", 4), "4 clients per round cannot be chosen from 3"),
+        (("--weighting", "size"), "'examples' or 'uniform'"),
+        (("--rounds", 3, "--checkpoints", "5"), "Checkpoint 5 lies outside"),
+        (("--steps", 2, "--epochs", 2), "steps or epochs, not both"),
+    ],
+)
+def test_a_training_that_cannot_be(words: tuple[object, ...], told: str) -> None:
+    assert told in refused("train", *words)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_the_matrix_free_form_needs_no_jacobian() -> None:
 def test_a_wide_network_is_sketched() -> None:
     task, batch = task_of(width=24, colours=1), private(colours=1)
     seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
-    [attack] = SecondOrder().ways(task, knows, [seen], CPU)
+    attack, *_ = SecondOrder().ways(task, knows, [seen], CPU)
     assert isinstance(attack.stages[-1].match, Sketched)
     assert isinstance(attack.stages[-1].optimiser, LevenbergMarquardt)
     assert attacked(task, batch)[1].min() > 100

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradleak import tree
 from gradleak.attack import Attack, Composed, Reconstruction, Stage
-from gradleak.defence import Chain, Defence, OnlyVisible, Upload
+from gradleak.defence import Chain, Defence, Noiseless, OnlyVisible, Upload
 from gradleak.engine import Engine
 from gradleak.guarantee import Exposure, Guarantee
 from gradleak.local import ClientState, LocalTraining, observe
@@ -32,7 +32,8 @@ __all__ = [
     # what is trained, and what the server sees of it
     "Task", "Field", "Batch", "Observation", "Track", "Knowledge",
     # the client, and what protects it
-    "LocalTraining", "ClientState", "observe", "Defence", "Chain", "OnlyVisible", "Upload", "Exposure", "Guarantee",
+    "LocalTraining", "ClientState", "observe", "Defence", "Chain", "OnlyVisible", "Noiseless",
+    "Upload", "Exposure", "Guarantee",
     # attacks
     "Attack", "Composed", "Stage", "Scene", "Reconstruction", "Engine",
     # the experiment

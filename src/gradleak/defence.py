@@ -95,6 +95,10 @@ class Defence:
         """The step the server takes (subtracted from the weights)."""
         return self.reveal(uploads, sizes)
 
+    def idle(self, server: Tree) -> Params | None:
+        """The step after a round that brought no upload; None: there is none. Central noise hides that it was empty."""
+        return None
+
     def assumed(self, scene: Scene, task: Task) -> Defence:
         """The attacker's version: noise off, data-dependent masks frozen from the observation. Runs inside a lane."""
         return self
@@ -186,6 +190,9 @@ class Chain(Defence):
             return owner.aggregate(uploads, sizes, server)
         return self.reveal(uploads, sizes)
 
+    def idle(self, server: Tree) -> Params | None:
+        return self._owner("idle").idle(server)
+
     def assumed(self, scene: Scene, task: Task) -> Defence:
         return Chain(*(member.assumed(scene, task) for member in self.members))
 
@@ -225,6 +232,27 @@ class OnlyVisible(Defence):
 
     def visible(self, update: Params, scene: Scene) -> Params:
         return self.defence.visible(update, scene)
+
+
+@dataclass(frozen=True)
+class Noiseless(Defence):
+    """A noisy defence as an attacker re-runs it: `quiet` does the rest of it, `noisy` says how much noise there was."""
+
+    quiet: Defence = field(default_factory=Defence)
+    noisy: Defence = field(default_factory=Defence)
+
+    @property
+    def name(self) -> str:
+        return f"{self.noisy.name} without noise"
+
+    def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
+        return self.quiet.gradient(compute, weights, batch, client)
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        return self.quiet.upload(upload, client)
+
+    def noise_variance(self, scene: Scene) -> Params:
+        return self.noisy.noise_variance(scene)
 
 
 def overrides(defence: Defence, hook: str) -> bool:

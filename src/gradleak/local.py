@@ -111,7 +111,9 @@ class LocalTraining:
                 gradient, buffers = task.gradient_and_buffers(at, on, buffers)
                 return gradient
 
-            gradient = defence.gradient(compute, weights, part, replace(view, optimiser=state, batch=part))
+            # A source for each step: a hook that draws must not meet the numbers of the step before.
+            own = None if source is None else source.child((1 << 17) + step)
+            gradient = defence.gradient(compute, weights, part, replace(view, optimiser=state, batch=part, draws=own))
             decrease, state = self.optimiser.step(weights, gradient, state, self.lr * self.schedule(step, len(plan)))
             moved = decrease if step == 0 else tree.add(moved, decrease)
             if step + 1 < len(plan):  # a replayed single step never needs the new weights: one pass per lane saved
@@ -134,8 +136,12 @@ def observe(
     key: str = "target",
     seed: int = 0,
     wire: str = "update",
+    memory: Tree | None = None,
+    server: Tree | None = None,
 ) -> Observation:
     """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
+
+    `memory`: what the client kept from earlier rounds (`Defence.remember`). `server`: what the server's hooks see.
 
     `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so
     the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
@@ -147,7 +153,8 @@ def observe(
     weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
-    state = ClientState(extras=defence.broadcast(weights, {}), key=randomness.key("client", key, seed))
+    extras = defence.broadcast(weights, server or {})
+    state = ClientState(memory=memory or {}, extras=extras, key=randomness.key("client", key, seed))
     shuffle = torch.Generator().manual_seed(int(state.key[0])) if state.key is not None else None
     with float32_products():
         sent, _ = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))

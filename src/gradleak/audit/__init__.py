@@ -22,10 +22,11 @@ from gradleak.audit.execution import Analysis, Runner
 from gradleak.audit.private import AuditError, PrivateSide, examples_of
 from gradleak.audit.probe import NOT_RUN, gradient_of
 from gradleak.audit.runfile import arguments, settings_of, toml_of
-from gradleak.defence import Defence
+from gradleak.defence import Defence, overrides
 from gradleak.engine import Engine
 from gradleak.environment import describe
 from gradleak.federation import Federation
+from gradleak.federation.checkpoints import Checkpoints
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import digest
@@ -87,6 +88,7 @@ class Audit:
     analyses     functions (task, observation, batch) -> numbers, kept beside the scores
     unrelated    updates of other images attacked in every cell, as the no-gradient baseline
     origin       where the command line found task and data, for run.toml
+    trained      checkpoints of a training (`Federation.train`), at whose weights every defence is attacked
     trial        a quick run that shows only that everything runs; verdict and report say so
     """
 
@@ -105,6 +107,7 @@ class Audit:
     analyses: Sequence[Analysis] = ()
     unrelated: int = 2
     origin: Mapping[str, str] = field(default_factory=dict)
+    trained: Checkpoints | None = None
     trial: bool = False
 
     def __post_init__(self) -> None:
@@ -157,14 +160,38 @@ class Audit:
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the task, of what it computes, of the data and the gallery."""
         held = {"task": digest(self.task), "gradient": gradient_of(self.task), "data": self.side.data.fingerprint}
-        gallery = self.side.given_gallery
+        gallery, trained = self.side.given_gallery, self.trained
+        if trained is not None:
+            self._demand_training(trained, held)
+            held["trained"] = trained.fingerprint([0, *self.rounds])  # 0: where the positive control is
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
+
+    def _demand_training(self, trained: Checkpoints, held: Mapping[str, str]) -> None:
+        """The training must be one of this task on these data, and of a defence that changes how it starts."""
+        there = trained.settings.get("fingerprint", {})
+        for name in ("task", "data"):
+            if there.get(name) != held[name]:
+                raise AuditError(f"{trained.folder} is a training of another {name}: attack what was trained there.")
+        for name, defence in named_defences(self.defences):
+            if defence is not None and overrides(defence, "initial") and there.get("defence") != digest(defence):
+                raise AuditError(
+                    f"{name} changes the weights before training, and {trained.folder} was trained without it: train "
+                    "with that defence, or audit it without checkpoints."
+                )
 
     @cached_property
     def side(self) -> PrivateSide:
         """The private side: data, targets, uploads."""
         gallery = None if self.gallery is None else examples_of(self.gallery, self.task, "gallery")
-        return PrivateSide(self.task, examples_of(self.data, self.task), self.targets, self.unrelated, gallery)
+        return PrivateSide(
+            self.task,
+            examples_of(self.data, self.task),
+            self.targets,
+            self.unrelated,
+            gallery,
+            self.trained,
+            self.engine,
+        )
 
     def settings(self) -> dict[str, Any]:
         """What run.toml holds; `from_settings` makes an audit from it where every part has a name."""
@@ -226,6 +253,8 @@ def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery
     given = arguments(settings)
     if gallery is None and "gallery" in given["origin"]:
         gallery = _pictures(given["origin"]["gallery"], task)
+    if "trained" in given["origin"]:
+        given["trained"] = Checkpoints(Path(given["origin"]["trained"]))
     return Audit(task, data, gallery=gallery, **given)
 
 

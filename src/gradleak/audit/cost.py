@@ -49,7 +49,7 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
     updates = audit.targets + audit.unrelated
     lanes = [updates * getattr(cell.attack, "restarts", 1) for cell in cells]
     steps = [_steps(cell.attack) for cell in cells]
-    timed: dict[tuple[str, int], float | None] = {}
+    timed: dict[tuple[str, int | None], float | None] = {}
     for cell in cells:
         kind = (cell.attack_name, cell.federation.examples)
         if kind not in timed:

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from gradleak import draws as randomness
+from gradleak import tree
 from gradleak.assignment import pairwise_mse
 from gradleak.data import Images
 from gradleak.defence import Defence
+from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
+from gradleak.federation.checkpoints import Checkpoints
 from gradleak.metrics import EXACT
 from gradleak.observation import Observation
 from gradleak.results.configuration import digest
 from gradleak.task import Batch, Task
+from gradleak.tree import Tree
 
 GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200
 
@@ -44,6 +48,16 @@ class Stored:
 
     def batch(self, rows: Tensor) -> Batch:
         return {name: value[rows.to(value.device)] for name, value in self.tensors.items()}
+
+    @property
+    def labels(self) -> Tensor | None:
+        return self.tensors.get("y")
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Stored:
+        moved = {
+            name: value.to(device, dtype if value.is_floating_point() else None) for name, value in self.tensors.items()
+        }
+        return self if all(moved[name] is value for name, value in self.tensors.items()) else Stored(moved)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -154,18 +168,21 @@ class PrivateSide:
     targets: int
     unrelated: int
     given_gallery: Stored | Read | None = None
+    trained: Checkpoints | None = None  # weights of later rounds come from there; None: from a training of our own
+    engine: Engine | None = None  # that training's
     _trained: dict[Any, dict[int, Snapshot]] = field(default_factory=dict)
 
     def truth(self, federation: Federation) -> Batch:
         """The batches of all targets, (targets, examples, ...)."""
-        rows = torch.stack([federation.target(len(self.data), index).rows for index in range(self.targets)])
+        _size(federation)
+        rows = torch.stack([federation.target(self.data, index).rows for index in range(self.targets)])
         flat = self.data.batch(rows.flatten())
         _demand_range(flat, self.task, "data")
         return {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
 
     def rest(self, federations: Iterable[Federation]) -> Tensor:
         """Rows that no target of these federations uses, in random order."""
-        used = [f.target(len(self.data), index).rows for f in federations for index in range(self.targets)]
+        used = [f.target(self.data, index).rows for f in federations for index in range(self.targets)]
         free = torch.ones(len(self.data), dtype=torch.bool)
         free[torch.cat(used)] = False
         rows = free.nonzero().flatten()
@@ -196,12 +213,17 @@ class PrivateSide:
         snapshot = self._snapshots(federation, defence, rounds)[round]
         task, truth = with_buffers(self.task, snapshot.buffers), self.truth(federation)
 
-        def upload(batch: Batch, key: str) -> Observation:
-            return federation.observe(task, batch, snapshot.weights, defence, key=key, round=round, seed=seed)
+        def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation:
+            sent = snapshot.weights
+            return federation.observe(task, batch, sent, defence, key=key, round=round, seed=seed, memory=memory)
 
-        owners = [federation.target(len(self.data), index).client for index in range(self.targets)]
+        owners = [federation.target(self.data, index).client for index in range(self.targets)]
         seen = [
-            upload({name: value[index] for name, value in truth.items()}, f"client{owner}/round{round}/target{index}")
+            upload(
+                {name: value[index] for name, value in truth.items()},
+                f"client{owner}/round{round}/target{index}",
+                snapshot.memories.get(owner),
+            )
             for index, owner in enumerate(owners)
         ]
         others = self._unrelated(federation, truth)
@@ -210,16 +232,25 @@ class PrivateSide:
     def _snapshots(
         self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]
     ) -> dict[int, Snapshot]:
+        if self.trained is not None:
+            own, weights = self.trained, self.task.weights()
+            found = {number: own.at(number) for number in rounds}
+            like = next(iter(weights.values()))
+
+            def placed(part: Any) -> Any:
+                return tree.to(part, like.device, like.dtype)
+
+            return {number: Snapshot(*map(placed, sent)) for number, sent in found.items()}
         key = digest([federation, defence, rounds])
         if key not in self._trained:
-            self._trained[key] = federation.weights_at(self.task, self.data, rounds, defence)
+            self._trained[key] = federation.weights_at(self.task, self.data, rounds, defence, self.engine)
         return self._trained[key]
 
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
         """Batches of images that are nobody's target, so what an attack makes of them owes nothing to the targets."""
         if not self.unrelated:
             return []
-        size, pool = federation.examples, self._pool(federation, truth)
+        size, pool = _size(federation), self._pool(federation, truth)
         count = min(self.unrelated, len(pool) // size)
         if not count:
             raise AuditError(
@@ -229,14 +260,24 @@ class PrivateSide:
         return [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
 
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
-        rows = self.rest([federation])
-        if len(rows) >= federation.examples or self.given_gallery is None or set(self.task.fields) != {"x", "y"}:
-            return Stored(self.data.batch(rows[: self.unrelated * federation.examples]) if len(rows) else {"x": rows})
+        rows, size = self.rest([federation]), _size(federation)
+        if len(rows) >= size or self.given_gallery is None or set(self.task.fields) != {"x", "y"}:
+            return Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
         # All data are targets: use the gallery, less copies of them. Its labels may be of other classes, so draw some.
         x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
         x = x[pairwise_mse(x, truth["x"].flatten(0, 1)).amin(1) > EXACT]
         y = torch.randint(self.task.fields["y"].classes or 1, (len(x),), generator=_generator("unrelated labels"))
         return Stored({"x": x, "y": y.to(x.device)})
+
+
+def _size(federation: Federation) -> int:
+    """Examples of one target."""
+    if federation.examples is None:
+        raise AuditError(
+            "An audit attacks batches of a stated size: give Federation(examples=...). Weights of a training on whole "
+            "shares come from its checkpoints: Audit(trained=Checkpoints(folder))."
+        )
+    return federation.examples
 
 
 def _generator(*purpose: object) -> torch.Generator:

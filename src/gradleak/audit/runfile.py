@@ -11,6 +11,7 @@ from gradleak.audit.cells import Cell, named_attacks, named_defences
 from gradleak.audit.private import AuditError
 from gradleak.engine import Engine
 from gradleak.federation import Federation
+from gradleak.federation.checkpoints import recipe, text
 from gradleak.local import LocalTraining
 from gradleak.registry import did_you_mean
 from gradleak.results.configuration import described, digest, from_toml, to_toml
@@ -41,16 +42,11 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "unrelated": audit.unrelated,
         "trial": audit.trial,
         "lpips": None if audit.lpips is None else audit.lpips.name,
-        "analyses": [_text(analysis) for analysis in audit.analyses],
+        "analyses": [text(analysis) for analysis in audit.analyses],
         "origin": dict(audit.origin),
         "federation": {
-            **{name: getattr(audit.federation, name) for name in ("clients", "examples", "seed", "wire")},
-            "training": {
-                "lr": float(training.lr),
-                **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size")},
-                # Only as text: recipes beyond plain SGD are built in Python.
-                **{name: _text(getattr(training, name)) for name in ("optimiser", "schedule", "augmentation")},
-            },
+            **audit.federation.settings(),
+            "training": recipe(training),
         },
         "engine": asdict(audit.engine),
         "fields": {name: asdict(held) for name, held in audit.task.fields.items()},
@@ -74,6 +70,7 @@ def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
     training = replace(audit.federation.training, lr=1.0, steps=None, epochs=None, batch_size=None)
     named = all(item is None or isinstance(item, str) for item in (*audit.attacks, *audit.defences))
     obstacles = {
+        "its trained weights were given in Python": audit.trained is not None and "trained" not in audit.origin,
         "its task or its data are Python objects": not {"task", "data"} <= audit.origin.keys(),
         "an attack or a defence is a Python object": not named,
         "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),
@@ -94,10 +91,7 @@ def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     _demand_names(settings, (*PLAIN, *TABLES, *WRITTEN), "run.toml")
     if "attacks" not in settings:
         raise AuditError("run.toml names no attacks.")
-    federation = dict(settings.get("federation", {}))
-    recipe = dict(federation.pop("training", {"lr": 1.0}))
-    plain = {name: _text(getattr(LocalTraining(lr=1.0), name)) for name in ("optimiser", "schedule", "augmentation")}
-    beyond = [name for name, usual in plain.items() if recipe.pop(name, usual) != usual]
+    federation, beyond = federation_of(settings.get("federation", {}))
     beyond += [name for name in ("analyses", "lpips") if settings.get(name)]
     if beyond:
         raise AuditError(
@@ -105,10 +99,20 @@ def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     return {
         **{name: settings[name] for name in PLAIN if name in settings},
-        "federation": _made(Federation, {**federation, "training": _made(LocalTraining, recipe)}),
+        "federation": federation,
         "engine": _made(Engine, settings.get("engine", {})),
         "origin": dict(settings.get("origin", {})),
     }
+
+
+def federation_of(settings: Mapping[str, Any]) -> tuple[Federation, list[str]]:
+    """The federation that a table of a file describes, and which of its parts only Python can make."""
+    plain = dict(settings)
+    training = dict(plain.pop("training", {"lr": 1.0}))
+    usual = recipe(LocalTraining(lr=1.0))
+    named = ("optimiser", "schedule", "augmentation")
+    beyond = [name for name in named if training.pop(name, usual[name]) != usual[name]]
+    return _made(Federation, {**plain, "training": _made(LocalTraining, training)}), beyond
 
 
 def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
@@ -123,7 +127,3 @@ def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
 def _demand_names(settings: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     if odd := [name for name in settings if name not in known]:
         raise AuditError(f"{where} has no setting {odd[0]!r}.{did_you_mean(odd[0], known)}")
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else getattr(value, "__name__", None) or repr(value)

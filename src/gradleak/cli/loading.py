@@ -155,6 +155,42 @@ def images(text: str) -> Any:
     return data.load(text)
 
 
+def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What clients are trained on and what they are tested on, by [origin] of a training.toml; no test data: None.
+
+    Test data are the test part of what they name; where that is also what clients are trained on, those get the
+    training part. Without test data the share `holdout` of the data is kept back, the same rows every time.
+    """
+    named, tested, share = str(origin["data"]), str(origin.get("test", "")), float(origin.get("holdout", 0.0))
+    if tested:
+        part = "train" if tested == named and not is_reference(named) else None
+        held = images(named) if part is None else data.load(named, split=part)
+        return held, images(tested) if is_reference(tested) else data.load(tested, split="test")
+    held = images(named)
+    return held_out(held, share) if share else (held, None)
+
+
+def held_out(given: Any, share: float) -> tuple[Any, Any]:
+    """Data without a random share of them, and that share."""
+    if not 0 < share < 1:
+        raise LoadError(f"--holdout must lie between 0 and 1; given {share}.")
+    tensors = isinstance(given, Mapping) or (isinstance(given, (tuple, list)) and isinstance(given[0], torch.Tensor))
+    count = len(next(iter(given.values())) if isinstance(given, Mapping) else given[0] if tensors else given)
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    kept = max(1, round(share * count))
+
+    def part(rows: torch.Tensor) -> Any:
+        if isinstance(given, data.Images):
+            return given[rows]
+        if isinstance(given, Mapping):
+            return {name: value[rows] for name, value in given.items()}
+        if tensors:
+            return tuple(value[rows] for value in given)
+        return torch.utils.data.Subset(given, rows.tolist())
+
+    return part(shuffled[kept:]), part(shuffled[:kept])
+
+
 def a_few(task: Task, text: str) -> Batch:
     """Some examples of the data that the text names, in model-input space, for `Task.check`."""
     from gradleak.audit.private import examples_of

@@ -12,9 +12,11 @@ import torch
 
 from gradleak import audit, registry
 from gradleak.audit import Audit, Progress
-from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, sentence
+from gradleak.audit.runfile import federation_of
+from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, sentence, training_data
 from gradleak.data import Images
 from gradleak.engine import Engine
+from gradleak.federation.checkpoints import Checkpoints
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import from_toml
@@ -31,6 +33,7 @@ class Request:
 
     reference: str = ""  # FILE.py:name, the name of a model, or nothing
     config: Path | None = None
+    trained: Path | None = None  # the folder of a training, whose checkpoints are attacked
     attacks: tuple[str, ...] = ()
     defences: tuple[str, ...] = ()
     rounds: tuple[int, ...] = ()
@@ -47,7 +50,12 @@ class Request:
 
     def audit(self) -> Audit:
         """A file's audit, a configuration's or the built-in one, with all that was said put in."""
-        made = self._from_config(self.config) if self.config is not None else self._from_words()
+        if self.config is not None and self.trained is not None:
+            raise LoadError("--from and --config both say what is attacked: give one of them.")
+        if self.config is not None:
+            made = self._from_config(self.config)
+        else:
+            made = self._from_words() if self.trained is None else self._from_training(self.trained)
         federation = _said({"clients": self.clients, "examples": self.examples, "training": self.training})
         batched = False if self.one_by_one else None
         engine = _said({"device": self.device, "precision": self.precision, "batched": batched})
@@ -76,6 +84,8 @@ class Request:
         """Where the run is kept when nothing was said: the same words find, and resume, the same run."""
         if self.config is not None:
             return self.config.parent if self.config.name == "run.toml" else Path("runs") / self.config.stem
+        if self.trained is not None:
+            return Path("runs") / (f"audit-{self.trained.name}" + ("-quick" if self.quick else ""))
         place = self.reference.rpartition(":")[0] or self.reference
         return Path("runs") / ((Path(place).stem if place else BUILTIN) + ("-quick" if self.quick else ""))
 
@@ -102,7 +112,7 @@ class Request:
         if not self.data:
             raise LoadError(f"Say which images {name} is trained on: --data NAME (gradleak data list shows the names).")
         held = images(self.data)
-        return self._plain(_fitting(name, held), held)
+        return self._plain(fitting(name, held), held)
 
     def _plain(self, task: Task, data: Any) -> Audit:
         origin = {"task": self.reference or BUILTIN, "data": self.data}
@@ -111,6 +121,31 @@ class Request:
     def _engine(self) -> Engine:
         """Where it will run: the default attacks depend on it."""
         return _usable(Engine(device=self.device) if self.device else Engine())
+
+    def _from_training(self, folder: Path) -> Audit:
+        """At the weights of a training: its task, its data, its clients, and their recipe unless another is given."""
+        trained = Checkpoints(folder)
+        origin: dict[str, Any] = trained.settings.get("origin") or {}
+        if self.clients is not None:
+            raise LoadError(f"--from takes the clients that {folder} was trained with: leave --clients out.")
+        if self.data:
+            raise LoadError(f"--from takes the data that {folder} was trained on: leave --data out.")
+        reference = self.reference or origin.get("task", "")
+        if not reference or "data" not in origin:
+            raise LoadError(
+                f"{folder} does not say where its task and data are found: the training was started from Python. "
+                "Attack it from there: Audit(task, data, attacks, trained=Checkpoints(folder))."
+            )
+        held, _ = training_data(origin)
+        federation, beyond = federation_of({**trained.settings["federation"], "examples": 1})
+        if beyond and self.training is None:
+            raise LoadError(f"The clients' {', '.join(beyond)} was made in Python: say --lr, and --steps or --epochs.")
+        found = {"task": reference, "data": origin["data"], "trained": str(folder)}
+        attacks = audit.default_attacks(self._engine())
+        rounds = self.rounds or tuple(trained.rounds)
+        return Audit(
+            task_of(reference, held), held, attacks, federation=federation, rounds=rounds, trained=trained, origin=found
+        )
 
     def _from_config(self, path: Path) -> Audit:
         """From a run.toml; the task and the data are those it names, or those given beside it."""
@@ -128,9 +163,9 @@ class Request:
                 "from Python. Give them: gradleak audit FILE.py:task --data NAME --config ..."
             )
         held = images(data)
-        task = (
-            a_task(named_object(reference, "task"), reference) if is_reference(reference) else _fitting(reference, held)
-        )
+        if "trained" in origin and not self.data:
+            held, _ = training_data(Checkpoints(Path(origin["trained"])).settings.get("origin") or {"data": data})
+        task = task_of(reference, held)
         kept = {name: value for name, value in origin.items() if name != "gallery" or not self.data}
         try:
             made = audit.from_settings({**settings, "origin": kept}, task=task, data=held)
@@ -139,7 +174,14 @@ class Request:
         return replace(made, origin={**kept, "task": reference, "data": data})
 
 
-def _fitting(name: str, data: Any) -> Task:
+def task_of(reference: str, data: Any) -> Task:
+    """The Task that a reference names, or a model of the registry made to fit these data."""
+    if is_reference(reference):
+        return a_task(named_object(reference, "task"), reference)
+    return fitting(reference, data)
+
+
+def fitting(name: str, data: Any) -> Task:
     """A model of the registry for these images, untrained; the same weights every time."""
     if not isinstance(data, Images):
         raise LoadError(

@@ -1,0 +1,142 @@
+"""What `gradleak train` was asked for, and the training that it makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from gradleak.audit import Progress
+from gradleak.audit.cells import named_defences
+from gradleak.audit.private import Read, Stored, examples_of
+from gradleak.cli.loading import LoadError, is_reference, training_data
+from gradleak.cli.request import BUILTIN, task_of
+from gradleak.defence import Defence
+from gradleak.engine import Engine
+from gradleak.federation import ExcludedClient, Federation
+from gradleak.federation.checkpoints import Checkpoints
+from gradleak.federation.training import Estimate, Trained, estimate, train
+from gradleak.results.store import FolderInUse
+from gradleak.task import Task
+
+BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
+HOLDOUT = 0.1  # of the data, for the test accuracy, where no test data are named
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A training, ready to run."""
+
+    task: Task
+    data: Stored | Read
+    test: Stored | Read | None
+    federation: Federation
+    defence: Defence | None
+    engine: Engine
+    rounds: int
+    checkpoints: tuple[int, ...]
+    every: int
+    origin: dict[str, Any]
+
+    def estimate(self, folder: Path) -> Estimate:
+        """How long what is left will take; rounds that the folder holds are not counted."""
+        done = Checkpoints(folder).done if (folder / "training.toml").exists() else 0
+        left = max(0, self.rounds - done)
+        return estimate(self.federation, self.task, self.data, left, self.defence, self.engine)
+
+    def run(self, folder: Path, progress: Progress) -> Trained:
+        """Train into the folder, telling how far it is and who was left out."""
+
+        def told(row: dict[str, Any]) -> None:
+            progress.share(row["round"] / self.rounds)
+
+        with _noted(progress):
+            return train(
+                self.federation,
+                self.task,
+                self.data,
+                self.rounds,
+                defence=self.defence,
+                test=self.test,
+                every=self.every,
+                checkpoints=self.checkpoints,
+                out=folder,
+                engine=self.engine,
+                progress=told,
+                origin=self.origin,
+            )
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """The options of `gradleak train`."""
+
+    federation: Federation
+    reference: str = ""  # FILE.py:name, the name of a model, or nothing
+    data: str = ""
+    test_data: str = ""
+    holdout: float | None = None
+    rounds: int = 20
+    checkpoints: tuple[int, ...] = ()
+    every: int = 1
+    defence: str = "none"
+    engine: Engine = Engine()
+
+    def planned(self) -> Planned:
+        if self.test_data and self.holdout:
+            raise LoadError("--test-data and --holdout both say what is tested on: give one of them.")
+        if self.reference and not self.data:
+            raise LoadError(
+                f"Say which images {self.reference} is trained on: --data NAME, a folder, an .npz file or FILE.py:name "
+                "(gradleak data list shows the names)."
+            )
+        holdout = 0.0 if self.test_data else HOLDOUT if self.holdout is None else self.holdout
+        origin: dict[str, Any] = {"task": self.reference or BUILTIN, "data": self.data or BUILTIN_DATA}
+        origin |= {"test": self.test_data} if self.test_data else {"holdout": holdout}
+        held, tested = training_data(origin)
+        task = task_of(origin["task"], held)
+        return Planned(
+            task,
+            examples_of(held, task),
+            None if tested is None else examples_of(tested, task, "test data"),
+            self.federation,
+            named_defences([self.defence])[0][1],
+            self.engine,
+            self.rounds,
+            self.checkpoints,
+            self.every,
+            origin,
+        )
+
+    def run(self, planned: Planned, out: Path | None, progress: Progress) -> Trained:
+        """Train into `out`; without it into the folder of these words or, if that holds another one, the next."""
+        if out is not None:
+            return planned.run(out, progress)
+        for number in count(2):
+            try:
+                return planned.run(self.folder if number == 2 else self._next(number - 1), progress)
+            except FolderInUse:
+                progress.note(f"There is another training already; this one goes into {self._next(number)}.")
+        raise AssertionError("count does not end")
+
+    @property
+    def folder(self) -> Path:
+        """Where the training is kept when nothing was said: the same words find, and resume, the same one."""
+        place = self.reference.rpartition(":")[0] if is_reference(self.reference) else self.reference
+        return Path("runs") / f"train-{Path(place or self.reference or BUILTIN).stem}"
+
+    def _next(self, number: int) -> Path:
+        return self.folder.with_name(f"{self.folder.name}-{number}")
+
+
+@contextmanager
+def _noted(progress: Progress) -> Iterator[None]:
+    """Warnings, such as of a client that was left out, as notes of the progress display."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ExcludedClient)
+        warnings.showwarning = lambda message, *_, **__: progress.note(str(message))
+        yield

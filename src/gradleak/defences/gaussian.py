@@ -1,0 +1,85 @@
+"""Gaussian noise that the client itself adds to its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradleak.defence import Client, Defence, Noiseless, Upload
+from gradleak.defences.clipping import clip
+from gradleak.defences.noise import at_least, full_variance, noised, only_update, own_draws
+from gradleak.guarantee import Exposure, Guarantee, accounted, heuristic
+from gradleak.registry import named
+from gradleak.scene import Scene
+from gradleak.task import Task
+from gradleak.tree import Params
+
+PAPER = (
+    "Dwork and Roth, The Algorithmic Foundations of Differential Privacy, 2014: the Gaussian mechanism, used locally"
+)
+
+
+@named("local-gaussian", kind="defence", paper=PAPER)
+@dataclass(frozen=True)
+class LocalGaussian(Defence):
+    """The client clips its update to norm C and adds N(0, (z C)^2) to every coordinate before it leaves.
+
+    clip, noise_multiplier   C and z (1 and 1 where nothing is given): local differential privacy of the client
+    sigma                    instead: noise of this size on the update as it is, which bounds and proves nothing
+
+    This is what papers on leakage add when they cite Geyer et al. 2017, who let the server add it (`geyer`).
+    Local differential privacy compares ANY two data sets of the client, whose clipped updates lie up to 2 C apart: the
+    accountant is given z/2. Buffers are not sent, since they would leave without noise (with `sigma` they are).
+
+    A2 replays the clip without the noise; isotropic noise gives every coordinate the same weight, so what an attacker
+    gains from knowing it must come from priors, or from averaging rounds that release the same batch.
+    """
+
+    clip: float | None = None
+    noise_multiplier: float | None = None
+    sigma: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sigma is not None:
+            if self.clip is not None or self.noise_multiplier is not None:
+                raise ValueError("Give sigma alone, or clip and noise_multiplier (their product is then the noise).")
+            at_least("sigma", self.sigma, 0.0)
+            return
+        for name in ("clip", "noise_multiplier"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, 1.0)
+            at_least(name, getattr(self, name), 0.0, excluded=name == "clip")
+
+    @property
+    def std(self) -> float:
+        """Of the noise on every coordinate."""
+        return self.sigma if self.sigma is not None else (self.noise_multiplier or 0.0) * (self.clip or 0.0)
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        if (bound := self.clip) is not None:
+            upload = only_update(upload, self.name).map(lambda update: clip(update, bound))
+        if self.std == 0:
+            return upload
+        draws = own_draws(client, self.name)
+        trees = enumerate(upload.payload.items())
+        return replace(upload, payload={k: noised(update, self.std, draws.child(n)) for n, (k, update) in trees})
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        quiet = replace(self, sigma=0.0) if self.sigma is not None else replace(self, noise_multiplier=0.0)
+        return Noiseless(quiet, self)
+
+    def noise_variance(self, scene: Scene) -> Params:
+        return full_variance(scene, self.std**2)
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        if self.sigma is not None:
+            return heuristic(self.sigma, exposure)
+        return accounted(
+            exposure,
+            noise_multiplier=(self.noise_multiplier or 0.0) / 2,
+            releases=exposure.rounds,
+            unit="client",
+            model="local",
+            covers="the server and everybody else",
+            neighbours="any two data sets of the client (sensitivity 2 x clip)",
+            sampling="the server knows who takes part: not amplified, counted as if in every round",
+        )

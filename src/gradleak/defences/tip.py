@@ -1,0 +1,190 @@
+"""TIP: noise in the spectrum of the kernels of the channels that Grad-CAM calls important."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradleak import gradcam, tree
+from gradleak.defence import Client, Defence, Upload
+from gradleak.defences.noise import own_draws
+from gradleak.guarantee import Exposure, Guarantee, heuristic
+from gradleak.registry import named
+from gradleak.scene import Scene
+from gradleak.task import Task
+from gradleak.tree import Params
+
+PAPER = "Wang and Su, TIP: Resisting Gradient Inversion via Targeted Interpretable Perturbation, arXiv:2602.11633, 2026"
+
+
+def mask(
+    height: int, width: int, radius: float = 0.5, center: str = "int", device: str | torch.device = "cpu"
+) -> Tensor:
+    """1 at the frequencies of a shifted spectrum that get noise: (u - u0)^2 + (v - v0)^2 >= radius^2, (height, width).
+
+    center="int": u0 = height // 2, where the mean of the kernel is. "real": u0 = height / 2, as printed, which for
+    small odd kernels and radius 0.5 leaves nothing out: white noise.
+    """
+    rows, columns = (
+        torch.arange(side, device=device) - (side // 2 if center == "int" else side / 2) for side in (height, width)
+    )
+    return rows[:, None].square() + columns.square() >= _square(radius)
+
+
+def spectral(kernels: Tensor, radius: float = 0.5, center: str = "int") -> Tensor:
+    """Re ifft2(ifftshift(M * fftshift(fft2(kernels)))) over the last two axes, M = `mask`: what noise can fill."""
+    axes = (-2, -1)
+    passing = mask(kernels.shape[-2], kernels.shape[-1], radius, center, kernels.device)
+    spectrum = passing * torch.fft.fftshift(torch.fft.fft2(kernels), dim=axes)
+    return torch.fft.ifft2(torch.fft.ifftshift(spectrum, dim=axes)).real
+
+
+def filtered(kernels: Tensor, radius: float = 0.5, center: str = "int") -> Tensor:
+    """`spectral` without a transform, where the mask passes all, nothing, or all but the mean.
+
+    An attacker filters every layer at every step, and a transform is many passes over it.
+    """
+    middle = [side // 2 if center == "int" else side / 2 for side in kernels.shape[-2:]]
+    places = itertools.product(*map(range, kernels.shape[-2:]))  # Python numbers: a captured step reads no value
+    stopped = sum(math.dist(place, middle) ** 2 < _square(radius) for place in places)
+    if stopped == 0:
+        return kernels
+    if stopped == math.prod(kernels.shape[-2:]):
+        return torch.zeros_like(kernels)
+    if stopped == 1 and center == "int":
+        return kernels - kernels.mean((-2, -1), keepdim=True)
+    return spectral(kernels, radius, center)
+
+
+def _square(radius: float) -> float:
+    return radius**2 - 1e-9  # sqrt(2) squared is a little more than 2
+
+
+def scale_of(
+    epsilon: float,
+    delta: float = 1e-5,
+    *,
+    steps: int,
+    lr: float,
+    clip: float = 5.0,
+    batch_size: int = 1,
+    layers: int = 1,
+) -> float:
+    """The beta that the authors derive from an epsilon: sqrt(2 ln(1.25 / delta)) steps lr clip / (batch_size epsilon).
+
+    The released code does not divide by the number of convolutions, the paper does (`layers`). It is a name for a noise
+    scale and proves nothing: most coordinates are released exactly, and batch gradients have no such sensitivity.
+    """
+    if not (epsilon > 0 and 0 < delta < 1):
+        raise ValueError(f"epsilon must be above 0 and delta between 0 and 1; given {epsilon} and {delta}.")
+    return math.sqrt(2 * math.log(1.25 / delta)) * steps * lr * clip / (batch_size * epsilon) / layers
+
+
+@named("tip", kind="defence", paper=PAPER)
+@dataclass(frozen=True)
+class TIP(Defence):
+    """After local training, add noise to the kernels of each convolution's most important channels, but not to means.
+
+    For every input channel i of the floor(proportion * channels), at least one, most important output channels o:
+    F(w[o, i]) + beta * M * F(n), n ~ N(0, 1) in every entry, F the shifted Fourier transform and M = `mask`. With
+    center="int", radius <= 1 and kernels larger than 1 x 1 that is w[o, i] + beta * (n - mean n): what the paper calls
+    high frequencies is all but the mean, and kernels of 1 x 1 stay as they are. All else is released exactly.
+
+    Importance: the mean Grad-CAM weight at the trained weights over one random example of each class of the client's
+    (`absolute`: of its magnitude; `repo_single_guidance`: one example in all, as the released code has it by an error).
+
+    The attacker knows how many channels of a layer are noised, and takes those with the most energy in that part of the
+    observed update which the noise fills: right while the noise is the larger part of it (a likelihood ratio that uses
+    beta was no better). A1 drops them. A2 keeps of them what the noise cannot reach, the mean of every kernel slice for
+    center="int" and nothing for "real". Gradients are those at the weights that were sent, never at the noised ones.
+
+    Differs: the paper's listing takes the real part of the spectrum, its text and code the inverse transform, as here;
+    it does not say how importance is averaged over examples; `scale_of` gives beta from its privacy parameters.
+    """
+
+    beta: float = 0.1
+    proportion: float = 0.1
+    radius: float = 0.5
+    center: Literal["int", "real"] = "int"
+    absolute: bool = False
+    repo_single_guidance: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 0:
+            raise ValueError(f"beta is a standard deviation, 0 or more; given {self.beta}.")
+        if not 0 < self.proportion <= 1:
+            raise ValueError(f"proportion is a share of the channels, above 0 and at most 1; given {self.proportion}.")
+        if self.center not in ("int", "real"):
+            raise ValueError(f"center must be 'int' or 'real'; given {self.center!r}.")
+
+    def count(self, channels: int) -> int:
+        """How many channels of a layer get noise."""
+        return max(1, math.floor(self.proportion * channels + 1e-9))
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        if not self.beta:
+            return upload
+        source = own_draws(client, self.name)
+        chosen = gradcam.guidance(client.batch, source, single=self.repo_single_guidance)
+        important = gradcam.channel_importance(
+            client.task, client.end, client.batch, chosen, upload.buffers, absolute=self.absolute
+        )
+        update = dict(upload.payload["update"])
+        for stream, (layer, importance) in enumerate(important.items(), start=1):  # stream 0 chose the guidance
+            name = f"{layer}.weight"
+            kernels = update[name]
+            noise = source.normal(tuple(kernels.shape), stream=stream, dtype=kernels.dtype)
+            noise = spectral(self.beta * noise, self.radius, self.center)
+            # The weights are the start minus the update.
+            noised = gradcam.largest(importance, self.count(len(importance)))
+            update[name] = kernels - gradcam.along_channels(noised, kernels) * noise
+        return replace(upload, payload={**upload.payload, "update": update})
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return _Exact(self, self._noised(scene)) if self.beta else self
+
+    def noise_variance(self, scene: Scene) -> Params:
+        noised = self._noised(scene) if self.beta else {}
+        return tree.zeros_like(scene.update) | tree.map(lambda n: torch.where(n > 0, torch.inf, 0.0).to(n), noised)
+
+    def ratios(self, task: Task, weights: Params | None = None) -> dict[str, float]:
+        """beta over the standard deviation of the weights, for each convolution: is the noise small?"""
+        weights = task.weights() if weights is None else weights
+        return {name: self.beta / float(weights[f"{name}.weight"].std()) for name in gradcam.convolutions(task)}
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        return heuristic(self.beta, exposure)  # most coordinates do not even have that
+
+    def _filtered(self, kernels: Tensor) -> Tensor:
+        return filtered(kernels, self.radius, self.center)
+
+    def _noised(self, scene: Scene) -> Params:
+        """1 at the kernels whose observed update shows noise, else 0; of every convolution."""
+
+        def found(update: Tensor) -> Tensor:
+            energy = self._filtered(update).square().sum((1, 2, 3))
+            # Kernels that no noise can enter, such as 1 x 1 around their mean, have none of that energy.
+            noised = gradcam.largest(energy, self.count(len(energy))) * (energy > 0)
+            return gradcam.along_channels(noised, update).expand(update.shape)
+
+        names = (f"{layer}.weight" for layer in gradcam.convolutions(scene.task))
+        return {name: found(scene.update[name]) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class _Exact(Defence):
+    """What A2 compares: everything but the part of noised channels in which the noise lies."""
+
+    rule: TIP
+    noised: Params
+
+    def visible(self, update: Params, scene: Scene) -> Params:
+        return {
+            name: u - self.noised[name] * self.rule._filtered(u) if name in self.noised else u
+            for name, u in update.items()
+        }

@@ -1,0 +1,237 @@
+"""The folder of a training: it survives being killed at any moment, and nothing that is read from it is executed.
+
+training.toml                          the configuration, for people and for the check that a resumed run is the same
+metrics.jsonl                          one line per round: see `training.train`
+checkpoints/round-50.safetensors       what the server sends at round 50, that is after 50 rounds
+state.safetensors                      the latest state: weights, buffers, what clients remember; replaced as a whole
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gradleak.federation.clients import flat, unflat
+from gradleak.federation.partition import FederationError
+from gradleak.federation.rounds import Snapshot, State
+from gradleak.local import LocalTraining
+from gradleak.results.configuration import digest, from_toml
+from gradleak.results.store import Folder, FolderInUse
+from gradleak.tree import Tree
+
+VERSION = 1
+FREE = ("gradleak", "origin.")  # may differ between a run and the one that resumes it
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What the server sent at some rounds of a training that was kept in a folder."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        if not (self.folder / "training.toml").is_file():
+            raise FederationError(f"{self.folder} holds no training: there is no training.toml in it.")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """training.toml."""
+        try:
+            return from_toml((self.folder / "training.toml").read_text(encoding="utf-8"))
+        except ValueError as problem:
+            raise FederationError(f"{self.folder / 'training.toml'} cannot be read: {problem}.") from None
+
+    @property
+    def rounds(self) -> list[int]:
+        """The rounds there are checkpoints of."""
+        return _rounds(self.folder)
+
+    @property
+    def done(self) -> int:
+        """How many rounds the training has behind it."""
+        path = self.folder / "state.safetensors"
+        return int(_load(path)[0]["round"]) if path.exists() else 0
+
+    def at(self, round: int) -> Snapshot:
+        if round not in self.rounds:
+            there = ", ".join(map(str, self.rounds)) or "none"
+            raise FederationError(
+                f"{self.folder} has no checkpoint of round {round}; there are: {there}. Train further with the same "
+                f"command and more --rounds or, if the round has passed, again into another folder with --checkpoints."
+            )
+        header, held = _load(_path(self.folder, round))
+        if header.get("round") != round:
+            raise FederationError(f"{_path(self.folder, round)} says it is of round {header.get('round')!r}.")
+        memories = {int(client): memory for client, memory in held.get("memories", {}).items()}
+        return Snapshot(held.get("weights", {}), held.get("buffers", {}), memories)
+
+    def fingerprint(self, rounds: Sequence[int]) -> str:
+        """A hash of what was sent at these rounds."""
+        sent = {str(number): self.at(number) for number in sorted(set(rounds))}
+        memories = {number: {str(c): m for c, m in each.memories.items()} for number, each in sent.items()}
+        return digest({number: [each.weights, each.buffers, memories[number]] for number, each in sent.items()})
+
+
+class TrainingFolder:
+    """The writing side."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._folder = path, Folder(path)
+
+    def open(self, settings: dict[str, Any], toml: str) -> State | None:
+        """Make the folder ready: new, or holding the same training. Returns the state to go on from, if any."""
+        self._folder.lock()
+        try:
+            if (self.path / "training.toml").exists():
+                _demand_same(self.path, Checkpoints(self.path).settings, settings)
+            elif others := [entry.name for entry in self.path.iterdir() if entry.name != ".lock"]:
+                raise FolderInUse(f"{self.path} holds {others[0]} and no training. Choose another folder.")
+            (self.path / "checkpoints").mkdir(exist_ok=True)
+            self._folder.write("training.toml", toml)
+            return self._state()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._folder.unlock()
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return _rounds(self.path)
+
+    def keep(self, state: State) -> None:
+        """Make this the state that a later run goes on from."""
+        _save(self.path / "state.safetensors", {"round": state.round}, _held(state))
+
+    def checkpoint(self, state: State) -> None:
+        _save(_path(self.path, state.round), {"round": state.round}, _held(state))
+
+    def _state(self) -> State | None:
+        path = self.path / "state.safetensors"
+        if not path.exists():
+            return None
+        header, held = _load(path)
+        memories = {int(client): flat(memory) for client, memory in held.get("memories", {}).items()}
+        return State(int(header["round"]), held.get("weights", {}), held.get("buffers", {}), memories)
+
+    def metrics(self, until: int) -> list[dict[str, Any]]:
+        """The lines of the first rounds; what comes after the state that was kept is dropped, since it comes again."""
+        try:
+            content = (self.path / "metrics.jsonl").read_bytes()
+        except FileNotFoundError:
+            return []
+        whole = [json.loads(line) for line in content.split(b"\n")[:-1]]
+        rows = [row for row in whole if row["round"] <= until]
+        _replace(self.path / "metrics.jsonl", b"".join(map(_line, rows)))
+        return rows
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        with open(self.path / "metrics.jsonl", "ab") as file:
+            file.write(_line(row))
+
+    def write(self, name: str, text: str) -> None:
+        self._folder.write(name, text)
+
+
+def recipe(training: LocalTraining) -> dict[str, Any]:
+    """The client's recipe as plain values; rules beyond plain SGD only as text, for people."""
+    return {
+        "lr": float(training.lr),
+        **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size")},
+        **{name: text(getattr(training, name)) for name in ("optimiser", "schedule", "augmentation")},
+    }
+
+
+def text(value: Any) -> str | None:
+    """A part by its name, else as it describes itself."""
+    return None if value is None else getattr(value, "__name__", None) or repr(value)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _held(state: State) -> Tree:
+    sent = state.snapshot
+    memories = {str(client): memory for client, memory in sent.memories.items()}
+    return {"weights": sent.weights, "buffers": sent.buffers, "memories": memories}
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / "checkpoints" / f"round-{round}.safetensors"
+
+
+def _rounds(folder: Path) -> list[int]:
+    names = (re.fullmatch(r"round-(\d+)\.safetensors", path.name) for path in folder.glob("checkpoints/*"))
+    return sorted(int(found[1]) for found in names if found)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _save(path: Path, header: Mapping[str, Any], held: Tree) -> None:
+    from safetensors.torch import save
+
+    tensors: dict[str, Tensor] = {name: value.detach().cpu().contiguous().clone() for name, value in flat(held).items()}
+    # safetensors sorts by name, and what flattens a tree (a sketch, a random stream per tensor) goes by its order.
+    told = {"version": VERSION, **header, "names": list(tensors)}
+    _replace(path, save(tensors, metadata={"gradleak": json.dumps(told)}))
+
+
+def _load(path: Path) -> tuple[dict[str, Any], Tree]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {})["gradleak"])
+            held = unflat({name: file.get_tensor(name) for name in header["names"]})
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as problem:
+        raise FederationError(f"{path} cannot be read ({type(problem).__name__}: {problem}); copy it again.") from None
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        raise FederationError(f"{path} is not of a training that this version of gradleak can read.")
+    return header, held
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """A reader, or a run that resumes, never meets half a file."""
+    partial = path.with_name(path.name + ".part")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _demand_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    old, new = dict(_flat(there)), dict(_flat(here))
+    odd = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.startswith(FREE)]
+    if odd:
+        # What has a name says more than a hash of it.
+        odd.sort(key=lambda name: name.startswith("fingerprint."))
+        told = "; ".join(f"{name} ({_short(old.get(name))} there, {_short(new.get(name))} now)" for name in odd[:4])
+        raise FolderInUse(
+            f"{path} holds a training with other settings. They differ in {told}. Choose another folder, or repeat the "
+            "settings of its training.toml to go on with that one."
+        )
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _short(value: Any) -> str:
+    return "nothing" if value is None else f"{value!r:.60}"

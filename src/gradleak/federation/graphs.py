@@ -1,0 +1,76 @@
+"""CUDA graphs of a group's local training: captured when a group of that form is met again, replayed ever after."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+
+import torch
+
+from gradleak import tree
+from gradleak.tree import Tree
+
+GRAPHS = 16  # held at most
+STALE = 20  # rounds without use, after which a graph gives way to another
+
+
+class Graph:
+    """A function of tensors, captured. Inputs are copied into its own tensors; results are copied out."""
+
+    def __init__(self, run: Callable[[Tree], Tree], inputs: Tree) -> None:
+        self.inputs = tree.detach(inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run(self.inputs)  # as torch asks: libraries allocate what they need before the capture
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.results = run(self.inputs)
+
+    def __call__(self, inputs: Tree) -> Tree:
+        tree.map(lambda held, value: held.copy_(value), self.inputs, inputs)
+        self.graph.replay()
+        return tree.detach(self.results)
+
+
+class Graphs:
+    """The graphs of a training. `room`: bytes that all of them may take, by the caller's estimate of each.
+
+    Forms come and go: clients that remember nothing yet, rounds with fewer of them. So a form is captured at its second
+    meeting, and a graph that has not been used for a while gives way; where all are in use, new forms run step by step.
+    """
+
+    def __init__(self, room: float) -> None:
+        self.room, self.round, self.possible = room, 0, True
+        self._met: set[Hashable] = set()
+        self._held: dict[Hashable, tuple[Graph, float]] = {}
+        self._used: dict[Hashable, int] = {}
+
+    def results(self, form: Hashable, run: Callable[[Tree], Tree], inputs: Tree, size: float) -> Tree | None:
+        """What `run(inputs)` gives, by a graph; None where there is none, and the caller runs it step by step."""
+        if form not in self._held and not self._capture(form, run, inputs, size):
+            return None
+        self._used[form] = self.round
+        return self._held[form][0](inputs)
+
+    def _capture(self, form: Hashable, run: Callable[[Tree], Tree], inputs: Tree, size: float) -> bool:
+        if form not in self._met:
+            self._met.add(form)
+            return False
+        stale = [other for other in self._held if self.round - self._used[other] > STALE]
+        while not self._fits(size) and stale:
+            del self._held[stale.pop(0)]
+        if not self.possible or not self._fits(size):
+            return False
+        try:
+            self._held[form] = Graph(run, inputs), size
+        except RuntimeError as problem:
+            self.possible = False
+            told = str(problem).splitlines()[0]
+            warnings.warn(f"No CUDA graph of the clients' training ({told}): step by step instead.", stacklevel=2)
+            return False
+        return True
+
+    def _fits(self, size: float) -> bool:
+        return len(self._held) < GRAPHS and size + sum(own for _, own in self._held.values()) <= self.room

@@ -1,0 +1,85 @@
+"""Who takes part in a round: all clients, so many without replacement, or each with a probability.
+
+Amplification by sampling, as accountants of differential privacy know it, holds for `Poisson` and not for `Fixed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from gradleak.federation import spelling
+from gradleak.federation.partition import FederationError
+
+
+class Participation(Protocol):
+    """Chooses the clients of one round; the generator is that round's own."""
+
+    @property
+    def name(self) -> str: ...
+
+    def chosen(self, clients: int, generator: torch.Generator) -> list[int]: ...
+
+    def fraction(self, clients: int) -> float:
+        """The share of the clients that a round is expected to have."""
+        ...
+
+
+@dataclass(frozen=True)
+class Everyone:
+    """All clients, in every round."""
+
+    name: ClassVar[str] = "all"
+
+    def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
+        return list(range(clients))
+
+    def fraction(self, clients: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """`number` clients per round, uniformly without replacement."""
+
+    number: int
+    name: ClassVar[str] = "fixed"
+
+    def __post_init__(self) -> None:
+        spelling.demand_number("number of fixed", self.number, int, 1)
+
+    def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
+        if self.number > clients:
+            raise FederationError(f"{self.number} clients per round cannot be chosen from {clients}.")
+        return sorted(torch.randperm(clients, generator=generator)[: self.number].tolist())
+
+    def fraction(self, clients: int) -> float:
+        return self.number / clients
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Each client with probability `rate`, independently; a round may have none."""
+
+    rate: float
+    name: ClassVar[str] = "poisson"
+
+    def __post_init__(self) -> None:
+        spelling.demand_number("rate of poisson", self.rate, float, 0, 1)
+
+    def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
+        drawn = torch.rand(clients, generator=generator, dtype=torch.float64) < self.rate
+        return drawn.nonzero().flatten().tolist()
+
+    def fraction(self, clients: int) -> float:
+        return self.rate
+
+
+PARTICIPATIONS: dict[str, type[Any]] = {kind.name: kind for kind in (Everyone, Fixed, Poisson)}
+
+
+def parse(text: str) -> Participation:
+    """`"all"`, `"fixed:number=5"`, `"poisson:rate=0.1"`."""
+    return spelling.read(PARTICIPATIONS, text, "participation")

@@ -1,0 +1,156 @@
+"""Who holds which examples. Two conventions are both called "Dirichlet with alpha" and are not the same: see below.
+
+A partition is a frozen dataclass whose fields are its settings; `parse("dir_class:alpha=0.5")` makes one by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradleak.federation import spelling
+
+ATTEMPTS = 1_000  # of dir_class: what has not come up by then hardly will
+
+
+class FederationError(ValueError):
+    """The data do not reach for the clients, the examples or the targets that were asked for."""
+
+
+class Partition(Protocol):
+    """Deals `count` examples to clients. `labels()` gives the class of each, to those partitions that ask."""
+
+    @property
+    def name(self) -> str: ...
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class IID:
+    """Shuffle, split equally: sizes differ by at most one."""
+
+    name: ClassVar[str] = "iid"
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        shuffled = torch.randperm(count, generator=generator)
+        return [shuffled[client::clients] for client in range(clients)]
+
+
+@dataclass(frozen=True)
+class BalancedIID:
+    """Every class is shuffled and split equally: clients differ by at most one example in each class, and in all."""
+
+    name: ClassVar[str] = "iid_balanced"
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        shuffled = torch.randperm(count, generator=generator)
+        by_class = shuffled[torch.argsort(labels()[shuffled], stable=True)]
+        return [by_class[client::clients] for client in range(clients)]
+
+
+@dataclass(frozen=True)
+class ClassDirichlet:
+    """Class by class: p_c ~ Dir(alpha, ..., alpha) over the clients divides class c; sizes of clients vary.
+
+    All classes are drawn again until every client holds `min_size` examples. Reference: Yurochkin et al., ICML 2019;
+    Li et al., ICDE 2022.
+    """
+
+    alpha: float = 0.5
+    min_size: int = 10
+    name: ClassVar[str] = "dir_class"
+
+    def __post_init__(self) -> None:
+        spelling.demand_number("alpha of dir_class", self.alpha, float, 1e-6)
+        spelling.demand_number("min_size of dir_class", self.min_size, int, 1)
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        shuffled = torch.randperm(count, generator=generator)
+        classes = labels()[shuffled]
+        members = [shuffled[classes == label].numpy() for label in classes.unique()]
+        source = _numpy(generator)
+        for _ in range(ATTEMPTS if count >= clients * self.min_size else 0):
+            parts = []
+            for rows in members:
+                cuts = np.cumsum(source.dirichlet(np.full(clients, float(self.alpha))))[:-1]
+                parts.append(np.split(rows, (cuts * len(rows)).astype(np.int64)))
+            held = [np.concatenate(own) for own in zip(*parts, strict=True)]
+            if min(map(len, held)) >= self.min_size:
+                return [torch.from_numpy(source.permutation(rows)) for rows in held]
+        raise FederationError(
+            f"{spelling.write(self)} gave no split of {count} examples in which each of {clients} clients holds "
+            f"{self.min_size}: more data, fewer clients, a larger alpha or a smaller min_size."
+        )
+
+
+@dataclass(frozen=True)
+class ClientDirichlet:
+    """Client by client: all hold equally many, of classes drawn by q_i ~ Dir(alpha, ..., alpha) over the classes.
+
+    Examples are drawn without replacement; where a class has run out, q_i is renormalised over the others (where it has
+    no weight on what is left: uniform). alpha=0 is the limit of one class per client, of those with most examples left,
+    so that shares hold one class each where the numbers allow it. Reference: Hsu, Qi, Brown, arXiv 1909.06335.
+    """
+
+    alpha: float = 0.5
+    name: ClassVar[str] = "dir_client"
+
+    def __post_init__(self) -> None:
+        spelling.demand_number("alpha of dir_client", self.alpha, float, 0)
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        shuffled = torch.randperm(count, generator=generator)
+        classes = labels()[shuffled]
+        members = [shuffled[classes == label].numpy() for label in classes.unique()]
+        left = np.array([len(rows) for rows in members])
+        source = _numpy(generator)
+        held = []
+        for client in range(clients):
+            wanted = count // clients + (client < count % clients)
+            mixture = self._mixture(left, source)
+            taken = np.zeros_like(left)
+            while taken.sum() < wanted:
+                # Overdrawn classes give what they have, and the rest is drawn again: one by one comes to the same.
+                mixture = np.where(left - taken > 0, mixture, 0.0)
+                mixture = mixture if mixture.sum() > 0 else (left - taken > 0).astype(float)
+                drawn = source.multinomial(int(wanted - taken.sum()), mixture / mixture.sum())
+                taken += np.minimum(drawn, left - taken)
+            parts = [rows[n - k : n] for rows, n, k in zip(members, left, taken, strict=True)]
+            left = left - taken
+            held.append(torch.from_numpy(source.permutation(np.concatenate(parts))))
+        return held
+
+    def _mixture(self, left: Any, source: np.random.Generator) -> Any:
+        if self.alpha:
+            return source.dirichlet(np.full(len(left), float(self.alpha)))
+        fullest = source.choice(np.flatnonzero(left == left.max()))
+        return np.eye(len(left))[fullest]
+
+
+PARTITIONS: dict[str, type[Any]] = {kind.name: kind for kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet)}
+
+
+def parse(text: str) -> Partition:
+    """`"iid"`, `"dir_class:alpha=0.5,min_size=10"`, ..."""
+    return spelling.read(PARTITIONS, text, "partition")
+
+
+def _numpy(generator: torch.Generator) -> np.random.Generator:
+    """A source of Dirichlet draws, which torch gives from its global generator only."""
+    return np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))

@@ -1,0 +1,221 @@
+"""One round after the other: who takes part, what they send, what the server makes of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.defence import Defence
+from gradleak.engine import Engine
+from gradleak.federation.clients import Clients, Work, evaluating, unflat
+from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
+from gradleak.task import Batch, Task, float32_products
+from gradleak.tree import Params, Tree
+
+if TYPE_CHECKING:
+    from gradleak.federation import Federation
+
+AT_ONCE = 1024  # examples of one forward pass where only loss and accuracy are wanted
+
+
+class Examples(Protocol):
+    """Data that clients can be given, in model-input space."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, rows: Tensor) -> Batch: ...
+
+
+class Snapshot(NamedTuple):
+    """What the server sends at a round, and beside it what each client has kept to itself until then."""
+
+    weights: Params
+    buffers: Params
+    memories: Mapping[int, Tree] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Everything that the next round depends on besides the configuration. `round`: how many are done."""
+
+    round: int
+    weights: Params
+    buffers: Params
+    memories: Mapping[int, Params]  # of clients that remember something, flat: see `clients.flat`
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.weights, self.buffers, {client: unflat(held) for client, held in self.memories.items()})
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened in a round. `round` counts from 1: this many are done after it.
+
+    loss         mean over the examples that took part, at the weights they were sent, the model in evaluation mode
+    clients      whose uploads were aggregated
+    excluded     who else was asked, and why the server did not take what they sent
+    skipped      why the weights stayed as they were; empty where they moved
+    """
+
+    round: int
+    loss: float | None
+    clients: tuple[int, ...]
+    excluded: Mapping[int, str]
+    skipped: str = ""
+
+
+class Rounds:
+    """A federation at work on one task and its data: `first` gives the state before training, `after` the next one.
+
+    Trains on the engine's device, in the task's own type (float64 where the engine's precision is "double").
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        task: Task,
+        data: Examples,
+        defence: Defence | None = None,
+        engine: Engine | None = None,
+        measure: bool = True,
+    ) -> None:
+        like = next(tree.leaves(task.weights()))
+        engine = Engine(device=str(like.device)) if engine is None else engine
+        dtype = torch.float64 if engine.precision == "double" else like.dtype
+        self.federation, self.defence, self.engine = federation, defence or Defence(), engine
+        self.task = task if (like.device, like.dtype) == (engine.where, dtype) else task.to(engine.where, dtype)
+        self.data = _placed(data, engine.where, dtype)
+        self.shares = federation.partition(data)
+        self.clients = Clients(self.task, federation.training, self.defence, engine)
+        self._evaluating = evaluating(self.task) if measure else None
+
+    def first(self) -> State:
+        weights = self.defence.initial(self.task.weights(), self._server("initial", 0))
+        return State(0, weights, self.task.buffers(), {})
+
+    def restored(self, state: State) -> State:
+        """A state that was kept elsewhere, on the device and in the type of this training."""
+        move = partial(moved, like=self.task.weights())
+        return State(
+            state.round, move(state.weights), move(state.buffers), {c: move(m) for c, m in state.memories.items()}
+        )
+
+    def after(self, state: State) -> tuple[State, Round]:
+        """One round. The state is not changed; a client that is left out keeps what it remembered before."""
+        number, federation = state.round, self.federation
+        chosen = federation.participation.chosen(federation.clients, federation.generator("participation", number))
+        idle = {client: "it holds no examples" for client in chosen if not len(self.shares[client])}
+        work = [self._work(client, state) for client in chosen if client not in idle]
+        loss = self._loss(work, state)
+        extras = self.defence.broadcast(state.weights, self._server("broadcast", number))
+        done = self.clients.run(work, state.weights, state.buffers, extras)
+        sizes = {own.client: len(next(iter(own.batch.values()))) for own in work}
+        taken = accepted({client: result.upload for client, result in done.items()}, state.weights, sizes)
+        excluded = {**idle, **taken.excluded}
+        for client, reason in excluded.items():
+            warnings.warn(f"Client {client} is left out of round {number + 1}: {reason}.", ExcludedClient, stacklevel=2)
+        told = Round(number + 1, None if loss is None else float(loss), tuple(taken.uploads), excluded)
+        server = {**self._server("aggregate", number), "weights": state.weights}
+        if not taken.uploads:
+            why = "every client was left out" if chosen else "no client was drawn"
+            step = self.defence.idle(server)
+            if step is None:
+                return replace(state, round=number + 1), replace(told, skipped=why)
+            return replace(state, round=number + 1, weights=self._moved(state, step)), told
+        uploads = list(taken.uploads.values())
+        counts = [upload.num_examples if federation.weighting == "examples" else 1 for upload in uploads]
+        with torch.no_grad(), float32_products():
+            weights = self._moved(state, self.defence.aggregate(uploads, counts, server))
+            buffers = mean_buffers(uploads, counts, state.buffers)
+        memories = {**state.memories, **{client: done[client].memory for client in taken.uploads}}
+        kept = {client: memory for client, memory in memories.items() if memory}
+        return State(number + 1, weights, buffers, kept), told
+
+    def _moved(self, state: State, step: Params) -> Params:
+        return tree.detach(tree.subtract(state.weights, tree.scale(step, self.federation.server_lr)))
+
+    def _server(self, hook: str, number: int) -> Tree:
+        server = self.federation.server(hook, number)
+        return {**server, "key": server["key"].to(self.engine.where)}
+
+    def _work(self, client: int, state: State) -> Work:
+        """The client's rows, shuffles and random key of this round: each a function of (seed, client, round) alone."""
+        federation, share, number = self.federation, self.shares[client], state.round
+        size = len(share) if federation.examples is None else min(federation.examples, len(share))
+        rows = share[(torch.arange(size) + number * size) % len(share)]
+        plan = federation.training.order(size, federation.generator("order", client, number))
+        order = None if plan[0] is None else torch.cat([step for step in plan if isinstance(step, Tensor)])
+        where = self.engine.where
+        batch = moved(self.data.batch(rows), state.weights)
+        key = randomness.key("federation", federation.seed, client, number).to(where)
+        return Work(
+            client, batch, dict(state.memories.get(client, {})), key, None if order is None else order.to(where)
+        )
+
+    def _loss(self, work: list[Work], state: State) -> Tensor | None:
+        if self._evaluating is None or not work:
+            return None
+        total = [measured(self._evaluating, state.snapshot, own.batch)[0] for own in work]
+        return torch.stack(total).sum() / sum(len(next(iter(own.batch.values()))) for own in work)
+
+    def evaluate(self, state: State, data: Examples) -> dict[str, float]:
+        """Loss and, for a classification, accuracy on these data, the model in evaluation mode."""
+        task = self._evaluating or evaluating(self.task)
+        found = []
+        for start in range(0, len(data), AT_ONCE):
+            rows = torch.arange(start, min(start + AT_ONCE, len(data)))
+            found.append(torch.stack(measured(task, state.snapshot, moved(data.batch(rows), state.weights))))
+        loss, hits = (torch.stack(found).double().sum(0) / len(data)).tolist()
+        return {"test_loss": loss, **({} if hits != hits else {"test_accuracy": hits})}
+
+
+def measured(task: Task, sent: Snapshot, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sums over the examples: of the objective, and of right classifications (NaN where the task has no such thing)."""
+    outputs: list[Any] = []
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        outputs.append(model(*inputs, **named))
+        return outputs[-1]
+
+    losses, hits = [], []
+    with torch.no_grad(), float32_products():
+        model: Callable[..., Any] = task.call(
+            sent.weights, {name: value.clone() for name, value in sent.buffers.items()}
+        )
+        for start in range(0, len(next(iter(batch.values()))), AT_ONCE):
+            part = {name: value[start : start + AT_ONCE] for name, value in batch.items()}
+            count = len(next(iter(part.values())))
+            outputs.clear()
+            losses.append(task.objective(call, part).detach().double() * count)
+            hits.append(_hits(outputs, part, losses[-1]))
+    return torch.stack(losses).sum(), torch.stack(hits).sum()
+
+
+def _hits(outputs: list[Any], batch: Batch, like: Tensor) -> Tensor:
+    y = batch.get("y")
+    logits = outputs[0] if outputs and isinstance(outputs[0], Tensor) else None
+    if y is None or y.dim() != 1 or y.is_floating_point() or logits is None or logits.shape[:-1] != y.shape:
+        return torch.full_like(like, torch.nan)
+    return (logits.argmax(-1) == y).sum().to(like.dtype)
+
+
+def _placed(data: Examples, device: torch.device, dtype: torch.dtype) -> Examples:
+    """Data that are held as tensors move to the device once; others are moved batch by batch."""
+    move = getattr(data, "to", None)
+    return data if move is None else move(device, dtype)
+
+
+def moved(values: Mapping[str, Tensor], like: Params) -> Params:
+    """These tensors on the device and, where they hold fractions, in the type of `like`."""
+    first = next(tree.leaves(like))
+    return tree.to(values, first.device, first.dtype)

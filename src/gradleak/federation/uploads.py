@@ -1,0 +1,107 @@
+"""What a server takes from its clients: sound uploads only, and a reason for each of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.defence import Upload
+from gradleak.tree import Params
+
+
+class DroppedOut(Exception):
+    """Raised inside a client's hooks: this client sends nothing in this round, and the round goes on without it."""
+
+
+class ExcludedClient(UserWarning):
+    """A client whose upload was not aggregated; the message names client, round and reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Accepted:
+    """The uploads that are aggregated, and why each of the others is not."""
+
+    uploads: dict[int, Upload]
+    excluded: dict[int, str]
+
+
+def accepted(uploads: Mapping[int, Upload | None], weights: Params, sizes: Mapping[int, int] | None = None) -> Accepted:
+    """Divide the uploads of a round into those that fit and those that do not. None: the client sent nothing.
+
+    "update" must have the names and shapes of the weights; other trees (moments, masks) and buffers must look as those
+    of most clients do; every number must be finite; `num_examples` must be what `sizes` says, where the server knows.
+    """
+    excluded: dict[int, str] = {}
+    for client, upload in uploads.items():
+        if reason := _misfit(upload, weights, None if sizes is None else sizes.get(client)):
+            excluded[client] = reason
+    fitting = {client: upload for client, upload in uploads.items() if upload is not None and client not in excluded}
+    structures = {client: _structure(upload) for client, upload in fitting.items()}
+    # Of two that are equally common the first: a server has no better reason to prefer either.
+    usual = Counter(structures.values()).most_common(1)[0][0] if structures else None
+    for client, structure in structures.items():
+        if structure != usual:
+            excluded[client] = "its upload has other tensors than those of most clients"
+    for client, sound in zip(fitting, _all_finite(list(fitting.values())), strict=True):
+        if not sound:
+            excluded.setdefault(client, "its upload holds values that are not finite (NaN or infinity)")
+    kept = {client: upload for client, upload in fitting.items() if client not in excluded}
+    return Accepted(kept, {client: excluded[client] for client in uploads if client in excluded})
+
+
+def mean_buffers(uploads: Sequence[Upload], sizes: Sequence[int], before: Params) -> Params:
+    """Running statistics averaged as the weights are, as FedAvg does with a whole state_dict; counters are the first
+    client's. A client that withholds its buffers counts with those it was sent."""
+    total = sum(sizes)
+
+    def mean(start: Tensor, *values: Tensor) -> Tensor:
+        if not start.is_floating_point():
+            return values[0]
+        # As a change of what was sent, so that what nobody changed (frozen parameters) keeps its last digit.
+        changes = [(value - start) * (size / total) for value, size in zip(values, sizes, strict=True)]
+        return start + torch.stack(changes).sum(0)
+
+    return tree.detach(tree.map(mean, before, *(upload.buffers or before for upload in uploads)))
+
+
+def _misfit(upload: Upload | None, weights: Params, size: int | None) -> str:
+    """What is wrong with an upload by its form alone; empty: nothing."""
+    if upload is None:
+        return "it dropped out: no upload"
+    count = upload.num_examples
+    if not isinstance(count, int) or count < 1 or (size is not None and count != size):
+        return f"it says it has {count!r} examples{'' if size is None else f', and has {size}'}"
+    if "update" not in upload.payload:
+        return "" if upload.payload else "its upload is empty"
+    update = upload.payload["update"]
+    if odd := sorted(update.keys() ^ weights.keys()):
+        what = "lacks" if odd[0] in weights else "has unknown"
+        return f"its update {what} {odd[0]!r}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}"
+    for name, value in update.items():
+        if not isinstance(value, Tensor) or value.shape != weights[name].shape:
+            given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"its update has {name!r} of shape {given} where the weights have {tuple(weights[name].shape)}"
+    return ""
+
+
+def _structure(upload: Upload) -> tuple[object, ...]:
+    trees = {**upload.payload, "": upload.buffers or {}}
+    return tuple(
+        (kind, name, tuple(value.shape)) for kind in sorted(trees) for name, value in sorted(trees[kind].items())
+    )
+
+
+def _all_finite(uploads: Sequence[Upload]) -> list[bool]:
+    """Which uploads hold finite numbers only: one look from the host for all of them."""
+    flags = []
+    for upload in uploads:
+        leaves = [leaf for params in (*upload.payload.values(), upload.buffers or {}) for leaf in tree.leaves(params)]
+        # The largest magnitude of a tensor is finite exactly where all of it is: NaN passes through a maximum.
+        sizes = [leaf.abs().amax().double() for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
+        flags.append(torch.stack(sizes).isfinite().all() if sizes else torch.ones((), dtype=torch.bool))
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
