@@ -9,6 +9,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ def test_a_track_is_one_client_in_rising_rounds() -> None:
         Track((example(round=1), example(round=1)))
     with pytest.raises(BadObservation, match="at least one"):
         Track(())
+    with pytest.raises(BadObservation, match=r"same examples each time; given \[1, 2\]"):
+        Track((example(round=1), replace(example(round=2), num_examples=2)))
 
 
 def test_independent_targets_need_keys_of_their_own() -> None:
@@ -69,8 +72,7 @@ def test_independent_targets_need_keys_of_their_own() -> None:
         as_targets([example(), example()])
     with pytest.raises(BadObservation, match="no observation"):
         as_targets([])
-    with pytest.raises(BadObservation, match="Track"):
-        as_targets(Track((example(),)))
+    assert as_targets([Track((example(round=1, key="a"), example(round=2, key="b")))])[0].key == "b"
 
 
 def test_knowledge_says_what_it_grants() -> None:

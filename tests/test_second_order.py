@@ -198,7 +198,7 @@ def branching() -> gl.Task:
 def test_a_network_with_kinks_is_followed_from_smoothed_ones() -> None:
     task, batch = branching(), private(colours=1)
     seen = gl.observe(task, batch, ONE_STEP)
-    [attack] = SecondOrder().ways(task, Knowledge(training=ONE_STEP), [seen], CPU)
+    [attack] = SecondOrder().ways(task, Knowledge(training=ONE_STEP), [gl.Track((seen,))], CPU)
     assert [stage.view is None for stage in attack.stages] == [False] * 5 + [True] * 2
     before = task.model(batch["x"]).detach()
     found, _ = attacked(task, batch)
@@ -221,7 +221,7 @@ def test_a_wide_residual_network_of_relus_is_solved_exactly() -> None:
 def test_the_matrix_free_form_needs_no_jacobian() -> None:
     task, batch = task_of(colours=1), private(colours=1)
     seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
-    [attack] = SecondOrder(method="krylov").ways(task, knows, [seen], CPU)
+    [attack] = SecondOrder(method="krylov").ways(task, knows, [gl.Track((seen,))], CPU)
     assert all(isinstance(stage.optimiser, GaussNewtonKrylov) for stage in attack.stages)
     _, psnr = attacked(task, batch, method="krylov", steps=9, vectors=40)
     assert psnr.min() > 40
@@ -230,7 +230,7 @@ def test_the_matrix_free_form_needs_no_jacobian() -> None:
 def test_a_wide_network_is_sketched() -> None:
     task, batch = task_of(width=24, colours=1), private(colours=1)
     seen, knows = gl.observe(task, batch, ONE_STEP), Knowledge(training=ONE_STEP)
-    attack, *_ = SecondOrder().ways(task, knows, [seen], CPU)
+    attack, *_ = SecondOrder().ways(task, knows, [gl.Track((seen,))], CPU)
     assert isinstance(attack.stages[-1].match, Sketched)
     assert isinstance(attack.stages[-1].optimiser, LevenbergMarquardt)
     assert attacked(task, batch)[1].min() > 100

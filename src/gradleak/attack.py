@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradleak import draws as randomness
 from gradleak import tree
-from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track, as_targets
+from gradleak.observation import Knowledge, MissingKnowledge, Observation, Seen, Track, as_targets
 from gradleak.scene import FieldRule, Match, Needs, Optimiser, Prediction, Prior, Scene, Space
 from gradleak.task import Batch, Field, Task, TaskError
 
@@ -72,7 +72,7 @@ class Attack(Protocol):
     def run(
         self,
         task: Task,
-        seen: Observation | Track | Sequence[Observation],
+        seen: Seen,
         knows: Knowledge = Knowledge(),
         seed: int = 0,
         *,
@@ -140,7 +140,7 @@ class Composed:
     def run(
         self,
         task: Task,
-        seen: Observation | Track | Sequence[Observation],
+        seen: Seen,
         knows: Knowledge = Knowledge(),
         seed: int = 0,
         *,
@@ -153,12 +153,12 @@ class Composed:
         engine = engine or Engine()
         targets = as_targets(seen)
         require(self, knows)
-        fits(task, targets)
+        fits(task, [seen for target in targets for seen in target.observations])
         began = time.perf_counter()
         with engine.settings():
             work = task.to(engine.where, engine.dtype)
             scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
-            scenes = [replace(scene, fields={**self.fields(scene), **scene.fields}) for scene in scenes]
+            scenes = [replace(scene, fields={**self.fields(_averaged(scene)), **scene.fields}) for scene in scenes]
             keys = [
                 [randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets
             ]
@@ -219,7 +219,13 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
             )
 
 
-def _scene(task: Task, target: Observation, knows: Knowledge, position: int, targets: int) -> Scene:
+def _averaged(scene: Scene) -> Scene:
+    """A track as one round with the mean update: what fields are read off, with less noise."""
+    mean = tree.map(lambda *updates: torch.stack(updates).mean(0), *(each.update for each in scene.rounds))
+    return scene if not scene.earlier else replace(scene, update=mean, earlier=())
+
+
+def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: int) -> Scene:
     scene = Scene.of(task, target, knows)
     like = next(tree.leaves(scene.weights))
     given: Batch = {}
@@ -253,7 +259,7 @@ def _configuration(attack: Composed) -> str:
 
 
 def _collect(
-    attack: Composed, task: Task, targets: list[Observation], pieces: list[Any], seconds: float, engine: Any, seed: int
+    attack: Composed, task: Task, targets: list[Track], pieces: list[Any], seconds: float, engine: Any, seed: int
 ) -> Reconstruction:
     """Put the solved pieces back into the order of the targets, and choose a restart for each, by match alone."""
     count, restarts = len(targets), attack.restarts

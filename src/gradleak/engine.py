@@ -116,16 +116,24 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
             if (
                 first.num_examples == scene.num_examples
                 and first.fields.keys() == scene.fields.keys()
-                and (first.returned_buffers is None) == (scene.returned_buffers is None)
-                and _equal(first.weights, scene.weights)
-                and _equal(first.extras, scene.extras)
-                and _equal(_buffers(first, running=False), _buffers(scene, running=False))
+                and len(first.earlier) == len(scene.earlier)
+                and all(_same_sent(one, other) for one, other in zip(first.rounds, scene.rounds, strict=True))
             ):
                 bucket.append(row)
                 break
         else:
             buckets.append([row])
     return buckets
+
+
+def _same_sent(first: Scene, scene: Scene) -> bool:
+    """Did the server send the same in these rounds, and get the same kind of thing back?"""
+    return (
+        (first.returned_buffers is None) == (scene.returned_buffers is None)
+        and _equal(first.weights, scene.weights)
+        and _equal(first.extras, scene.extras)
+        and _equal(_buffers(first, running=False), _buffers(scene, running=False))
+    )
 
 
 def _equal(a: Tree, b: Tree) -> bool:
@@ -142,7 +150,7 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     the optimiser remembers of every unknown.
     """
     unknowns = unknowns_of(scene.task, scene.num_examples)
-    equations = tree.size(scene.update)
+    equations = len(scene.rounds) * tree.size(scene.update)
     remembered = max(_entries(stage, scene.task, unknowns, equations) for stage in stages)
     least = 2 * equations + 8 * unknowns + remembered + 2 * tree.size(_buffers(scene, running=True))
     size = torch.finfo(engine.dtype).bits // 8
@@ -171,7 +179,8 @@ def sized(stages: Sequence[Stage], scene: Scene, engine: Engine, lanes: int) -> 
 
 def _evaluation(scene: Scene, engine: Engine) -> int:
     """Bytes of one evaluation: all activations, forward, backward, and backward of both; and the gradient."""
-    return (24 * _activations(scene) + 6 * tree.size(scene.update)) * torch.finfo(engine.dtype).bits // 8
+    each = 24 * _activations(scene) + 6 * tree.size(scene.update)
+    return len(scene.rounds) * each * torch.finfo(engine.dtype).bits // 8
 
 
 def unknowns_of(task: Task, examples: int) -> int:
@@ -279,11 +288,18 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
     def spread(values: Sequence[Params]) -> Params:
         return {name: value.repeat_interleave(restarts, dim=0) for name, value in stack(values).items()}
 
+    def seen(scenes: Sequence[Scene]) -> Tree:
+        return {
+            "update": spread([scene.update for scene in scenes]),
+            "buffers": spread([_buffers(scene, running=True) for scene in scenes]),
+            "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
+        }
+
+    earlier = zip(*(scene.earlier for scene in scenes), strict=True)  # round by round
     lane: Tree = {
-        "update": spread([scene.update for scene in scenes]),
+        **seen(scenes),
+        "earlier": {str(number): seen(rounds) for number, rounds in enumerate(earlier)},
         "fields": spread([scene.fields for scene in scenes]),
-        "buffers": spread([_buffers(scene, running=True) for scene in scenes]),
-        "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
         "key": torch.stack([key for target in keys for key in target]).to(device),
     }
     return first, lane

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -125,7 +125,10 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Several rounds of ONE client, oldest first: noise averages out, state shows. A list is separate targets."""
+    """Several rounds of ONE client, oldest first, that trained on the same examples in each: noise averages out.
+
+    One target, named by its last round. A list is separate targets.
+    """
 
     observations: tuple[Observation, ...]
 
@@ -135,6 +138,33 @@ class Track:
         rounds = [seen.round for seen in self.observations]
         if rounds != sorted(set(rounds)):
             raise BadObservation(f"A track's rounds must increase; given {rounds}.")
+        if len(sizes := {seen.num_examples for seen in self.observations}) > 1:
+            raise BadObservation(
+                f"A track is of one client that trained on the same examples each time; given {sorted(sizes)} of them."
+            )
+        for seen in self.observations[1:]:
+            _same_names_and_shapes(self.last.weights, seen.update)
+
+    @property
+    def last(self) -> Observation:
+        return self.observations[-1]
+
+    @property
+    def key(self) -> str:
+        return self.last.key
+
+    @property
+    def num_examples(self) -> int:
+        return self.last.num_examples
+
+    @property
+    def equations(self) -> int:
+        """Numbers that were observed, in all rounds."""
+        return sum(tree.size(seen.update) for seen in self.observations)
+
+
+Seen: TypeAlias = "Observation | Track | Sequence[Observation | Track]"
+"""What an attack is given: one target, or several independent ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,11 +256,10 @@ def _read(path: Path) -> tuple[dict[str, Any], Params]:
     return header, tensors
 
 
-def as_targets(seen: Observation | Track | Sequence[Observation]) -> list[Observation]:
-    """One observation or several independent ones, as a list with unequal keys."""
-    if isinstance(seen, Track):
-        raise BadObservation("This attack reads single rounds; a Track needs an attack that combines rounds.")
-    targets = [seen] if isinstance(seen, Observation) else list(seen)
+def as_targets(seen: Seen) -> list[Track]:
+    """One target or several independent ones, each as a track, with unequal keys. An observation is a track of one."""
+    given = [seen] if isinstance(seen, Observation | Track) else list(seen)
+    targets = [each if isinstance(each, Track) else Track((each,)) for each in given]
     if not targets:
         raise BadObservation("There is no observation to attack.")
     keys = [target.key for target in targets]

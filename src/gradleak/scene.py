@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradleak import tree
 from gradleak.draws import Draws
-from gradleak.observation import Knowledge, Observation
+from gradleak.observation import Knowledge, Observation, Track
 from gradleak.task import Batch, Task
 from gradleak.tree import Params, Tree
 
@@ -50,10 +50,14 @@ class Scene:
     constants: Tree = field(default_factory=dict)  # what the space fixed at the start of the stage
     shared: Tree = field(default_factory=dict)  # what priors computed across restarts
     draws: Draws | None = None
+    earlier: tuple[Scene, ...] = ()  # other rounds in which the client trained on the same batch
 
     @staticmethod
-    def of(task: Task, seen: Observation, knows: Knowledge) -> Scene:
-        """The scene of one target, in the task's own device and type."""
+    def of(task: Task, seen: Observation | Track, knows: Knowledge) -> Scene:
+        """The scene of one target, in the task's own device and type; of a track, that of its last round."""
+        if isinstance(seen, Track):
+            *earlier, last = (Scene.of(task, each, knows) for each in seen.observations)
+            return replace(last, earlier=tuple(earlier))
         like = next(tree.leaves(task.weights()))
         move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
         return Scene(
@@ -86,7 +90,13 @@ class Scene:
             limits={name: (low.to(dtype), high.to(dtype)) for name, (low, high) in self.limits.items()},
             constants=move(self.constants),
             shared=move(self.shared),
+            earlier=tuple(each.to(dtype) for each in self.earlier),
         )
+
+    @property
+    def rounds(self) -> tuple[Scene, ...]:
+        """Every round of the target as a scene of its own, this one last; all see this one's task and knowledge."""
+        return (*(replace(each, task=self.task, knows=self.knows) for each in self.earlier), self)
 
 
 # --- the six protocols ----------------------------------------------------------------------------------------------

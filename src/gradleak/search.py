@@ -176,11 +176,9 @@ class Search:
 
     def scene(self, lane: Tree) -> Scene:
         scene = replace(
-            self.template,
-            update=lane["update"],
+            _seen(self.template, lane),
+            earlier=tuple(_seen(each, lane["earlier"][str(i)]) for i, each in enumerate(self.template.earlier)),
             fields=lane["fields"],
-            buffers={**(self.template.buffers or {}), **lane["buffers"]},
-            returned_buffers=lane["returned_buffers"] or None,
             constants=lane["constants"],
             shared=lane["shared"],
             draws=Draws(lane["key"]),
@@ -313,6 +311,16 @@ class Search:
     def trace(self) -> dict[str, Tensor]:
         steps = torch.arange(self.traced.shape[1]) * self.every
         return {"step": steps, "objective": self.traced[0], "match": self.traced[1]}
+
+
+def _seen(template: Scene, lane: Tree) -> Scene:
+    """A round as one lane sees it: what clients differ in is the lane's own."""
+    return replace(
+        template,
+        update=lane["update"],
+        buffers={**(template.buffers or {}), **lane["buffers"]},
+        returned_buffers=lane["returned_buffers"] or None,
+    )
 
 
 def _draws(scene: Scene) -> Draws:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +13,7 @@ from gradleak import draws as randomness
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
 from gradleak.draws import Draws
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Observation, Track
+from gradleak.observation import Knowledge, Seen
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.predictions import Replay, gradient
@@ -61,7 +60,7 @@ class Analytic:
     def run(
         self,
         task: Task,
-        seen: Observation | Track | Sequence[Observation],
+        seen: Seen,
         knows: Knowledge = Knowledge(),
         seed: int = 0,
         *,

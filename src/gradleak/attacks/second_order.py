@@ -13,9 +13,10 @@ from torch import Tensor
 from gradleak import registry, tree
 from gradleak.analysis.identifiability import certify
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
+from gradleak.defence import overrides
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.local import Order
-from gradleak.observation import Knowledge, Observation, Track, as_targets
+from gradleak.observation import Knowledge, Seen, Track, as_targets
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
@@ -27,7 +28,7 @@ from gradleak.parts.priors import NaturalImage, Smoothness
 from gradleak.parts.smoothing import Smoothed, kinked
 from gradleak.parts.spaces import FreeCategories, Normal, Pixels, Together
 from gradleak.registry import named
-from gradleak.scene import Needs
+from gradleak.scene import Needs, Scene
 from gradleak.task import Task
 
 GREY = Normal(0.5, 0.02, unit=True)
@@ -36,6 +37,7 @@ SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # of the smoothed networks that lead to
 FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian tells the units
 MOST_DENSE = 12_288  # unknowns: four colour images of 32 x 32
 SKETCH = 4  # rows for every unknown, where a network has many times as many parameters
+REFINING = 15  # steps with all equations, after those with a sketch of them
 RESTARTS = 4  # along the smoothed networks: which solution the path ends in is a matter of where it began
 SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches were seen down to 4e-9
 MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
@@ -100,7 +102,7 @@ class SecondOrder:
     def run(
         self,
         task: Task,
-        seen: Observation | Track | Sequence[Observation],
+        seen: Seen,
         knows: Knowledge = Knowledge(),
         seed: int = 0,
         *,
@@ -125,19 +127,19 @@ class SecondOrder:
         if progress is not None:
             progress(1.0)
         best = replace(best, settings={**best.settings, "attack": repr(self)})
-        if not self.certify or not _room(engine, task, targets):
+        if not self.certify or not _room(engine, task, targets) or any(len(each.observations) > 1 for each in targets):
             return best
         # At the images as found, in the order that won; labels are the attack's own.
         certificates = [
-            certify(task, seen, best.target(row), knows, engine=engine, order=walked[row])
-            for row, seen in enumerate(targets)
+            certify(task, target.last, best.target(row), knows, engine=engine, order=walked[row])
+            for row, target in enumerate(targets)
         ]
         return replace(best, certificates=tuple(certificates))
 
     def _cascade(
         self,
         task: Task,
-        targets: Sequence[Observation],
+        targets: Sequence[Track],
         knows: Knowledge,
         seed: int,
         engine: Engine,
@@ -158,17 +160,18 @@ class SecondOrder:
         return best
 
     def ways(
-        self, task: Task, knows: Knowledge, targets: Sequence[Observation], engine: Engine, order: Order | None = None
+        self, task: Task, knows: Knowledge, targets: Sequence[Track], engine: Engine, order: Order | None = None
     ) -> list[Composed]:
         """The attacks to try on this task, cheapest first."""
         largest = max(targets, key=lambda target: target.num_examples)
-        unknowns, equations = unknowns_of(task, largest.num_examples), tree.size(largest.update)
+        unknowns, equations = unknowns_of(task, largest.num_examples), largest.equations
         rows = SKETCH * unknowns
         large = equations > 2 * rows
         dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall), single=large)
         room = 8 * dense.entries(unknowns, rows if large else equations) < 0.6 * memory_of(engine)
         small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE and room)
-        match = Sketched(Relative(), rows) if large and small else Relative()
+        every = Relative(whole=_noisy(task, knows, targets))
+        match = Sketched(every, rows) if large and small else every
         stage = Stage(Pixels(GREY), Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
@@ -187,7 +190,12 @@ class SecondOrder:
         if self._joint(task, knows, targets):
             free = Together((stage.space, FreeCategories()))
             stage, sharpened = replace(stage, space=free), replace(sharpened, space=free)
-        ways = [] if bent else [self._attack([stage, sharpened])]
+        smooth = [stage, sharpened]
+        if large and 8 * dense.entries(unknowns, equations) < 0.6 * memory_of(engine):
+            # Against noise every equation counts, and a sketch has only some: a few steps with all of them.
+            brief = replace(dense, steps=REFINING)
+            smooth = [stage, replace(stage, match=every, optimiser=brief), sharpened]
+        ways = [] if bent else [self._attack(smooth)]
         if chain:
             ways.append(self._attack([peeled]))
         if bent:
@@ -196,7 +204,7 @@ class SecondOrder:
             )
         return ways
 
-    def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Observation]) -> bool:
+    def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
         """Are labels unknowns beside the images? After several steps no rule reads those of several examples well.
 
         On 50 pairs of CIFAR-10 images, an untrained LeNet and four steps of lr 0.1, the best rule was right on 26.
@@ -235,10 +243,19 @@ class SecondOrder:
         return GaussNewtonKrylov(steps=max(1, iterations) * self.vectors, vectors=self.vectors)
 
 
-def _room(engine: Engine, task: Task, targets: Sequence[Observation]) -> bool:
+def _noisy(task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
+    """Does the defence, as far as it is known, add noise of a known size to what it leaves?"""
+    if knows.defence is None or not overrides(knows.defence, "noise_variance"):
+        return False
+    scene = Scene.of(task, targets[0].last, knows)
+    variance = tree.flatten(knows.defence.assumed(scene, task).noise_variance(scene))
+    return bool(((variance > 0) & variance.isfinite()).any())
+
+
+def _room(engine: Engine, task: Task, targets: Sequence[Track]) -> bool:
     """Does the Jacobian of the largest target fit beside its factors?"""
     largest = max(targets, key=lambda target: target.num_examples)
-    entries = unknowns_of(task, largest.num_examples) * tree.size(largest.update)
+    entries = unknowns_of(task, largest.num_examples) * largest.equations
     return 8 * entries < 0.4 * memory_of(engine)
 
 

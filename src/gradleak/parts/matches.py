@@ -56,18 +56,21 @@ class Relative(_Difference):
 
     Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
     `floor` times the RMS of the whole update, since it tells something too: that the prediction must be small there.
+    `whole`: all are measured in the RMS of the whole update, which is right where all carry the same noise.
     """
 
     floor: float = 1e-6
+    whole: bool = False
     squares: bool = True
     scale_free: bool = False
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         entries = tree.size(observed)
-        least = self.floor * tree.norm(observed) / math.sqrt(entries)
+        common = tree.norm(observed) / math.sqrt(entries)
 
         def in_own_unit(p: Tensor, o: Tensor) -> Tensor:
-            unit = torch.maximum(tree.norm({"": o}) / math.sqrt(o.numel()), least)
+            own = torch.maximum(tree.norm({"": o}) / math.sqrt(o.numel()), self.floor * common)
+            unit = common if self.whole else own
             return (p - o) * (_inverse(unit) / math.sqrt(entries))
 
         return tree.map(in_own_unit, predicted, observed)

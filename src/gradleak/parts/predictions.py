@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradleak import tree
@@ -19,6 +20,7 @@ class Replay:
     """Run the client rule on the guess: `LocalTraining.run`, through the defence as far as the attacker knows it.
 
     With neither a recipe of its own nor one in Knowledge it is the plain gradient, whose scale is then meaningless.
+    Of a target seen in several rounds all are predicted, each from the weights it began with, and compared together.
     """
 
     training: LocalTraining | None = None
@@ -32,16 +34,27 @@ class Replay:
         return {}
 
     def target(self, scene: Scene) -> Params:
-        return _assumed(scene).visible(scene.update, scene)
+        return _together([_assumed(each).visible(each.update, each) for each in scene.rounds])
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
         training = self.training or scene.knows.training or LocalTraining(lr=1.0)
         # The client's random augmentations are not known: the replay trains on the images as they are.
         training = replace(training, augmentation=None)
-        defence = _assumed(scene)
-        client = ClientState(buffers=scene.buffers, extras=scene.extras)
-        upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
-        return defence.visible(defence.reveal([upload], [upload.num_examples]), scene)
+
+        def of_round(scene: Scene) -> Params:
+            defence = _assumed(scene)
+            client = ClientState(buffers=scene.buffers, extras=scene.extras)
+            upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
+            return defence.visible(defence.reveal([upload], [upload.num_examples]), scene)
+
+        return _together([of_round(each) for each in scene.rounds])
+
+
+def _together(rounds: Sequence[Params]) -> Params:
+    """The updates of several rounds as one; a single one keeps its names."""
+    if len(rounds) == 1:
+        return rounds[0]
+    return {f"{number}/{name}": value for number, update in enumerate(rounds) for name, value in update.items()}
 
 
 def _assumed(scene: Scene) -> Defence:

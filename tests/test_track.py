@@ -1,0 +1,119 @@
+"""Several rounds of one client, attacked as one target: fresh noise averages out, and every round's weights count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gradleak as gl
+from gradleak import tree
+from gradleak.observation import Track
+
+TRAINING = gl.LocalTraining(lr=1.0)
+SHAPE = (2, 6, 6)
+
+
+@pytest.fixture(scope="module")
+def task() -> gl.Task:
+    make = torch.Generator().manual_seed(0)
+    model = gl.models.lenet_zhu(shape=SHAPE, width=4, generator=make).double()
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(model, F.cross_entropy, like=like)
+
+
+def picture(seed: int = 0) -> Tensor:
+    coarse = torch.rand(1, SHAPE[0], 3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return F.interpolate(coarse, size=SHAPE[1:], mode="bilinear")
+
+
+def moved(task: gl.Task, number: int) -> dict[str, Tensor]:
+    """Weights as a training would have moved them by this round."""
+    make = torch.Generator().manual_seed(number)
+    return {
+        name: value + 0.02 * torch.randn(value.shape, generator=make, dtype=value.dtype)
+        for name, value in task.weights().items()
+    }
+
+
+def track(task: gl.Task, rounds: int, defence: gl.Defence | None = None, seed: int = 0, moving: bool = True) -> Track:
+    """A client that trains on the same image in every round."""
+    batch = {"x": picture(seed), "y": torch.tensor([seed + 1])}
+    seen = []
+    for number in range(rounds):
+        weights = moved(task, number) if moving else task.weights()
+        upload = gl.observe(task, batch, TRAINING, defence, weights=weights, key=f"{seed}/{number}", seed=number)
+        seen.append(replace(upload, round=number))
+    return Track(tuple(seen))
+
+
+def psnr(found: gl.Reconstruction, seeds: tuple[int, ...] = (0,)) -> float:
+    truth = {"x": torch.stack([picture(s) for s in seeds]), "y": torch.tensor([[s + 1] for s in seeds])}
+    return float(gl.metrics.compare(found, truth).psnr.mean())
+
+
+def test_local_noise_averages_out_over_rounds(task: gl.Task) -> None:
+    """The error of an unbiased estimate falls with the number of rounds: 16 of them bring about 12 dB."""
+    noise = gl.defences.LocalGaussian(sigma=3e-4)
+    knows = gl.Knowledge(training=TRAINING, defence=noise)
+    attack = gl.attacks.get("second-order", certify=False)
+    one, many = (psnr(attack.run(task, track(task, rounds, noise), knows)) for rounds in (1, 16))
+    assert many > one + 8
+
+
+def test_a_track_of_one_round_is_that_round(task: gl.Task) -> None:
+    attack, knows = gl.attacks.get("ig", steps=5), gl.Knowledge(training=TRAINING)
+    alone = track(task, 1)
+    both = [attack.run(task, seen, knows) for seen in (alone, alone.last)]
+    assert torch.equal(both[0].batch["x"], both[1].batch["x"])
+
+
+def test_rounds_that_repeat_an_update_change_nothing(task: gl.Task) -> None:
+    """For a cosine: the same update three times has the direction that it has once."""
+    attack, knows = gl.attacks.get("ig", steps=5, keep="last"), gl.Knowledge(training=TRAINING)
+    alone = track(task, 1, moving=False).last
+    thrice = Track(tuple(replace(alone, round=number) for number in range(3)))
+    found = [attack.run(task, seen, knows, engine=gl.Engine(precision="double")) for seen in (alone, thrice)]
+    torch.testing.assert_close(found[0].match, found[1].match, rtol=1e-9, atol=0)
+
+
+def test_tracks_together_are_tracks_alone(task: gl.Task) -> None:
+    attack, knows = gl.attacks.get("ig", steps=8), gl.Knowledge(training=TRAINING)
+    targets = [track(task, 3, seed=seed) for seed in (0, 1)]
+    double = gl.Engine(precision="double")
+    together = attack.run(task, targets, knows, engine=double)
+    for row, target in enumerate(targets):
+        alone = attack.run(task, target, knows, engine=double)
+        torch.testing.assert_close(together.batch["x"][row], alone.batch["x"][0], rtol=0, atol=1e-9)
+
+
+def test_the_truth_matches_in_every_round(task: gl.Task) -> None:
+    """Exact recovery from two rounds, and none where one of them is of another client."""
+    attack, knows = gl.attacks.get("second-order", certify=False), gl.Knowledge(training=TRAINING)
+    mine, other = track(task, 2), track(task, 2, seed=1)
+    assert psnr(attack.run(task, mine, knows)) > 100
+    mixed = Track((other.observations[0], mine.observations[1]))
+    assert float(attack.run(task, mixed, knows).match) > 1e-4
+
+
+def test_rounds_of_unequal_tracks_are_not_stacked(task: gl.Task) -> None:
+    attack, knows = gl.attacks.get("ig", steps=3), gl.Knowledge(training=TRAINING)
+    targets = [track(task, 3), track(task, 2, seed=1), track(task, 3, seed=2, moving=False)]
+    found = attack.run(task, targets, knows, engine=gl.Engine(precision="double"))
+    for row, target in enumerate(targets):
+        alone = attack.run(task, target, knows, engine=gl.Engine(precision="double"))
+        torch.testing.assert_close(found.batch["x"][row], alone.batch["x"][0], rtol=0, atol=1e-9)
+
+
+def test_masks_are_read_off_each_round(task: gl.Task) -> None:
+    """A pruning client sends other entries in every round: together they determine what one leaves open."""
+    pruning = gl.defences.Pruning(keep=0.05)
+    knows = gl.Knowledge(training=TRAINING, defence=pruning)
+    seen = track(task, 3, pruning)
+    sent = [tree.flatten(each.update) != 0 for each in seen.observations]
+    assert not torch.equal(sent[0], sent[1])
+    attack = gl.attacks.get("second-order", certify=False)
+    assert psnr(attack.run(task, seen, knows)) > psnr(attack.run(task, seen.last, knows)) + 6
