@@ -117,3 +117,16 @@ def test_masks_are_read_off_each_round(task: gl.Task) -> None:
     assert not torch.equal(sent[0], sent[1])
     attack = gl.attacks.get("second-order", certify=False)
     assert psnr(attack.run(task, seen, knows)) > psnr(attack.run(task, seen.last, knows)) + 6
+
+
+def test_an_attack_that_ends_at_the_noise_is_not_called_unfitted(task: gl.Task) -> None:
+    """Noise as large as the signal: no attack can explain it, and this one has explained all else."""
+    noise = gl.defences.LocalGaussian(sigma=0.1)
+    seen = track(task, 2, noise)
+    attack = gl.attacks.get("second-order", certify=False)
+    aware, naive = (
+        attack.run(task, seen, gl.Knowledge(training=TRAINING, defence=known)).checks for known in (noise, None)
+    )
+    assert [check.name for check in aware.found if check.severity == "error"] == []
+    assert "at the noise" in [check.name for check in aware.found]
+    assert "at the noise" not in [check.name for check in naive.found]

@@ -99,6 +99,7 @@ class Reconstruction:
     evaluations: int  # gradient evaluations per lane
     settings: dict[str, Any] = field(default_factory=dict)
     certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
+    noise: Tensor | None = None  # (T, R) the match that the known defence's noise leaves at the truth, about
 
     @property
     def checks(self) -> Any:
@@ -265,10 +266,11 @@ def _collect(
     count, restarts = len(targets), attack.restarts
     most = max(target.num_examples for target in targets)
     candidates: Batch = {}
-    numbers = {name: torch.full((count, restarts), torch.nan, dtype=torch.float64) for name in ("objective", "match")}
+    curves = ("objective", "match")
+    numbers = {name: torch.full((count, restarts), torch.nan, dtype=torch.float64) for name in (*curves, "noise")}
     diverged = torch.zeros((count, restarts), dtype=torch.bool)
     steps = pieces[0].trace["step"]
-    trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in numbers}
+    trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in curves}
     for piece in pieces:
         rows = torch.tensor(piece.targets)
         for name, value in piece.batch.items():  # (lanes, B, ...)
@@ -279,6 +281,7 @@ def _collect(
             candidates[name][rows, :, : value.shape[2]] = value
         for name, held in numbers.items():
             held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
+        for name in curves:
             trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
         diverged[rows] = piece.diverged.reshape(len(rows), restarts)
     chosen = attack.choose(numbers["match"])
@@ -295,6 +298,7 @@ def _collect(
         candidates=candidates,
         objective=numbers["objective"],
         match=numbers["match"],
+        noise=numbers["noise"],
         chosen=chosen,
         diverged=diverged,
         trace={"step": steps, **trace},

@@ -7,6 +7,7 @@ diverged             lanes met a number that is not finite and were frozen      
 flat                 the match never changed, or was zero from the start                error
 not fitted           the match stayed above half of where it began                      error
 stuck                the match fell at the start and by less than 1 % after that       error
+at the noise         the match ended at the level of the noise that the defence adds     note
 not converged        the second half of the steps still lowered the match by over 10 %,
                      or there were fewer than 50 steps                                  warning
 restarts disagree    no other restart looks like the chosen one                         warning
@@ -38,6 +39,7 @@ STUCK = 0.01
 # Of the match, lost over the second half of the steps. A shorter tail would call every schedule that ends in tiny steps
 # converged, whatever it reached.
 STILL_FALLING = 0.1
+NOISE = 1.5  # times the match that a defence's known noise leaves at the truth: what ends there has fitted all else
 SHORT = 50  # steps; a search of fewer shows no tail to judge
 ALIKE = 0.15  # root mean square of pixels in [0, 1], about 16 dB: restarts nearer than this show the same picture
 
@@ -113,7 +115,16 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
             target,
         )
     # Where the update is shown to be reproduced the search has done all it could, also where it began at the solution.
-    if reconstruction.certificates is None or not reconstruction.certificates[target].solved:
+    noise = 0.0 if reconstruction.noise is None else float(reconstruction.noise[target, chosen])
+    if 0 < noise and end <= NOISE * noise:
+        yield Check(
+            "at the noise",
+            "note",
+            f"the match ended at {end:.3g}; the defence's noise alone makes {noise:.3g}",
+            "several rounds of the same client (Track) average it out",
+            target,
+        )
+    elif reconstruction.certificates is None or not reconstruction.certificates[target].solved:
         yield from _fall(curve[curve.isfinite()], end, reconstruction.evaluations, target)
     if reconstruction.candidates.get("x") is not None and diverged.shape[0] > 1:
         yield from _agreement(reconstruction, target, chosen)

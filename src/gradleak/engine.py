@@ -83,6 +83,7 @@ class Solved:
     match: Tensor
     each: Tensor | None  # (lanes, examples): the match of every example, where it separates
     diverged: Tensor
+    noise: Tensor  # (lanes,): the match at the level of the known defence's noise
     trace: dict[str, Tensor]
 
 
@@ -263,6 +264,7 @@ def _solve_chunk(
         match=best.match.detach().cpu(),
         each=search.each_example(best.at),
         diverged=diverged.cpu(),
+        noise=search.noise(),
         trace={name: torch.cat([part[name].detach().cpu() for part in trace]) for name in trace[0]},
     )
 

@@ -17,6 +17,7 @@ from torch.func import grad_and_value, vmap
 
 from gradleak import tree
 from gradleak.attack import Progress, Stage
+from gradleak.defence import overrides
 from gradleak.draws import Draws
 from gradleak.registry import did_you_mean
 from gradleak.scene import Now, QuadraticPrior, Scene, Scored, SharedPrior
@@ -307,6 +308,18 @@ class Search:
             return self.stage.match.residual(problem.predicted(v), problem.observed)
 
         return next(tree.leaves(self.lift(residual)(v, self.lane))).cpu()
+
+    def noise(self) -> Tensor:
+        """(lanes,): the match that the noise of the known defence leaves at the truth, about; 0 where there is none."""
+        known, disturb = self.template.knows.defence, getattr(self.stage.predict, "disturbed", None)
+        if known is None or disturb is None or not overrides(known, "noise_variance"):
+            return torch.zeros(self.groups[0] * self.groups[1])
+
+        def level(lane: Tree) -> Tensor:
+            scene = self.scene(lane)
+            return self.stage.match.distance(disturb(scene, _draws(scene).child(2)), lane["observed"])
+
+        return self.lift(level)(self.lane).detach().cpu()
 
     def trace(self) -> dict[str, Tensor]:
         steps = torch.arange(self.traced.shape[1]) * self.every

@@ -326,6 +326,7 @@ def _taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], win
         candidates=candidates,
         objective=put(best.objective, found.objective),
         match=put(best.match, found.match),
+        noise=None if best.noise is None or found.noise is None else put(best.noise, found.noise),
         chosen=chosen,
         diverged=put(best.diverged, found.diverged),
         trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from gradleak import tree
 from gradleak.defence import Defence
 from gradleak.draws import Draws
@@ -35,6 +37,22 @@ class Replay:
 
     def target(self, scene: Scene) -> Params:
         return _together([_assumed(each).visible(each.update, each) for each in scene.rounds])
+
+    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+        """The target with the noise of the known defence drawn anew: about as far from it as the truth itself is."""
+
+        def of_round(number: int, scene: Scene) -> Params:
+            defence, own = _assumed(scene), draws.child(number)
+            variance = defence.noise_variance(scene)
+            noisy = {
+                name: value
+                + torch.where(variance[name].isfinite(), variance[name], 0.0).sqrt()
+                * own.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
+                for stream, (name, value) in enumerate(scene.update.items())
+            }
+            return defence.visible(noisy, scene)
+
+        return _together([of_round(number, each) for number, each in enumerate(scene.rounds)])
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
         training = self.training or scene.knows.training or LocalTraining(lr=1.0)
