@@ -726,6 +726,14 @@ def test_the_step_of_every_registered_attack_can_be_captured(name: str, norm: st
             gate(search)
 
 
+def test_a_step_over_several_rounds_can_be_captured(double: Engine) -> None:
+    task, seen, _ = observed(2)
+    track = gl.Track((seen, replace(seen, round=1)))
+    knows = Knowledge(training=TRAINING, defence=gl.defences.Pruning(keep=0.5))
+    for search in searches(short("ig", steps=50), task, track, knows, double):
+        gate(search)
+
+
 TABLE = torch.linspace(0, 1, 50)
 BAD: dict[str, Callable[[Batch, Now], Any]] = {
     "branch on the step": lambda batch, now: 1.0 if now.step > 3 else 0.0,
