@@ -112,7 +112,9 @@ def test_every_attack_repeats_by_seed(name: str) -> None:
     first, again, other = (attacked(name, seed=seed) for seed in (7, 7, 8))
     assert torch.equal(first.candidates["x"], again.candidates["x"])
     assert torch.equal(first.match, again.match)
-    if first.evaluations > 1:
+    if (
+        first.evaluations > 1 and not (first.match < 1e-12).all()
+    ):  # there is one solution, and it owes nothing to chance
         assert not torch.equal(first.candidates["x"], other.candidates["x"])
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradleak as gl
 from conftest import CLASSES, largest_difference, private, tiny
-from gradleak import tree
+from gradleak import registry, tree
 from gradleak.audit import from_settings
 from gradleak.audit.private import Stored
 from gradleak.draws import Draws
@@ -29,7 +29,6 @@ from gradleak.federation import (
     accepted,
     participation,
     partition,
-    spelling,
     with_buffers,
 )
 from gradleak.federation.checkpoints import Checkpoints
@@ -214,9 +213,9 @@ def test_a_client_wise_dirichlet_split_keeps_the_sizes_and_varies_the_classes() 
 
 def test_splits_are_spelled_and_read_back() -> None:
     for text in ("iid", "iid_balanced", "dir_class:alpha=0.3,min_size=2", "dir_client:alpha=0.0"):
-        assert spelling.write(partition.parse(text)) == text
+        assert registry.spelled(registry.parse("partition", text)) == text
     for text in ("all", "fixed:number=3", "poisson:rate=0.25"):
-        assert spelling.write(participation.parse(text)) == text
+        assert registry.spelled(registry.parse("participation", text)) == text
     federation = Federation(clients=4, split="dir_class:alpha=0.3", participation="fixed:number=3", server_lr=0.5)  # type: ignore[arg-type]
     assert Federation(**federation.settings()) == federation
 
@@ -228,7 +227,7 @@ def test_splits_are_spelled_and_read_back() -> None:
         ({"split": "dir_class:beta=2"}, BadSetting, "has no setting 'beta'"),
         ({"split": "dir_class:alpha=-1"}, BadSetting, "alpha of dir_class must be a number of at least"),
         ({"split": "dir_class:alpha=much"}, BadSetting, "alpha must be a number"),
-        ({"participation": "fixed"}, BadSetting, "needs settings: number"),
+        ({"participation": "fixed"}, BadSetting, "needs the setting 'number'"),
         ({"participation": "fixed:number=9"}, FederationError, "9 clients per round cannot be chosen from 4"),
         ({"participation": "poisson:rate=1.5"}, BadSetting, "from 0 to 1"),
         ({"weighting": "size"}, FederationError, "'examples' or 'uniform'"),
@@ -269,6 +268,18 @@ def test_a_round_without_clients_is_skipped_and_recorded() -> None:
     done = federation.train(task, data(), 2)
     assert largest_difference(done.state.weights, task.weights()) == 0
     assert [row["skipped"] for row in done.metrics[1:]] == ["no client was drawn"] * 2
+
+
+def test_central_noise_hides_that_a_round_was_empty() -> None:
+    task = tiny()
+    private_ = gl.defences.DPFedAvg(clip=1.0, noise_multiplier=0.5)
+    server = {**Federation(clients=4, participation=participation.Poisson(0.5)).server("aggregate", 0)}
+    alone = private_.idle({**server, "weights": task.weights()})
+    assert alone is not None
+    spread = tree.flatten(alone).square().mean().sqrt()
+    assert float(spread) == pytest.approx(0.5 * 1.0 / (0.5 * 4), rel=0.2)
+    assert gl.Chain(gl.Defence(), private_).idle({**server, "weights": task.weights()}) is not None
+    assert gl.defences.Clipping(1.0).idle(server) is None
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -876,6 +887,37 @@ def test_an_audit_attacks_the_checkpoints_of_a_training(tmp_path: Path, monkeypa
     assert "trained" in planned.settings()["fingerprint"]
     with pytest.raises(FederationError, match="no checkpoint of round 1; there are: 0, 2, 3, 6"):
         audit(tmp_path / "run", rounds=[1]).cells()
+
+
+def test_what_a_client_remembers_comes_into_the_round_in_which_it_is_attacked(tmp_path: Path) -> None:
+    """Error feedback: what was pruned in earlier rounds is in the update of the attacked one."""
+    pruning = gl.defences.Pruning(keep=0.3, residual=True)
+    held, federation = data(12), Federation(clients=2, examples=2, training=gl.LocalTraining(lr=0.5))
+    task, rounds = tiny(), (0, 3)
+    planned = gl.Audit(
+        task,
+        held.tensors,
+        ["ig:steps=2"],
+        defences=[pruning],
+        federation=federation,
+        rounds=rounds,
+        targets=2,
+        unrelated=0,
+    )
+    snapshot = federation.weights_at(task, held, rounds, pruning)[3]
+    assert snapshot.memories.keys() == {0, 1}
+    seen = planned.side.victims(federation, pruning, 3, rounds, 0).seen[0]
+    target = federation.target(held, 0)
+    batch = held.batch(target.rows)
+    with_, without = (
+        gl.observe(task, batch, federation.training, pruning, weights=snapshot.weights, memory=memory).update
+        for memory in (snapshot.memories[0], None)
+    )
+    assert largest_difference(seen.update, with_) < 1e-12
+    assert largest_difference(seen.update, without) > 1e-4
+    federation.train(task, held, 3, defence=pruning, out=tmp_path / "run")
+    kept = Checkpoints(tmp_path / "run").at(3).memories
+    assert largest_difference(kept[0]["unsent"], snapshot.memories[0]["unsent"]) < 1e-12
 
 
 def test_an_audit_refuses_a_training_of_something_else(tmp_path: Path) -> None:

@@ -90,10 +90,15 @@ def rows() -> dict[str, Row]:
     found["relu, torch init"] = replace(plain, model=lenet("relu"), beside="ig:steps=4000", certified=4)
     found |= {
         f"{name}, {activation}": replace(
-            plain, model=f"{name}:activation={activation},norm=group", count=4, beside="ig", equal_time=True
+            plain,
+            model=f"{name}:activation={activation},norm=group",
+            attack=f"second-order:certify=false{settings}",
+            count=count,
+            beside="ig",
+            equal_time=True,
         )
         for name in ("convnet", "resnet18")
-        for activation in ("gelu", "relu")
+        for activation, count, settings in (("gelu", 4, ""), ("relu", 1, ",restarts=1,steps=20"))
     }
     found |= {
         f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=8)
@@ -105,7 +110,7 @@ def rows() -> dict[str, Row]:
 
 def on_the_wire(row: Row, lr: float) -> Row:
     """The same round of a client that computes in float32 and returns its weights."""
-    count = row.count if row.examples == 1 else 2
+    count = 8 if row.trained else row.count if row.examples == 1 else 2
     training = replace(row.training, lr=lr)
     return replace(row, single=True, wire="weights", training=training, count=count, certified=0, beside="")
 

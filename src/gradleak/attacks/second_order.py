@@ -40,6 +40,7 @@ SKETCH = 4  # rows for every unknown, where a network has many times as many par
 REFINING = 15  # steps with all equations, after those with a sketch of them
 RESTARTS = 4  # along the smoothed networks: which solution the path ends in is a matter of where it began
 SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches were seen down to 4e-9
+TRIAL = 25  # steps for one of several orders: the right one is solved in ten
 MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
 
 
@@ -59,6 +60,7 @@ class SecondOrder:
     and where it takes several steps over several examples their labels are unknowns beside them.
 
     steps       of the final search at most; a lane that is solved stops
+    restarts    None: one, and four along smoothed networks, where the end of the path depends on its beginning
     prior       first weight of the roughness, in units of the data's own
     after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"; its own labels and
                 restarts then count
@@ -69,7 +71,7 @@ class SecondOrder:
     steps: int = 60
     prior: float = 1.0
     fall: float = 0.1
-    restarts: int = 1
+    restarts: int | None = None
     labels: str = "auto"
     method: str = "auto"
     vectors: int = 100
@@ -77,7 +79,9 @@ class SecondOrder:
     certify: bool = True
 
     def __post_init__(self) -> None:
-        require_positive(self, whole=("steps", "restarts", "vectors"), real=("prior", "fall"))
+        require_positive(self, whole=("steps", "vectors"), real=("prior", "fall"))
+        if self.restarts is not None and self.restarts < 1:
+            raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
         Homotopy(self.prior, self.fall)
         label_rule(self.labels)
         if self.method not in ("auto", "dense", "krylov"):
@@ -114,13 +118,14 @@ class SecondOrder:
         engine = replace(engine or Engine(), precision="double")
         targets = as_targets(seen)
         orders = _orders(knows, {target.num_examples for target in targets}, engine)
-        best = self._cascade(task, targets, knows, seed, engine, orders[0], _part(progress, 0, len(orders)))
+        one = self if len(orders) == 1 else replace(self, steps=min(self.steps, TRIAL))
+        best = one._cascade(task, targets, knows, seed, engine, orders[0], _part(progress, 0, len(orders)))
         walked = [orders[0]] * len(targets)
         for done, order in enumerate(orders[1:], start=1):
             rows = _unsolved(best)
             if rows:
                 some, own = [targets[row] for row in rows], _given(knows, rows, len(targets))
-                found = self._cascade(task, some, own, seed, engine, order, _part(progress, done, len(orders)))
+                found = one._cascade(task, some, own, seed, engine, order, _part(progress, done, len(orders)))
                 lower = _matches(found) < _matches(best)[rows]
                 best = _taken(best, found, rows, lower)
                 walked = [order if row in rows and lower[rows.index(row)] else held for row, held in enumerate(walked)]
@@ -199,9 +204,7 @@ class SecondOrder:
         if chain:
             ways.append(self._attack([peeled]))
         if bent:
-            ways.append(
-                self._attack([*self._path(stage, dense, task), sharpened], restarts=max(self.restarts, RESTARTS))
-            )
+            ways.append(self._attack([*self._path(stage, dense, task), sharpened], restarts=self.restarts or RESTARTS))
         return ways
 
     def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
@@ -218,7 +221,7 @@ class SecondOrder:
 
     def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
         fields = Labels(label_rule(self.labels))
-        return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts, keep="last")
+        return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts or 1, keep="last")
 
     def _path(self, stage: Stage, dense: LevenbergMarquardt, task: Task) -> Iterator[Stage]:
         """Networks ever less smooth, each solved as far as it can explain the update, and the real one."""
