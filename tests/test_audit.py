@@ -22,7 +22,7 @@ import gradleak as gl
 from gradleak import attacks, tree
 from gradleak.attack import Reconstruction
 from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
-from gradleak.audit.cells import forms_of
+from gradleak.audit.cells import defence_of, forms_of
 from gradleak.audit.probe import gradient_of
 from gradleak.data import Images
 from gradleak.draws import Draws, key
@@ -82,6 +82,12 @@ class Noise(gl.Defence):
 
 
 @dataclass(frozen=True)
+class Part(gl.Defence):
+    def visible(self, update: Any, scene: Any) -> Any:
+        return {name: value for name, value in update.items() if name.endswith("weight")}
+
+
+@dataclass(frozen=True)
 class Start(gl.Defence):
     def initial(self, weights: Any, server: Any) -> Any:
         return tree.scale(weights, 0.9)
@@ -131,6 +137,7 @@ def test_the_control_runs_apart_where_the_grid_does_not_hold_it() -> None:
         (Halve(), ["naive", "adaptive"]),
         (Noise(), ["naive", "masked", "adaptive"]),
         (Start(), ["naive"]),
+        (Part(), ["naive", "masked", "adaptive"]),
         (gl.Chain(Halve(), Noise()), ["naive", "masked", "adaptive"]),
         (gl.Defence(), ["naive"]),
     ],
@@ -147,6 +154,87 @@ def test_an_adaptive_attacker_sees_through_a_scaled_update() -> None:
     assert adaptive.recovered.value == 1.0
     assert adaptive.means["psnr"] > naive.means["psnr"] + 10
     assert result.verdict.word == "leaks"
+
+
+# --- what is proved about a defence ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asking(gl.Defence):
+    """Says what it was told about the client."""
+
+    def guarantee(self, exposure: gl.Exposure) -> gl.Guarantee:
+        told = (exposure.rounds, exposure.clients, exposure.sampling, exposure.examples, exposure.training is not None)
+        return gl.Guarantee(reason=f"{told}, signal {exposure.signal:.6g}")
+
+
+def test_every_row_of_a_defence_says_what_it_proves_for_this_client() -> None:
+    planned = audit(
+        attacks=["ig:steps=2"],
+        defences=[None, Asking(), "local-gaussian", "dp-fedavg"],
+        rounds=[0, 2],
+        federation=gl.Federation(clients=4, examples=2, participation="fixed:number=2"),  # type: ignore[arg-type]
+        targets=2,
+    )
+    result = planned.run()
+    told = {(row["defence"], row["round"]): row["guarantee"] for row in result.rows if not row["control"]}
+    assert told["none", 0] is None
+    for number in (0, 2):
+        plain = planned.side.victims(planned.federation, None, number, (0, 2), 0)
+        squares = [tree.squared_norm(seen.update) / tree.size(seen.update) for seen in plain.seen]
+        signal = float(torch.stack(squares).mean().sqrt())
+        text = told["Asking()", number]["text"]
+        assert text.startswith(f"no formal guarantee (({number + 1}, 4, 'fixed', 2, True), signal ")
+        assert float(text.split()[-1].rstrip(")")) == pytest.approx(signal, rel=1e-4)
+        proved = gl.defences.LocalGaussian().guarantee(planned.federation.exposure(number + 1, 20))
+        assert told["local-gaussian", number]["epsilon"] == proved.epsilon
+        assert told["local-gaussian", number]["releases"] == number + 1
+        assert told["local-gaussian", number]["text"] == str(proved)
+    assert "does not protect against the aggregating server" in told["dp-fedavg", 0]["text"]
+    assert result.rescore().rows[-1]["guarantee"] == result.rows[-1]["guarantee"]
+
+
+def test_at_a_trainings_weights_all_of_its_rounds_count_and_its_accuracy_is_told(tmp_path: Path) -> None:
+    from gradleak.federation.checkpoints import Checkpoints
+
+    held = audit().side.data
+    for name, defence in (("plain", None), ("noised", gl.defences.LocalGaussian())):
+        federation = gl.Federation(clients=2, examples=None)
+        federation.train(task(), held, 4, defence=defence, test=held, every=2, checkpoints=[1, 2], out=tmp_path / name)
+        planned = audit(
+            attacks=["ig:steps=2"],
+            defences=["local-gaussian"],
+            rounds=[1, 2],
+            targets=1,
+            trained=Checkpoints(tmp_path / name),
+        )
+        early, late = (line for line in planned.run().summaries if line.form == "naive")
+        assert early.guarantee is not None
+        assert early.guarantee.releases == 4, "of the training, not up to the attacked round"
+        caveats = "; ".join(early.guarantee.caveats)
+        assert ("from a training without it" in caveats) == (defence is None)
+        assert early.trained is not None
+        assert early.trained.test_accuracy is None, "tested at every second round"
+        assert late.trained is not None
+        assert late.trained.test_accuracy == Checkpoints(tmp_path / name).metrics[2]["test_accuracy"]
+        assert late.trained.defence == ("none" if defence is None else repr(defence))
+
+
+def test_an_audit_that_trains_for_itself_measures_no_accuracy() -> None:
+    assert audit(rounds=[1], targets=1).run().summaries[0].trained is None
+
+
+def test_a_defence_that_the_model_cannot_have_is_refused_before_the_first_cell(tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="The defence tip cannot be used here. .* no trained nn.Conv2d"):
+        audit(defences=[None, "tip"]).run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_chains_are_spelled_with_a_plus() -> None:
+    clipping, noise = gl.defences.Clipping(0.5), gl.defences.LocalGaussian(sigma=1e3)
+    assert defence_of("clipping:norm=0.5 + local-gaussian:sigma=1e+3") == gl.Chain(clipping, noise)
+    assert defence_of("clipping:norm=0.5+local-gaussian:sigma=1e+3") == gl.Chain(clipping, noise)
+    assert defence_of(" none ") is None
 
 
 def test_later_rounds_attack_trained_weights() -> None:

@@ -147,7 +147,12 @@ def test_list_shows_paper_status_and_settings() -> None:
     assert "dlg" not in out
     assert "lenet-zhu  [verified]" in Answer("list", "models").out
     assert "auto" in Answer("list", "labels").out
-    assert Answer("list", "defences").code == 0
+    defences = Answer("list", "defences").out
+    assert "    sits in: upload, server" in defences
+    assert "in one round: no formal guarantee (small entries are dropped" in defences
+    assert "(central model, against other clients and whoever sees the model); does not protect against" in defences
+    assert re.search(r"^iid\n {4}Shuffle", Answer("list", "partitions").out, re.MULTILINE), "no figures to verify"
+    assert "number=None" in Answer("list", "participation", "fixed").out
     assert "attacks:" in Answer("list").out
     assert "No attacks match 'zzz'" in Answer("list", "attacks", "zzz").out
     assert "Did you mean 'attacks'" in refused("list", "atacks")
@@ -471,6 +476,21 @@ def test_an_audit_of_a_users_file_from_start_to_report() -> None:
     assert "holds a run with other settings" in refused(*TINY, "--seeds", "0-1", "-o", "run")
 
 
+def test_defences_are_audited_by_every_attacker_and_labelled() -> None:
+    chosen = "none,pruning,clipping,local-gaussian,dp-fedavg"
+    answer = Answer(*TINY, "--quick", "--defence", chosen, "-o", "run")
+    assert answer.code == 0, answer
+    assert re.search(r"^defence +undefended +A0 naive +A1 masked +A2 adaptive +no gradient +verdict$", answer.out, re.M)
+    for name in chosen.split(",")[1:]:
+        assert re.search(rf"^{name} .*\*", answer.out, re.MULTILINE), name
+        assert re.search(rf"^- {name}: ", answer.out, re.MULTILINE), name
+    assert "- pruning: no formal guarantee (" in answer.out
+    assert answer.out.count("differential privacy of one client") == 2
+    page = Path("run/report.html").read_text()
+    assert page.count("does not protect against the aggregating server (the GIA adversary)") == 1
+    assert Answer("report", "run").code == 0
+
+
 def loading_toml(path: str) -> dict[str, Any]:
     return from_toml(Path(path).read_text())
 
@@ -521,7 +541,11 @@ def test_a_model_by_name_for_any_images() -> None:
         (("train.py:task", "--data", "digits"), "shape (1, 8, 8); the task wants (3, 8, 8)"),
         (("train.py:audit", "--attack", "igg"), "Did you mean 'ig'"),
         (("train.py:audit", "--attack", "ig:stps=1"), "Did you mean 'steps'"),
-        (("train.py:audit", "--defence", "nnoe"), "defence"),
+        (("train.py:audit", "--defence", "prunning"), "Did you mean 'pruning'"),
+        (("train.py:audit", "--defence", "none,pruning:keep=2"), "defence 'pruning': keep is the share"),
+        (("train.py:audit", "--defence", "pruning:kep=1"), "Did you mean 'keep'"),
+        (("train.py:audit", "--defence", "agp"), "agp cannot be used here. AGP finds no convolution named 'conv2'"),
+        (("train.py:audit", "--defence", "clipping + nothing"), "Unknown defence 'nothing'"),
         (("train.py:audit", "--targets", "500"), "fewer targets"),
         (("train.py:audit", "--examples", "500"), "examples"),
         (("train.py:audit", "--rounds", "soon"), "--rounds must be whole numbers"),
@@ -618,6 +642,17 @@ def test_a_narrow_terminal_gets_fewer_columns() -> None:
     assert fitted(result, None) == fitted(result, 500) == result.table()
 
 
+def test_no_attacker_is_left_out_in_a_narrow_terminal() -> None:
+    Answer(*TINY, "--quick", "--defence", "none,pruning", "-o", "run")
+    result = gl.AuditResult.load("run")
+    narrow = fitted(result, 80)
+    told = " ".join(narrow.split("pruning: ")[1].split())
+    for name in ("undefended", "A0 naive", "A1 masked", "A2 adaptive", "no gradient", "verdict"):
+        assert name in told, name
+    assert "no formal guarantee" in narrow
+    assert fitted(result, 500).replace("\n", " ") == result.table().replace("\n", " ")
+
+
 # --- train -----------------------------------------------------------------------------------------------------------
 
 TRAIN = ("train", "train.py:task", "--data", "train.py:images", "--clients", 3, "--per-round", 2, "--epochs", 1)
@@ -650,6 +685,10 @@ def test_an_audit_attacks_the_checkpoints_of_a_training() -> None:
     rows = [json.loads(line) for line in Path("run/rows.jsonl").read_text().splitlines()]
     assert {row["round"] for row in rows if not row["control"]} == {0, 2}
     assert all(row["status"] == "done" for row in rows)
+    assert re.search(
+        r"^- round 2: test accuracy [\d.]+%, test loss [\d.]+ \(trained without a", answer.out, re.MULTILINE
+    )
+    assert 'id="utility"' in Path("run/report.html").read_text()
     settings = loading_toml("run/run.toml")
     assert settings["origin"] == {"task": "train.py:task", "data": "train.py:images", "trained": "trained"}
     assert settings["federation"]["clients"] == 3

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 
 from gradleak import registry
 from gradleak.cli import app
+from gradleak.cli.loading import about
 from gradleak.report.pictures import picture, png
+from test_defences_table import GUARANTEED, RANDOM
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -179,6 +181,25 @@ def test_the_table_of_attacks_is_current() -> None:
     found = TABLE.search(README.read_text())
     assert found is not None
     assert found[2] == attacks_table(), "write it anew: python tests/test_readme.py"
+
+
+def rows_of(head: str) -> list[list[str]]:
+    """The rows of the README's table whose head begins like this."""
+    table = README.read_text().split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[entry.strip() for entry in row.strip("|").split("|")] for row in table]
+
+
+def test_the_table_of_defences_says_what_the_defences_do() -> None:
+    """Names, places, chance and guarantees are asked of the defences; only the last column is prose."""
+    rows = {row[0].strip("`"): row[1:] for row in rows_of("| name | where it sits ")}
+    assert list(rows) == [entry.name for entry in registry.entries("defence")]
+    for name, (place, deterministic, proved, how) in rows.items():
+        assert place == about(registry.get("defence", name))[0], name
+        assert (deterministic == "no") == (name in RANDOM), name
+        assert proved.startswith("epsilon") == (GUARANTEED.get(name) == "local"), name
+        assert proved.startswith(("epsilon, one ", "none")), name
+        assert how
+    assert all(entry.status == "unverified" for entry in registry.entries("defence")), "README.md says that all are"
 
 
 def test_every_extra_is_explained() -> None:

@@ -7,8 +7,11 @@ from typing import Any, Literal, Protocol
 
 import pytest
 
+import gradleak.federation  # noqa: F401 (brings the kinds of the private side)
 from gradleak import registry
 from gradleak.registry import BadSetting, UnknownName, named
+
+KINDS = ["attack", "defence", "labels", "model", "participation", "partition"]
 
 
 class Start(Protocol):
@@ -105,7 +108,7 @@ def test_annotations_that_only_a_type_checker_knows_are_not_checked() -> None:
     assert registry.Entry("x", "attack", make, "", "unverified").types == {}
 
 
-@pytest.mark.parametrize("kind", ["attack", "labels", "model", "defence"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_default_fits_its_own_annotation(kind: str) -> None:
     for entry in registry.entries(kind):
         for name, hint in entry.types.items():
@@ -113,9 +116,20 @@ def test_every_default_fits_its_own_annotation(kind: str) -> None:
                 assert registry._fits(entry.settings[name], hint), (entry.name, name, hint)
 
 
-def test_no_named_defences_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        registry, "_entries", {key: held for key, held in registry._entries.items() if key[0] != "defence"}
-    )
-    with pytest.raises(UnknownName, match=r"no named defences yet; docs/add-a-defence\.md"):
-        registry.get("defence", "dp")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_nobody_has_is_answered_with_those_there_are(kind: str) -> None:
+    with pytest.raises(UnknownName, match=f"Unknown {kind} 'zzz'. Available: {registry.entries(kind)[0].name}"):
+        registry.parse(kind, "zzz:a=1")
+
+
+def test_a_kind_that_nobody_has_is_answered_with_those_there_are() -> None:
+    with pytest.raises(UnknownName, match="Nothing is registered as a 'partitin'. Did you mean 'partition'"):
+        registry.entries("partitin")
+
+
+@pytest.mark.parametrize("kind", ["defence", "participation", "partition"])
+def test_what_is_a_dataclass_can_be_spelled_and_read_back(kind: str) -> None:
+    for entry in registry.entries(kind):
+        made = entry.make(**dict.fromkeys(entry.required, 1))
+        settings = registry.spelled(made).partition(":")[2]
+        assert registry.parse(kind, f"{entry.name}:{settings}") == made

@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
+from gradleak.guarantee import Exposure, Guarantee
 from gradleak.report import pictures, render
 from gradleak.report.page import MOST, Page
 from gradleak.results import Control, Rate, Summary, Verdict
 from gradleak.results.certificate import Certified
+from gradleak.results.labels import Trained
 from gradleak.results.rows import BadRun
 
 HOSTILE = "<script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
@@ -117,7 +120,7 @@ def test_the_page_is_whole_and_offline() -> None:
 def test_every_section_of_the_report_card_is_there() -> None:
     text = render(sample())
     headings = set(re.findall(r'<h2 id="(\w+)"', text))
-    assert headings == {"results", "gallery", "control", "baselines", "untested", "repeat", "references"}
+    assert headings == {"results", "defences", "gallery", "control", "baselines", "untested", "repeat", "references"}
     assert set(re.findall(r'href="#(\w+)"', text)) == headings
     for word in ("Threat model", "honest-but-curious", "level C", "ig recovered 75 %", "The strongest attack counts.",
                  "[40, 100]", "mid-grey", "unrelated update", "Geiping", "federation.lr", "--config"):  # fmt: skip
@@ -165,6 +168,70 @@ def test_proofs_are_told_in_plain_words() -> None:
     assert "<script>" not in told
 
 
+def of_defences(*lines: Summary) -> str:
+    page = render(sample(summaries=[summary(), *lines]))
+    assert Reader(page).open == []
+    return page.split('id="defences"')[1].split("</section>")[0]
+
+
+def test_a_defence_is_told_by_all_attackers_its_reference_chance_and_what_it_proves() -> None:
+    levels = {"naive": 0.0, "masked": 0.25, "adaptive": 0.5}
+    lines = [
+        summary(defence="pruning", form=form, recovered=Rate(share, 0.0, 1.0, 4), means={"psnr": 9.0 + 20 * share},
+                baseline={"recovered": 0.0, "psnr": 7.5}, guarantee=Guarantee(reason="large entries are released"))
+        for form, share in levels.items()
+    ]  # fmt: skip
+    told = of_defences(*lines)
+    assert re.findall(r'class="number">(?:<span[^>]*>)?([\d.]+ %)', told) == ["75 %", "0 %", "25 %", "50 %", "0 %"]
+    assert told.count('<span class="tag void">50 %</span>') == 1, "the headline is marked"
+    assert "19.0 dB, ig<" in told
+    assert "7.5 dB" in told
+    assert "no formal guarantee (large entries are released)." in told
+    assert "epsilon " not in told.replace("prints an epsilon", "")
+    assert "not recorded" in of_defences(summary(defence="old", form="naive"))
+    assert 'id="defences"' not in render(sample(summaries=[summary()], rows=[])), "no defence, no section"
+
+
+@pytest.mark.parametrize(
+    ("defence", "tone", "word"),
+    [
+        (DPFedAvg(noise_multiplier=2.0), "warn", "not against the server"),
+        (LocalGaussian(noise_multiplier=2.0), "good", "epsilon 4.38 at delta 1e-05<"),
+        (LocalGaussian(noise_multiplier=0.1), "warn", "epsilon "),  # vacuous
+        (DPFedAvg(model="distributed", threshold=2), "warn", "epsilon "),  # only behind secure aggregation
+        (Pruning(), "void", "no formal guarantee"),
+    ],
+)
+def test_only_an_epsilon_against_the_server_looks_good(defence: Any, tone: str, word: str) -> None:
+    proved = defence.guarantee(Exposure(rounds=2 if tone != "good" else 1, clients=4))
+    told = of_defences(summary(defence="it", form="naive", guarantee=proved))
+    tags = re.findall(r'<h3>it <span class="tag (\w+)">([^<]*<)', told)
+    assert [found for found, _ in tags] == [tone]
+    assert word in tags[0][1]
+    if proved.epsilon is not None:
+        for entry in ("protects", "holds against", "neighbours", "accountant", "sampling", "provided that"):
+            assert f"<dt>{entry}</dt>" in told, entry
+    assert ("<dt>does not hold against</dt><dd>the aggregating server" in told) == (proved.model == "central")
+
+
+def test_utility_stands_beside_privacy_where_a_training_measured_it() -> None:
+    assert 'id="utility"' not in render(sample())
+    lines = [summary(round=20, trained=Trained(20, "none", 0.21, 0.931)), summary(trained=Trained(20, HOSTILE))]
+    told = render(sample(summaries=lines)).split('id="utility"')[1].split("</section>")[0]
+    assert "93.1%" in told
+    assert "0.2100" in told
+    assert "<script>" not in told
+    assert told.index('"row" class="number">0<') < told.index('"row" class="number">20<')
+
+
+def test_a_missing_reference_is_called_untested() -> None:
+    rows = [row("b" * 16, target, 8.0, defence="fedsam", form="naive") for target in range(4)]
+    untested = Page.of(sample(rows=rows)).untested
+    assert any("without a defence" in line for line in untested)
+    assert any("who know the defence" in line for line in untested)
+    assert not any("without a defence" in line for line in Page.of(sample()).untested)
+
+
 def test_hostile_text_stays_text() -> None:
     bad = sample(
         settings={HOSTILE: HOSTILE, "nested": {HOSTILE: [HOSTILE]}},
@@ -172,7 +239,10 @@ def test_hostile_text_stays_text() -> None:
         folder=Path("runs") / HOSTILE.replace("/", "|"),
         verdict=Verdict("leaks", HOSTILE, HOSTILE),
         positive_control=Control(False, 3.0, HOSTILE, "a" * 16),
-        summaries=[summary(attack=HOSTILE, defence=HOSTILE, form=HOSTILE, errors=(HOSTILE,))],
+        summaries=[
+            summary(attack=HOSTILE, defence=HOSTILE, form=HOSTILE, errors=(HOSTILE,)),
+            summary(attack=HOSTILE, defence=HOSTILE, form="naive", guarantee=Guarantee(reason=HOSTILE)),
+        ],
         rows=[
             row("a" * 16, 0, 20.0, attack=HOSTILE, defence=HOSTILE, observation=HOSTILE, knows=HOSTILE,
                 checks=[{"name": HOSTILE, "severity": HOSTILE, "text": HOSTILE, "fix": HOSTILE}],
@@ -208,7 +278,7 @@ def test_a_failed_control_and_inconclusive_lines_never_look_safe() -> None:
     )
     assert "this run shows nothing" in text
     assert 'class="verdict void"' in text
-    assert text.count('<tr class="hatched">') == 1
+    assert text.count('<tr class="hatched">') == 2, "the inconclusive line, and its defence"
 
 
 def test_failed_cells_and_checks_are_listed_gravest_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from gradleak.defences import DPFedAvg, LocalGaussian
+from gradleak.guarantee import Exposure, Guarantee
 from gradleak.results import AuditResult, BadRun
 from gradleak.results import rows as schema
 from gradleak.results.configuration import from_toml, to_toml
+from gradleak.results.headline import headlines_of
+from gradleak.results.labels import Trained, guarantee_of, record
 from gradleak.results.store import Folder, Memory
 from gradleak.results.summary import rate, summaries_of
 from gradleak.results.verdict import RULE
@@ -219,6 +224,111 @@ def test_the_strongest_form_is_the_headline_and_the_informed_one_must_converge()
     assert lazy.verdict.word == "inconclusive"
 
 
+# --- defences ---------------------------------------------------------------------------------------------------------
+
+CENTRAL = DPFedAvg().guarantee(Exposure(rounds=3))
+LOCAL = LocalGaussian(noise_multiplier=4.0).guarantee(Exposure(rounds=3))
+NOTHING_PROVED = Guarantee(reason="small entries are dropped")
+
+
+def attacked(defence: str, proved: Guarantee, hits: dict[str, tuple[list[bool], float]], first: int) -> AuditResult:
+    """Every form with its own hits and PSNR, beside an undefended client that leaks."""
+    parts = [
+        rows_of(own, first + place, defence=defence, form=form, psnr=psnr, guarantee=record(proved))
+        for place, (form, (own, psnr)) in enumerate(hits.items())
+    ]
+    return result(rows_of(ALL, psnr=40.0), *parts)
+
+
+@pytest.mark.parametrize(
+    ("naive", "masked", "adaptive", "headline"),
+    [
+        ((NONE, 9.0), (NONE, 9.0), (ALL, 30.0), "adaptive"),
+        ((ALL, 35.0), (ALL, 30.0), (ALL, 31.0), "naive"),  # as much recovered: then by PSNR
+        ((SOME, 30.0), (ALL, 20.0), (NONE, 9.0), "masked"),  # by what is recovered before PSNR
+        ((NONE, 9.0), (NONE, 11.0), (NONE, 10.0), "masked"),
+    ],
+)
+def test_the_headline_of_a_defence_is_the_strongest_of_three_attackers(
+    naive: Any, masked: Any, adaptive: Any, headline: str
+) -> None:
+    levels = {"naive": naive, "masked": masked, "adaptive": adaptive}
+    found = attacked("pruning", NOTHING_PROVED, levels, 2)
+    [held] = found.headlines
+    assert held.strongest.form == headline
+    assert list(held.forms) == list(levels)
+    assert held.undefended is not None
+    assert held.undefended.means["psnr"] == 40.0
+    line = next(line for line in found.table().splitlines() if line.startswith("pruning  "))
+    assert line.count("*") == 1
+    at = list(levels).index(headline)
+    assert re.split(r"\s{2,}", line)[2 + at].endswith(" dB *")
+    assert re.split(r"\s{2,}", line)[1] == "100%, 40.0 dB"
+    assert re.split(r"\s{2,}", line)[5] == "0%, 8.0 dB", "the level of chance"
+    assert headline in found.verdicts["pruning"].paragraph
+    assert held.word == found.verdicts["pruning"].word
+
+
+def test_an_attacker_that_does_not_differ_is_a_dash_and_a_missing_reference_is_told() -> None:
+    rows = rows_of(NONE, 2, defence="geyer", form="naive")
+    alone = result(rows).table()
+    assert re.search(r"^geyer +- +0%, 9.0 dB \* +- +- +0%, 8.0 dB", alone, re.MULTILINE)
+    assert "add none to the defences" in alone
+    assert "add none" not in result(rows_of(ALL), rows).table()
+    assert "A0 naive" not in result(rows_of(ALL)).table(), "no defence, no second table"
+
+
+def test_an_inconclusive_defence_is_not_called_safe_in_the_overview() -> None:
+    parts = (
+        rows_of(NONE, 2, defence="noise", form="naive"),
+        rows_of(NONE, 3, defence="noise", form="adaptive", converged=False),
+    )
+    [held] = headlines_of(result(rows_of(ALL), *parts).summaries)
+    assert held.word == "inconclusive"
+
+
+def test_only_an_epsilon_that_was_given_is_printed() -> None:
+    levels = {"naive": (NONE, 9.0), "adaptive": (NONE, 9.0)}
+    for proved, told in ((CENTRAL, str(CENTRAL)), (LOCAL, str(LOCAL)), (NOTHING_PROVED, str(NOTHING_PROVED))):
+        found = attacked("dp", proved, levels, 2)
+        for format in ("text", "markdown"):
+            assert f"- dp: {told.splitlines()[0]}" in found.table(format)
+        defended = list(csv.DictReader(io.StringIO(found.table("csv"))))[1]
+        assert defended["guarantee"] == told.replace("\n", "; ")
+        assert defended["epsilon"] == ("" if proved.epsilon is None else str(proved.epsilon))
+    assert "does not protect against the aggregating server" in attacked("dp", CENTRAL, levels, 2).table()
+    plain = result(rows_of(ALL), rows_of(NONE, 2, defence="dp", form="naive"))  # rows of an older version
+    assert "Guarantees" not in plain.table()
+    assert "differential privacy" not in plain.table()
+
+
+def test_labels_that_change_with_the_round_are_all_listed() -> None:
+    early, late = (LocalGaussian(noise_multiplier=4.0).guarantee(Exposure(rounds=rounds)) for rounds in (1, 50))
+    rows = [rows_of(NONE, 2 + n, defence="dp", form="naive", round=49 * n, guarantee=record(proved))
+            for n, proved in enumerate((early, late))]  # fmt: skip
+    told = result(rows_of(ALL), *rows).table()
+    assert f"- dp, round 0, B = 1: {str(early).splitlines()[0]}" in told
+    assert f"- dp, round 49, B = 1: {str(late).splitlines()[0]}" in told
+
+
+def test_guarantees_are_read_back_as_they_were() -> None:
+    for proved in (CENTRAL, LOCAL, NOTHING_PROVED):
+        assert guarantee_of(json.loads(json.dumps(record(proved)))) == proved
+    infinite = record(LocalGaussian(noise_multiplier=1e-300).guarantee(Exposure()))
+    assert infinite["text"] == "no formal guarantee (its epsilon is infinite)"
+    assert infinite["epsilon"] is None
+
+
+def test_the_attacked_model_is_told_beside_the_attacks() -> None:
+    tested = {"rounds": 20, "defence": "none", "test_loss": 0.21, "test_accuracy": 0.931}
+    untested = {"rounds": 20, "defence": "X()", "test_loss": None, "test_accuracy": None}
+    found = result(rows_of(ALL, round=20, trained=tested), rows_of(NONE, 2, round=0, trained=untested))
+    assert "- round 20: test accuracy 93.1%, test loss 0.21 (trained without a defence)" in found.table()
+    assert "- round 0: not tested (trained with X())" in found.table()
+    assert found.summaries[0].trained == Trained(20, "none", 0.21, 0.931)
+    assert list(csv.DictReader(io.StringIO(found.table("csv"))))[0]["test accuracy"] == "0.931"
+
+
 def test_seeds_are_one_line() -> None:
     lines = summaries_of(rows_of(ALL, 1) + rows_of(NONE, 2, seed=1))
     assert len(lines) == 1
@@ -345,7 +455,22 @@ def damaged(**changes: Any) -> dict[str, Any]:
     return {"certificate": {**CERTIFICATE, **changes}}
 
 
+def forged(**changes: Any) -> dict[str, Any]:
+    return {"guarantee": {**record(NOTHING_PROVED), **changes}}
+
+
 BROKEN: list[tuple[Any, str]] = [
+    ({"guarantee": "private"}, "guarantee should be an object"),
+    (forged(epsilon=0.1), "something else in its text than in its numbers"),
+    (forged(epsilon=0.1, text="(0.1, 1e-05)-differential privacy"), "has a delta below 1"),
+    (forged(epsilon=-1.0), "epsilon and delta"),
+    (forged(epsilon=10**400), "epsilon and delta"),
+    (forged(unit="client"), "label is given whole or not at all"),
+    (forged(reason=None), "texts of its label"),
+    (forged(caveats=[3]), "list caveats"),
+    (forged(reconstruction=[1]), "something else"),
+    ({"trained": {"rounds": "3"}}, "trained should have rounds"),
+    ({"trained": {"rounds": 3, "defence": "none", "test_accuracy": "high"}}, r"trained\.test_accuracy"),
     ({"certificate": 3}, "certificate should be an object"),
     ({"certificate": {}}, r"certificate\.unknowns"),
     (damaged(rank=True), r"certificate\.rank"),

@@ -116,7 +116,7 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
         )
     # Where the update is shown to be reproduced the search has done all it could, also where it began at the solution.
     noise = 0.0 if reconstruction.noise is None else float(reconstruction.noise[target, chosen])
-    if 0 < noise and end <= NOISE * noise:
+    if noise > 0 and end <= NOISE * noise:
         yield Check(
             "at the noise",
             "note",

@@ -1,8 +1,9 @@
 """Names for methods: `@named("ig", kind="attack", paper=...)` puts a function in the list that users see.
 
-A named method is a plain function with keyword-only hyper-parameters that returns a composition. Other packages add
-theirs through the entry-point groups `gradleak.attacks`, `gradleak.defences` and `gradleak.models`: an entry point
-names a module, and importing it runs its `@named` decorators.
+A named method is a plain function with keyword-only hyper-parameters that returns a composition, or a frozen dataclass
+whose fields are the hyper-parameters. Other packages add theirs through entry points, whose group is the home of the
+kind (`gradleak.attacks`, `gradleak.defences`, ...): an entry point names a module, and importing it runs its `@named`
+decorators.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from numbers import Integral, Real
@@ -29,7 +30,7 @@ class Entry:
     kind: str
     make: Callable[..., Any]
     paper: str
-    status: str  # "verified": checked against its paper's figures; "unverified": not yet
+    status: str  # "verified": checked against its paper's figures; "unverified": not yet; "": there are none to check
 
     @property
     def summary(self) -> str:
@@ -57,16 +58,13 @@ class Entry:
 
 
 _entries: dict[tuple[str, str], Entry] = {}
-# Where each kind lives. Imported on first use, so `import gradleak` stays light.
+# Where each kind lives. Imported on first use, so `import gradleak` stays light. The kinds of the private side are not
+# here, since attack code must not reach them: `gradleak.federation` brings them (partition, participation) itself.
 _homes = {
     "attack": "gradleak.attacks",
     "defence": "gradleak.defences",
     "labels": "gradleak.parts.labels",
     "model": "gradleak.models",
-}
-# Said where a kind has no names at all.
-_none_yet = {
-    "defence": "This version has no named defences yet; docs/add-a-defence.md shows how to add one.",
 }
 _loaded: set[str] = set()
 
@@ -104,7 +102,10 @@ def _load(kind: str) -> None:
     if kind in _loaded:
         return
     if kind not in _homes:
-        raise UnknownName(f"Nothing is registered as a {kind!r}.{did_you_mean(kind, _homes)}")
+        known = {*_homes, *(held for held, _ in _entries)}
+        if kind not in known:
+            raise UnknownName(f"Nothing is registered as a {kind!r}.{did_you_mean(kind, known)}")
+        return
     import_module(_homes[kind])
     for point in entry_points(group=f"{_homes[kind]}"):
         point.load()
@@ -123,8 +124,6 @@ def entry(kind: str, name: str) -> Entry:
         return _entries[kind, name]
     except KeyError:
         known = [other.name for other in entries(kind)]
-        if not known and kind in _none_yet:
-            raise UnknownName(f"Unknown {kind} {name!r}. {_none_yet[kind]}") from None
         raise UnknownName(f"Unknown {kind} {name!r}.{did_you_mean(name, known)}") from None
 
 
@@ -154,7 +153,16 @@ def parse(kind: str, text: str) -> Any:
             raise BadSetting(f"In {text!r}, {item!r} is not a setting. Write {name}:setting=value,setting=value.")
         setting = key.strip().replace("-", "_")
         settings[setting] = _literal(value.strip(), types.get(setting, Any))
-    return get(kind, name, **settings)
+    try:
+        return get(kind, name, **settings)
+    except ValueError as problem:  # a value of the right type that cannot be
+        raise BadSetting(f"{kind} {name!r}: {problem}") from problem
+
+
+def spelled(thing: Any) -> str:
+    """The text that `parse` turns into an equal object; of a dataclass that has the name it is registered under."""
+    settings = ",".join(f"{held.name}={getattr(thing, held.name)!r}" for held in fields(thing))
+    return f"{thing.name}:{settings}" if settings else str(thing.name)
 
 
 def pieces(text: str) -> list[str]:

@@ -210,6 +210,7 @@ class Audit:
         cells, settings, environment = self.cells(), self.settings(), describe()
         for cell in cells:
             require(cell.attack, cell.knows)  # known before the first cell, so said before the first cell
+        self._try_defences()
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
         runner = Runner(self.side, gallery, self.engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
@@ -233,6 +234,14 @@ class Audit:
             if isinstance(store, Folder):
                 store.unlock()
         return AuditResult.of(store, settings, environment, folder)
+
+    def _try_defences(self) -> None:
+        for name, defence in named_defences(self.defences):
+            if defence is not None:
+                try:
+                    self.side.try_out(self.federation, defence)
+                except ValueError as problem:  # of TaskError too: the model lacks what the defence needs
+                    raise AuditError(f"The defence {name} cannot be used here. {problem}") from problem
 
     def _loop(self, cells: Sequence[Cell], store: Memory | Folder, runner: Runner, progress: Progress) -> None:
         held: dict[str, list[Row]] = {}

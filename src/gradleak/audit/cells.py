@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ FORMS: dict[str, Callable[[Defence], Defence | None]] = {
 """What the attacker knows of a defence; the headline is the strongest of the three."""
 
 # Hooks that change what an informed attacker does; one that overrides none of them (say, only `initial`) has one form.
+_COMPARED = ("noise_variance", "visible")
 _PREDICTED = ("gradient", "upload", "reveal", "assumed")
 
 
@@ -58,12 +60,9 @@ def forms_of(defence: Defence | None, wanted: Sequence[str]) -> list[str]:
     """The wanted forms that differ from one another for this defence; there is always one."""
     if defence is None:
         return [UNDEFENDED]
+    compared = any(overrides(defence, hook) for hook in _COMPARED)
     predicted = any(overrides(defence, hook) for hook in _PREDICTED)
-    differs = {
-        "naive": True,
-        "masked": overrides(defence, "noise_variance"),
-        "adaptive": predicted or overrides(defence, "noise_variance"),
-    }
+    differs = {"naive": True, "masked": compared, "adaptive": predicted or compared}
     return [form for form in FORMS if form in wanted and differs[form]] or ["naive"]
 
 
@@ -76,11 +75,14 @@ def named_attacks(given: Iterable[str | Attack]) -> list[tuple[str, Attack]]:
 
 def named_defences(given: Iterable[str | Defence | None]) -> list[tuple[str, Defence | None]]:
     """Defences with the names that rows use; "none" is none, "a + b" a chain."""
-    return _distinct((item.strip(), _defence(item)) if isinstance(item, str) else (_told(item), item) for item in given)
+    return _distinct(
+        (item.strip(), defence_of(item)) if isinstance(item, str) else (_told(item), item) for item in given
+    )
 
 
-def _defence(text: str) -> Defence | None:
-    parts = [part.strip() for part in text.split("+")]
+def defence_of(text: str) -> Defence | None:
+    """`"none"`, `"pruning:keep=0.1"`, `"clipping + local-gaussian:sigma=1e+3"`."""
+    parts = [part.strip() for part in re.split(r"\+(?=\s*[a-z])", text)]
     if parts == ["none"]:
         return None
     made = [registry.parse("defence", part) for part in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from gradleak.audit.private import PrivateSide, Victims
 from gradleak.checks import Check, Checks, observation_checks
 from gradleak.engine import Engine
 from gradleak.observation import Observation
+from gradleak.results.labels import record
 from gradleak.results.rows import ROW_VERSION, Row, finite
 from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays
@@ -64,6 +65,7 @@ class Runner:
 
     def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays]:
         began = time.perf_counter()
+        row = {**row, **self._labels(cell, rounds)}
         victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed)
         # Unrelated updates run in the same lanes as the targets: same prior, same budget. The truth stays here.
         seen = [*victims.seen, *victims.unrelated]
@@ -81,6 +83,12 @@ class Runner:
             for target, (scores, search) in enumerate(zip(scored, searched, strict=True))
         ]
         return rows, arrays
+
+    def _labels(self, cell: Cell, rounds: tuple[int, ...]) -> dict[str, Any]:
+        """What the defence proves, and what the attacked model is good for."""
+        proved = cell.defence and self.side.guarantee(cell.federation, cell.defence, cell.round, rounds)
+        trained = self.side.utility(cell.round)
+        return {"guarantee": proved and record(proved), "trained": trained and asdict(trained)}
 
     def _search(
         self, cell: Cell, found: Reconstruction, checks: Checks, victims: Victims, target: int

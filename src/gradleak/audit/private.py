@@ -5,8 +5,9 @@ Private tensors leave it in two ways only: as `Observation`s, which the attacker
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +22,15 @@ from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
+from gradleak.guarantee import Guarantee
 from gradleak.metrics import EXACT
 from gradleak.observation import Observation
 from gradleak.results.configuration import digest
+from gradleak.results.labels import Trained
 from gradleak.task import Batch, Task
 from gradleak.tree import Tree
 
+SIGNAL = 8  # targets at most, of whose updates the size is measured
 GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200
 
 
@@ -171,6 +175,7 @@ class PrivateSide:
     trained: Checkpoints | None = None  # weights of later rounds come from there; None: from a training of our own
     engine: Engine | None = None  # that training's
     _trained: dict[Any, dict[int, Snapshot]] = field(default_factory=dict)
+    _signals: dict[Any, float] = field(default_factory=dict)
 
     def truth(self, federation: Federation) -> Batch:
         """The batches of all targets, (targets, examples, ...)."""
@@ -228,6 +233,51 @@ class PrivateSide:
         ]
         others = self._unrelated(federation, truth)
         return Victims(seen, [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)], truth)
+
+    def try_out(self, federation: Federation, defence: Defence) -> None:
+        """One upload, thrown away: what a defence asks of model and recipe is known before the first cell."""
+        batch = {name: value[0] for name, value in self.truth(federation).items()}
+        federation.observe(self.task, batch, self.task.weights(), defence, key="trial", round=0, seed=0)
+
+    # --- what is proved, and what it costs -------------------------------------------------------------------------
+
+    def guarantee(self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...]) -> Guarantee:
+        """Of a client that takes part up to the attacked round or, where there is a training, in all of its rounds."""
+        own = self.trained
+        releases = round + 1 if own is None else max(self._rounds_trained, *(number + 1 for number in rounds))
+        signal = self._signal(federation, defence, round, rounds)
+        proved = defence.guarantee(replace(federation.exposure(releases, self.data), signal=signal))
+        if own is None or proved.epsilon is None or own.settings["fingerprint"]["defence"] == digest(defence):
+            return proved
+        without = "the weights come from a training without it: holds for one that uses it in every round"
+        return replace(proved, caveats=(*proved.caveats, without))
+
+    def utility(self, round: int) -> Trained | None:
+        """How good the attacked model is, where its training says so."""
+        if self.trained is None:
+            return None
+        tested = next((row for row in self.trained.metrics if row.get("round") == round), {})
+        held = {name: tested.get(name) for name in ("test_loss", "test_accuracy")}
+        return Trained(self._rounds_trained, str(self.trained.settings.get("defence", "none")), **held)
+
+    @cached_property
+    def _rounds_trained(self) -> int:
+        return 0 if self.trained is None else self.trained.done
+
+    def _signal(self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...]) -> float:
+        """Root mean square of the coordinates of undefended updates, from the weights that the defended clients get."""
+        key = digest([federation, defence, round, rounds])
+        if key not in self._signals:
+            sent = self._snapshots(federation, defence, rounds)[round]
+            task, truth = with_buffers(self.task, sent.buffers), self.truth(federation)
+            batches = [{name: value[index] for name, value in truth.items()} for index in range(len(truth["x"]))]
+            plain = [
+                federation.observe(task, batch, sent.weights, None, key="signal", round=round, seed=0).update
+                for batch in batches[:SIGNAL]
+            ]
+            squares = [float(tree.squared_norm(update)) / tree.size(update) for update in plain]
+            self._signals[key] = math.sqrt(sum(squares) / len(squares))
+        return self._signals[key]
 
     def _snapshots(
         self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]

@@ -97,6 +97,9 @@ Reference = Annotated[
 ]
 DEVICES = "cpu, cuda, cuda:1, ... ; auto takes CUDA where there is one."
 PRECISIONS = "strict (float32), fast (TF32 allowed) or double (float64)."
+DataName = Annotated[
+    str, typer.Option("--data", help="Images by name (gradleak data list), an .npz, a folder or FILE.py:NAME.")
+]
 Device = Annotated[str, typer.Option(help=DEVICES)]
 Precision = Annotated[str, typer.Option(help=PRECISIONS)]
 OtherDevice = Annotated[str | None, typer.Option("--device", help=DEVICES)]  # None: the configuration's
@@ -140,7 +143,8 @@ def audit(
         list[str] | None, typer.Option("--attack", "-a", help="ig,dlg:steps=300 (gradleak list attacks).")
     ] = None,
     defence: Annotated[
-        list[str] | None, typer.Option("--defence", "-d", help="none,NAME:setting=value (gradleak list defences).")
+        list[str] | None,
+        typer.Option("--defence", "-d", help="none,NAME:setting=value,'A + B' (gradleak list defences)."),
     ] = None,
     trained: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Attack the checkpoints of this `gradleak train`.")
@@ -148,9 +152,7 @@ def audit(
     rounds: Annotated[str, typer.Option(help="Rounds at which to attack: 0,50; with --from: all there are.")] = "",
     targets: Annotated[int | None, typer.Option(min=1, help="Updates attacked in each cell.")] = None,
     seeds: Annotated[str, typer.Option(help="Of the attacks' random starts: 0,1,2 or 0-2.")] = "",
-    data: Annotated[
-        str, typer.Option(help="Images by name (gradleak data list), an .npz, a folder or FILE.py:NAME.")
-    ] = "",
+    data: DataName = "",
     clients: Annotated[int | None, typer.Option(min=1, help="Clients that share the data.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round.")] = None,
     lr: LearningRate = None,
@@ -204,8 +206,6 @@ def audit(
     with shown() as progress:
         result = request.run(planned, out, progress)
     typer.echo(fitted(result, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    if planned.trial:
-        typer.echo("\nQuick run: shows that everything runs, nothing else.")
     typer.echo(f"\n{result.verdict}")
     typer.echo(f"\nReport: {result.report((result.folder or Path()) / 'report.html')}")
     if len(result.failed) == len(result.rows):
@@ -225,9 +225,7 @@ def train(
             metavar="[FILE.py:NAME]", help="A Task or a model's name; nothing: LeNet on handwritten digits."
         ),
     ] = "",
-    data: Annotated[
-        str, typer.Option(help="Images by name (gradleak data list), an .npz, a folder or FILE.py:NAME.")
-    ] = "",
+    data: DataName = "",
     test_data: Annotated[str, typer.Option(help="Test on these (their test part), named as --data.")] = "",
     holdout: Annotated[
         float | None,
@@ -268,11 +266,11 @@ def train(
 
     Without any argument: LeNet on real handwritten digits, 20 rounds, on a CPU in less than a minute.
     """
+    from gradleak import registry
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
     from gradleak.cli.training import TrainingRequest
     from gradleak.federation import Everyone, Federation, Fixed, Poisson
-    from gradleak.federation.partition import parse
     from gradleak.local import LocalTraining
 
     if per_round is not None and poisson is not None:
@@ -286,7 +284,7 @@ def train(
             training=recipe,
             examples=examples,
             seed=seed,
-            split=parse(partition),
+            split=registry.parse("partition", partition),
             participation=chosen if poisson is None else Poisson(poisson),
             server_lr=server_lr,
             weighting=weighting,
@@ -414,7 +412,10 @@ def check(
 @app.command(name="list")
 def list_methods(
     kind: Annotated[
-        str, typer.Argument(help="attacks, defences, models, labels or data; nothing lists all names.")
+        str,
+        typer.Argument(
+            help="attacks, defences, models, labels, partitions, participation or data; nothing lists all names."
+        ),
     ] = "",
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
 ) -> None:
@@ -424,7 +425,7 @@ def list_methods(
 
     if not kind:
         for plural, singular in loading.KINDS.items():
-            typer.echo(f"{plural + ':':10}{', '.join(entry.name for entry in registry.entries(singular)) or 'none'}")
+            typer.echo(f"{plural + ':':15}{', '.join(entry.name for entry in registry.entries(singular)) or 'none'}")
         typer.echo("\nMore about each: gradleak list attacks, gradleak list defences, ...; images: gradleak list data")
         return
     if kind == "data":
@@ -433,8 +434,12 @@ def list_methods(
     found = [entry for entry in registry.entries(loading.kind(kind)) if fnmatch.fnmatch(entry.name, pattern)]
     for entry in found:
         settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings.items() if name != "generator")
-        typer.echo(f"{entry.name}  [{entry.status}]")
-        for line in filter(None, (entry.summary, entry.paper, settings)):
+        typer.echo(f"{entry.name}  [{entry.status}]" if entry.status else entry.name)
+        told = [entry.summary, entry.paper, settings]
+        if entry.kind == "defence" and not entry.required:
+            place, proved = loading.about(entry.make())
+            told += [f"sits in: {place}", f"with these settings, in one round: {proved}"]
+        for line in filter(None, told):
             typer.echo(f"    {line}")
     if not found:
         typer.echo(f"No {kind} {f'match {pattern!r}' if pattern != '*' else 'are registered'}.")

@@ -19,16 +19,25 @@ from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from gradleak import data
+from gradleak.audit.cells import defence_of
+from gradleak.defence import Defence, overrides
 from gradleak.engine import Engine
+from gradleak.guarantee import Exposure
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, Observation
-from gradleak.registry import BadSetting, UnknownName, did_you_mean, parse, pieces
+from gradleak.registry import BadSetting, UnknownName, did_you_mean, pieces
+from gradleak.results.store import FolderInUse
 from gradleak.task import Batch, Task
+
+if TYPE_CHECKING:
+    from gradleak.audit import Progress
+
+Kept = TypeVar("Kept")
 
 FEW = 64  # examples that `gradleak check --data` looks at
 
@@ -54,6 +63,31 @@ def methods(given: Iterable[str]) -> tuple[str, ...]:
             else:
                 found[-1] += f"{',' if ':' in found[-1] else ':'}{piece}"
     return tuple(found)
+
+
+def kept_in(out: Path | None, folder: Path, run: Callable[[Path], Kept], what: str, progress: Progress) -> Kept:
+    """Run into `out`; where none was named into `folder` or, if that holds another run, the next that does not."""
+    if out is not None:
+        return run(out)
+    place = folder
+    for number in count(2):
+        try:
+            return run(place)
+        except FolderInUse:
+            place = folder.with_name(f"{folder.name}-{number}")
+            progress.note(f"There is another {what} already; this one goes into {place}.")
+    raise AssertionError("count does not end")
+
+
+HOOKS = {"initial": "before training", "broadcast": "broadcast", "gradient": "local step", "upload": "upload"}
+HOOKS |= {"aggregate": "server"}
+
+
+def about(defence: Defence) -> tuple[str, str]:
+    """Where a defence sits, and what it proves about a client that takes one plain step on one example."""
+    places = ", ".join(place for hook, place in HOOKS.items() if overrides(defence, hook)) or "nowhere"
+    proved = defence.guarantee(Exposure(training=LocalTraining(lr=1.0)))
+    return places, str(proved).partition("\n")[0]
 
 
 def sentence(text: object) -> str:
@@ -91,6 +125,7 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "labels": "labels"}
+KINDS |= {"partitions": "partition", "participation": "participation"}
 
 
 def kind(plural: str) -> str:
@@ -118,7 +153,7 @@ def knowledge(
     return Knowledge(
         given={"y": torch.tensor(numbers(labels, "--labels", unique=False))} if labels else {},
         training=recipe(lr, steps, epochs, batch_size),
-        defence=parse("defence", defence) if defence else None,
+        defence=defence_of(defence) if defence else None,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from gradleak import audit, registry
 from gradleak.audit import Audit, Progress
 from gradleak.audit.runfile import federation_of
-from gradleak.cli.loading import LoadError, a_task, images, is_reference, named_object, sentence, training_data
+from gradleak.cli.loading import LoadError, a_task, images, is_reference, kept_in, named_object, sentence, training_data
 from gradleak.data import Images
 from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import from_toml
-from gradleak.results.store import FolderInUse
 from gradleak.task import Task
 
 BUILTIN = "builtin"  # the task of the audit that runs without any argument, as run.toml names it
@@ -70,14 +68,7 @@ class Request:
 
     def run(self, planned: Audit, out: Path | None, progress: Progress) -> AuditResult:
         """Run into `out`; without it into the folder of these words or, if that holds another run, the next one."""
-        if out is not None:
-            return planned.run(out, progress=progress)
-        for number in count(2):
-            try:
-                return planned.run(self.folder if number == 2 else self._next(number - 1), progress=progress)
-            except FolderInUse:
-                progress.note(f"There is another run already; this one goes into {self._next(number)}.")
-        raise AssertionError("count does not end")
+        return kept_in(out, self.folder, lambda folder: planned.run(folder, progress=progress), "run", progress)
 
     @property
     def folder(self) -> Path:
@@ -88,9 +79,6 @@ class Request:
             return Path("runs") / (f"audit-{self.trained.name}" + ("-quick" if self.quick else ""))
         place = self.reference.rpartition(":")[0] or self.reference
         return Path("runs") / ((Path(place).stem if place else BUILTIN) + ("-quick" if self.quick else ""))
-
-    def _next(self, number: int) -> Path:
-        return self.folder.with_name(f"{self.folder.name}-{number}")
 
     def _from_words(self) -> Audit:
         if not self.reference and not self.data:

@@ -6,21 +6,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gradleak.audit import Progress
-from gradleak.audit.cells import named_defences
+from gradleak.audit.cells import defence_of
 from gradleak.audit.private import Read, Stored, examples_of
-from gradleak.cli.loading import LoadError, is_reference, training_data
+from gradleak.cli.loading import LoadError, is_reference, kept_in, training_data
 from gradleak.cli.request import BUILTIN, task_of
 from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.federation import ExcludedClient, Federation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.training import Estimate, Trained, estimate, train
-from gradleak.results.store import FolderInUse
 from gradleak.task import Task
 
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
@@ -104,7 +102,7 @@ class TrainingRequest:
             examples_of(held, task),
             None if tested is None else examples_of(tested, task, "test data"),
             self.federation,
-            named_defences([self.defence])[0][1],
+            defence_of(self.defence),
             self.engine,
             self.rounds,
             self.checkpoints,
@@ -114,23 +112,13 @@ class TrainingRequest:
 
     def run(self, planned: Planned, out: Path | None, progress: Progress) -> Trained:
         """Train into `out`; without it into the folder of these words or, if that holds another one, the next."""
-        if out is not None:
-            return planned.run(out, progress)
-        for number in count(2):
-            try:
-                return planned.run(self.folder if number == 2 else self._next(number - 1), progress)
-            except FolderInUse:
-                progress.note(f"There is another training already; this one goes into {self._next(number)}.")
-        raise AssertionError("count does not end")
+        return kept_in(out, self.folder, lambda folder: planned.run(folder, progress), "training", progress)
 
     @property
     def folder(self) -> Path:
         """Where the training is kept when nothing was said: the same words find, and resume, the same one."""
         place = self.reference.rpartition(":")[0] if is_reference(self.reference) else self.reference
         return Path("runs") / f"train-{Path(place or self.reference or BUILTIN).stem}"
-
-    def _next(self, number: int) -> Path:
-        return self.folder.with_name(f"{self.folder.name}-{number}")
 
 
 @contextmanager

@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from gradleak import draws as randomness
-from gradleak import tree
+from gradleak import registry, tree
 from gradleak.defence import Defence
-from gradleak.federation import participation as participations
-from gradleak.federation import partition as partitions
-from gradleak.federation import spelling
 from gradleak.federation.participation import Everyone, Fixed, Participation, Poisson
 from gradleak.federation.partition import (
     IID,
@@ -92,9 +89,9 @@ class Federation:
     weighting: str = "examples"
 
     def __post_init__(self) -> None:
-        for name, parse in (("split", partitions.parse), ("participation", participations.parse)):
+        for name, kind in (("split", "partition"), ("participation", "participation")):
             if isinstance(given := getattr(self, name), str):
-                object.__setattr__(self, name, parse(given))
+                object.__setattr__(self, name, registry.parse(kind, given))
         for name in ("clients", "examples"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -247,7 +244,7 @@ class Federation:
     def settings(self) -> dict[str, Any]:
         """Everything but the client's recipe as plain values, for files; `Federation(**settings)` reads it back."""
         plain = ("clients", "examples", "seed", "wire", "server_lr", "weighting")
-        spelled = {name: spelling.write(getattr(self, name)) for name in ("split", "participation")}
+        spelled = {name: registry.spelled(getattr(self, name)) for name in ("split", "participation")}
         return {**{name: getattr(self, name) for name in plain}, **spelled}
 
     def generator(self, *purpose: object) -> torch.Generator:

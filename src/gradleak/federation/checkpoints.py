@@ -9,9 +9,8 @@ state.safetensors                      the latest state: weights, buffers, what 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,7 @@ from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Snapshot, State
 from gradleak.local import LocalTraining
 from gradleak.results.configuration import digest, from_toml
-from gradleak.results.store import Folder, FolderInUse
+from gradleak.results.store import Folder, FolderInUse, by_name, replace_whole, short
 from gradleak.tree import Tree
 
 VERSION = 1
@@ -60,6 +59,18 @@ class Checkpoints:
         """How many rounds the training has behind it."""
         path = self.folder / "state.safetensors"
         return int(_load(path)[0]["round"]) if path.exists() else 0
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """metrics.jsonl; a last line that was cut off is left out."""
+        path = self.folder / "metrics.jsonl"
+        try:
+            rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        except FileNotFoundError:
+            return []
+        except ValueError as problem:
+            raise FederationError(f"{path} cannot be read: {problem}.") from None
+        return rows
 
     def at(self, round: int) -> Snapshot:
         if round not in self.rounds:
@@ -132,7 +143,7 @@ class TrainingFolder:
             return []
         whole = [json.loads(line) for line in content.split(b"\n")[:-1]]
         rows = [row for row in whole if row["round"] <= until]
-        _replace(self.path / "metrics.jsonl", b"".join(map(_line, rows)))
+        replace_whole(self.path / "metrics.jsonl", b"".join(map(_line, rows)))
         return rows
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -185,7 +196,7 @@ def _save(path: Path, header: Mapping[str, Any], held: Tree) -> None:
     tensors: dict[str, Tensor] = {name: value.detach().cpu().contiguous().clone() for name, value in flat(held).items()}
     # safetensors sorts by name, and what flattens a tree (a sketch, a random stream per tensor) goes by its order.
     told = {"version": VERSION, **header, "names": list(tensors)}
-    _replace(path, save(tensors, metadata={"gradleak": json.dumps(told)}))
+    replace_whole(path, save(tensors, metadata={"gradleak": json.dumps(told)}))
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Tree]:
@@ -202,36 +213,14 @@ def _load(path: Path) -> tuple[dict[str, Any], Tree]:
     return header, held
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """A reader, or a run that resumes, never meets half a file."""
-    partial = path.with_name(path.name + ".part")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
 def _demand_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    old, new = dict(_flat(there)), dict(_flat(here))
+    old, new = dict(by_name(there)), dict(by_name(here))
     odd = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.startswith(FREE)]
     if odd:
         # What has a name says more than a hash of it.
         odd.sort(key=lambda name: name.startswith("fingerprint."))
-        told = "; ".join(f"{name} ({_short(old.get(name))} there, {_short(new.get(name))} now)" for name in odd[:4])
+        told = "; ".join(f"{name} ({short(old.get(name))} there, {short(new.get(name))} now)" for name in odd[:4])
         raise FolderInUse(
             f"{path} holds a training with other settings. They differ in {told}. Choose another folder, or repeat the "
             "settings of its training.toml to go on with that one."
         )
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _short(value: Any) -> str:
-    return "nothing" if value is None else f"{value!r:.60}"

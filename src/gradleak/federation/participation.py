@@ -6,12 +6,12 @@ Amplification by sampling, as accountants of differential privacy know it, holds
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
-from gradleak.federation import spelling
-from gradleak.federation.partition import FederationError
+from gradleak.federation.partition import FederationError, demand_number
+from gradleak.registry import named
 
 
 class Participation(Protocol):
@@ -48,7 +48,7 @@ class Fixed:
     name: ClassVar[str] = "fixed"
 
     def __post_init__(self) -> None:
-        spelling.demand_number("number of fixed", self.number, int, 1)
+        demand_number("number of fixed", self.number, int, 1)
 
     def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
         if self.number > clients:
@@ -67,7 +67,7 @@ class Poisson:
     name: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
-        spelling.demand_number("rate of poisson", self.rate, float, 0, 1)
+        demand_number("rate of poisson", self.rate, float, 0, 1)
 
     def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
         drawn = torch.rand(clients, generator=generator, dtype=torch.float64) < self.rate
@@ -77,9 +77,5 @@ class Poisson:
         return self.rate
 
 
-PARTICIPATIONS: dict[str, type[Any]] = {kind.name: kind for kind in (Everyone, Fixed, Poisson)}
-
-
-def parse(text: str) -> Participation:
-    """`"all"`, `"fixed:number=5"`, `"poisson:rate=0.1"`."""
-    return spelling.read(PARTICIPATIONS, text, "participation")
+for _kind in (Everyone, Fixed, Poisson):
+    named(_kind.name, kind="participation", status="")(_kind)

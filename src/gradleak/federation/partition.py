@@ -1,6 +1,7 @@
 """Who holds which examples. Two conventions are both called "Dirichlet with alpha" and are not the same: see below.
 
-A partition is a frozen dataclass whose fields are its settings; `parse("dir_class:alpha=0.5")` makes one by name.
+A partition is a frozen dataclass whose fields are its settings; `Federation(split="dir_class:alpha=0.5")` makes one by
+name.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.federation import spelling
+from gradleak.registry import BadSetting, named, spelled
 
 ATTEMPTS = 1_000  # of dir_class: what has not come up by then hardly will
 
 
 class FederationError(ValueError):
     """The data do not reach for the clients, the examples or the targets that were asked for."""
+
+
+def demand_number(what: str, value: Any, kind: type, least: float, most: float | None = None) -> None:
+    """A whole number, or any, within bounds; else an error that says which."""
+    right = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not right or not value >= least or (most is not None and not value <= most):
+        word = "a whole number" if kind is int else "a number"
+        bounds = f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+        raise BadSetting(f"{what} must be {word} {bounds}; given {value!r}.")
 
 
 class Partition(Protocol):
@@ -73,8 +83,8 @@ class ClassDirichlet:
     name: ClassVar[str] = "dir_class"
 
     def __post_init__(self) -> None:
-        spelling.demand_number("alpha of dir_class", self.alpha, float, 1e-6)
-        spelling.demand_number("min_size of dir_class", self.min_size, int, 1)
+        demand_number("alpha of dir_class", self.alpha, float, 1e-6)
+        demand_number("min_size of dir_class", self.min_size, int, 1)
 
     def shares(
         self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
@@ -92,7 +102,7 @@ class ClassDirichlet:
             if min(map(len, held)) >= self.min_size:
                 return [torch.from_numpy(source.permutation(rows)) for rows in held]
         raise FederationError(
-            f"{spelling.write(self)} gave no split of {count} examples in which each of {clients} clients holds "
+            f"{spelled(self)} gave no split of {count} examples in which each of {clients} clients holds "
             f"{self.min_size}: more data, fewer clients, a larger alpha or a smaller min_size."
         )
 
@@ -110,7 +120,7 @@ class ClientDirichlet:
     name: ClassVar[str] = "dir_client"
 
     def __post_init__(self) -> None:
-        spelling.demand_number("alpha of dir_client", self.alpha, float, 0)
+        demand_number("alpha of dir_client", self.alpha, float, 0)
 
     def shares(
         self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
@@ -143,12 +153,8 @@ class ClientDirichlet:
         return np.eye(len(left))[fullest]
 
 
-PARTITIONS: dict[str, type[Any]] = {kind.name: kind for kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet)}
-
-
-def parse(text: str) -> Partition:
-    """`"iid"`, `"dir_class:alpha=0.5,min_size=10"`, ..."""
-    return spelling.read(PARTITIONS, text, "partition")
+for _kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet):
+    named(_kind.name, kind="partition", status="")(_kind)
 
 
 def _numpy(generator: torch.Generator) -> np.random.Generator:

@@ -15,11 +15,12 @@ from torch import Tensor
 from gradleak.cli.progress import duration
 from gradleak.report import pictures
 from gradleak.report.certificate import Proof, proofs
+from gradleak.report.defences import Label, defences, labels, utility
+from gradleak.report.grid import Column, Line, Table, Value, number, percent, tone
 
 if TYPE_CHECKING:
     from gradleak.results import AuditResult, Rate, Row, Summary
 
-TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
 SHOWN = 6  # pictures of each defence at once; the others fold away
 MOST = 24  # pictures of each defence in all, so that the file stays small enough to send
 HIDDEN = ("plan", "fields")  # bookkeeping of run.toml that tells a reader nothing
@@ -29,34 +30,6 @@ FORMS = {
     "masked": "by attackers who weigh out what it noised or dropped",
     "adaptive": "by attackers who know it and predict through it",
 }
-
-
-@dataclass(frozen=True)
-class Value:
-    """One table cell; with a tone it is drawn as a tag, and a note stands below in small print."""
-
-    text: str
-    tone: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Column:
-    name: str
-    number: bool = True
-
-
-@dataclass(frozen=True)
-class Line:
-    cells: tuple[Value, ...]
-    hatched: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[Line, ...]
 
 
 @dataclass(frozen=True)
@@ -130,6 +103,9 @@ class Page:
     environment: tuple[tuple[str, str], ...]
     references: tuple[Reference, ...] = field(default=())
     proofs: tuple[Proof, ...] = field(default=())
+    defences: Table | None = None
+    labels: tuple[Label, ...] = field(default=())
+    utility: Table | None = None
 
     @staticmethod
     def of(result: AuditResult) -> Page:
@@ -142,7 +118,7 @@ class Page:
             title=f"Gradient-leakage audit: {name}",
             subtitle=_subtitle(summaries, result),
             version=__version__,
-            verdict=Banner(verdict.word, _tone(verdict.word), verdict.paragraph, verdict.rule),
+            verdict=Banner(verdict.word, tone(verdict.word), verdict.paragraph, verdict.rule),
             threat=_threat(grid, result.settings),
             results=_results(summaries),
             gallery=tuple(_gallery(result, grid)),
@@ -155,13 +131,18 @@ class Page:
             environment=tuple(_flat(result.environment)),
             references=tuple(_references(grid)),
             proofs=tuple(proofs(grid, summaries)),
+            defences=defences(summaries),
+            labels=tuple(labels(summaries)),
+            utility=utility(summaries),
         )
 
     @property
     def sections(self) -> tuple[tuple[str, str], ...]:
         """Anchor and name of each section that is there, in order."""
         every = (
+            ("defences", "Defences", self.defences),
             ("results", "Results", True),
+            ("utility", "Utility", self.utility),
             ("proofs", "Proofs", self.proofs),
             ("gallery", "Pictures", self.gallery),
             ("control", "Positive control", True),
@@ -172,18 +153,6 @@ class Page:
             ("references", "References", self.references),
         )
         return tuple((anchor, name) for anchor, name, there in every if there)
-
-
-def _tone(word: str) -> str:
-    return TONES.get(word, "void")
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f} %"
 
 
 def _plural(count: int, word: str) -> str:
@@ -245,7 +214,7 @@ def _sortable(value: float) -> float:
 
 def _result(line: Summary, varied: Sequence[str]) -> Line:
     def score(name: str, digits: int) -> Value:
-        return Value(_number(line.means.get(name), digits), note=f"clearest {_number(line.worst.get(name), digits)}")
+        return Value(number(line.means.get(name), digits), note=f"clearest {number(line.worst.get(name), digits)}")
 
     rank, excess = line.rates.get("rank1"), line.excess.value
     name, _, settings = line.attack.partition(":")
@@ -253,14 +222,14 @@ def _result(line: Summary, varied: Sequence[str]) -> Line:
         Value(name, note=settings),
         Value(line.defence, note=line.form if line.defence != "none" else ""),
         *(Value(str(getattr(line, column))) for column in varied),
-        Value("failed" if line.errors and not line.targets else line.word, _tone(line.word)),
-        Value(_percent(line.recovered.value), note=_interval(line.recovered)),
+        Value("failed" if line.errors and not line.targets else line.word, tone(line.word)),
+        Value(percent(line.recovered.value), note=_interval(line.recovered)),
         Value(f"{100 * excess:+.0f} %" if math.isfinite(excess) else "-", note=_interval(line.excess)),
         score("psnr", 1),
         score("ssim", 2),
-        Value(_percent(rank.value), note=f"chance {_number(100 * line.chance)} %") if rank else Value("-"),
-        Value(_percent(line.means.get("labels"))),
-        Value(_percent(line.converged)),
+        Value(percent(rank.value), note=f"chance {number(100 * line.chance)} %") if rank else Value("-"),
+        Value(percent(line.means.get("labels"))),
+        Value(percent(line.converged)),
     )
     return Line(values, hatched=line.word in ("inconclusive", "void") or bool(line.errors))
 
@@ -287,7 +256,7 @@ def _baselines(grid: Sequence[Row]) -> Table | None:
         "nearest of class": "the nearest of the same class, chosen with the truth",
     }
     rows = [
-        Line((Value(name), *(Value(_number(_mean(scores["psnr"]), 1)), Value(_number(_mean(scores["ssim"]), 2))),
+        Line((Value(name), *(Value(number(_mean(scores["psnr"]), 1)), Value(number(_mean(scores["ssim"]), 2))),
               Value(explained.get(name, "the same attack on the update of somebody else"))))
         for name, scores in sorted(gathered.items())
     ]  # fmt: skip
@@ -368,7 +337,7 @@ def _gallery(result: AuditResult, grid: Sequence[Row]) -> Iterator[Group]:
         verdict = result.verdicts.get(defence)
         yield Group(
             "Undefended" if defence == "none" else f"Defence: {defence}",
-            Value(verdict.word, _tone(verdict.word)) if verdict else Value(""),
+            Value(verdict.word, tone(verdict.word)) if verdict else Value(""),
             verdict.paragraph if verdict and len(best) > 1 else "",
             tuple(shots[:SHOWN]),
             tuple(shots[SHOWN:]),
@@ -399,7 +368,7 @@ def _shot(read: Callable[[str], dict[str, Tensor] | None], row: Row, example: in
     scores = {name: values[example] for name, values in row["scores"].items() if values}
     hits = row.get("hits") or {}
     recovered = hits["recovered"][example] if hits.get("recovered") else None
-    told = f"PSNR {_number(scores.get('psnr'), 1)} dB, SSIM {_number(scores.get('ssim'), 2)}"
+    told = f"PSNR {number(scores.get('psnr'), 1)} dB, SSIM {number(scores.get('ssim'), 2)}"
     detail = told + {True: ", recovered", False: ", not recovered", None: ""}[recovered]
     if row.get("converged") is False and not recovered:
         detail += ", and the attack did not converge"
@@ -444,7 +413,10 @@ def _untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str
         yield f"{_plural(len(idle), 'attack')} that this version has: {', '.join(idle)}."
     if not any(row["defence"] != "none" for row in grid):
         yield "Any defence."
-    elif not any(row["form"] == "adaptive" for row in grid):
+    elif not any(row["defence"] == "none" for row in grid):
+        yield "The same client without a defence, as the reference: add none to the defences."
+    informed = {row["form"] for row in grid if row["defence"] != "none"}
+    if informed and "adaptive" not in informed:
         yield "Attackers who know the defence: a defence that only stops those who do not know it does not protect."
     if rounds == [0]:
         yield "Trained models: only round 0 was attacked, and leakage changes with training."

@@ -19,18 +19,19 @@ from torch import Tensor
 
 from gradleak.metrics import to_unit
 from gradleak.results.configuration import from_toml
+from gradleak.results.headline import Headline, headlines_of
 from gradleak.results.rows import BadRun, Row, read_object
 from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays, Folder, Memory, Store
 from gradleak.results.summary import Rate, Summary, summaries_of
-from gradleak.results.tables import FORMATS, Comparison, entries
+from gradleak.results.tables import FORMATS, Comparison, entries, notes
 from gradleak.results.verdict import TRIAL, Control, Verdict, control_of, overall, verdict_on
 from gradleak.task import Field
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
-__all__ = ["AuditResult", "BadRun", "Comparison", "Control", "Rate", "Row", "Summary", "Verdict"]
+__all__ = ["AuditResult", "BadRun", "Comparison", "Control", "Headline", "Rate", "Row", "Summary", "Verdict"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,11 @@ class AuditResult:
         return summaries_of(self.rows)
 
     @property
+    def headlines(self) -> list[Headline]:
+        """One per defence, round and batch size: its three attackers, the undefended reference, what it proves."""
+        return headlines_of(self.summaries)
+
+    @property
     def positive_control(self) -> Control:
         return control_of(self.rows, self.settings["plan"]["control"])
 
@@ -112,7 +118,7 @@ class AuditResult:
         return {row["cell"] for row in self.rows} == set(self.settings["plan"]["cells"])
 
     def table(self, format: str = "text") -> str:
-        """One line per attack, defence and form: "text", "markdown" or, with plain numbers, "csv"."""
+        """One line per attack, defence and form; below it, but in "csv", what each defence is worth and proves."""
         if format not in FORMATS:
             raise ValueError(f"format is {format!r}; there are {', '.join(FORMATS)}.")
         return FORMATS[format](self.summaries)
@@ -135,7 +141,8 @@ class AuditResult:
         body = "".join(f"<tr>{''.join(f'<td>{entry}</td>' for entry in row)}</tr>" for row in rows[1:])
         verdict = self.verdict
         told = f"<p><b>{escape(verdict.word)}</b>. {escape(verdict.paragraph)}</p>"
-        return f"{told}<table><tr>{head}</tr>{body}</table>"
+        below = "".join(f"<pre>{escape(note)}</pre>" for note in notes(self.summaries))
+        return f"{told}<table><tr>{head}</tr>{body}</table>{below}"
 
     # --- arrays ----------------------------------------------------------------------------------------------------
 

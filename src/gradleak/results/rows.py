@@ -26,6 +26,8 @@ certificate  null, absent, or what the update determines at the reconstruction, 
              {"verdict": "determined", "determined up to k dimensions" or "not determined", "reason": one sentence,
              "unknowns", "equations", "rank", "null": counts; "tolerance", "residual", "rounding", "share", "shift",
              "largest", "smallest" (singular values), "floor": numbers or null}
+guarantee    null or absent for none, or what is proved of the defence for a client of this audit (labels.py)
+trained      null or absent, or the training whose weights were attacked, and how good that model was (labels.py)
 seconds      of the cell, divided by its targets
 """
 
@@ -36,6 +38,8 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+from gradleak.results.labels import Trained, guarantee_of
 
 Row: TypeAlias = dict[str, Any]
 ROW_VERSION = 1
@@ -106,6 +110,7 @@ def decode(line: bytes, where: str) -> Row:
     if row["status"] == "done":
         _check_scores(row, where)
         _check_certificate(row, where)
+        _check_labels(row, where)
     return row
 
 
@@ -139,6 +144,15 @@ def _check_scores(row: Row, where: str) -> None:
     for name, value in row["labels"].items():
         if type(value) not in number or (value is not None and not abs(value) < 1e300):
             raise BadRun(f"{where}: labels.{name} should be a number.")
+
+
+def _check_labels(row: Row, where: str) -> None:
+    for name, read in (("guarantee", guarantee_of), ("trained", Trained.of)):
+        if row.get(name) is not None:
+            try:
+                read(row[name])
+            except ValueError as problem:
+                raise BadRun(f"{where}: {str(problem).rstrip('.')}.") from None
 
 
 def _check_certificate(row: Row, where: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -107,7 +107,7 @@ class Folder:
 
     def tidy(self, keep: Sequence[Row]) -> None:
         """Drop what was in flight, so that appending starts on a clean line."""
-        _replace(self.path / "rows.jsonl", b"".join(map(encode, keep)))
+        replace_whole(self.path / "rows.jsonl", b"".join(map(encode, keep)))
 
     def add(self, key: str, rows: Sequence[Row], arrays: Arrays | None) -> None:
         if arrays is not None:
@@ -122,7 +122,7 @@ class Folder:
 
         (self.path / "arrays").mkdir(exist_ok=True)
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in arrays.items()}
-        _replace(self.path / "arrays" / f"{name}.safetensors", save(plain))
+        replace_whole(self.path / "arrays" / f"{name}.safetensors", save(plain))
 
     def arrays(self, name: str) -> Arrays:
         from safetensors import SafetensorError
@@ -138,7 +138,7 @@ class Folder:
             raise BadRun(told) from None
 
     def write(self, name: str, text: str) -> None:
-        _replace(self.path / name, text.encode())
+        replace_whole(self.path / name, text.encode())
 
 
 def _whole(rows: Sequence[Row], path: Path) -> bool:
@@ -149,7 +149,7 @@ def _whole(rows: Sequence[Row], path: Path) -> bool:
     return first["status"] == "failed" or sorted(row["target"] for row in rows) == list(range(first["targets"]))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_whole(path: Path, content: bytes) -> None:
     """A reader, or a run that resumes, never meets half a file."""
     partial = path.with_name(path.name + ".part")
     with open(partial, "wb") as file:
@@ -205,13 +205,13 @@ _MEANING = {
 
 def _demand_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Rows of two configurations must not mix. The device and the version of gradleak may change."""
-    old, new = dict(_flat(there)), dict(_flat(here))
+    old, new = dict(by_name(there)), dict(by_name(here))
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     names = [name for name in names if name not in ("gradleak", "engine.device") and not name.startswith("plan.")]
     if not names:
         return
     told = [
-        _MEANING.get(name, f"{name} ({_short(old.get(name))} there, {_short(new.get(name))} now)")
+        _MEANING.get(name, f"{name} ({short(old.get(name))} there, {short(new.get(name))} now)")
         for name in sorted(names, key=lambda name: name.startswith("fingerprint."))
     ]
     raise FolderInUse(
@@ -220,13 +220,15 @@ def _demand_same(path: Path, there: dict[str, Any], here: dict[str, Any]) -> Non
     )
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def by_name(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as `outer.inner` and value."""
     for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping):
+            yield from by_name(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A setting as a message quotes it."""
     return "nothing" if value is None else f"{value!r:.80}"

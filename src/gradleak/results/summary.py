@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -9,7 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from gradleak.guarantee import Guarantee
 from gradleak.results.certificate import Certified
+from gradleak.results.labels import Trained, guarantee_of
 from gradleak.results.rows import FORMS, Row
 from gradleak.results.scoring import UNRELATED
 
@@ -84,6 +87,8 @@ class Summary:
     seconds: float
     errors: tuple[str, ...] = ()  # of failed cells
     certified: Certified | None = None  # where the attack says what the update determines
+    guarantee: Guarantee | None = None  # what the defence proves; None: there is no defence, or no row says
+    trained: Trained | None = None  # whose weights were attacked, where they come from the folder of a training
 
     @property
     def word(self) -> str:
@@ -99,6 +104,12 @@ class Summary:
     def optimised(self) -> bool:
         """Did the attack work as an optimiser, so that its failure would mean something?"""
         return not self.errors and self.targets > 0 and self.converged >= CONVERGED
+
+    @property
+    def strength(self) -> tuple[int, float, float]:
+        """The larger, the more it shows of the data: by whether it leaks, the recovered share, the mean PSNR."""
+        recovered = self.recovered.value if self.targets else -1.0
+        return ({LEAKS: 2, PART: 1}.get(self.word, 0), recovered, self.means.get("psnr", -math.inf))
 
     @property
     def small(self) -> bool:
@@ -158,6 +169,8 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
         seconds=sum(row["seconds"] for row in done),
         errors=tuple(row["error"] for row in rows if row["status"] == "failed"),
         certified=Certified.of(done),
+        guarantee=next((guarantee_of(row["guarantee"]) for row in done if row.get("guarantee")), None),
+        trained=next((Trained.of(row["trained"]) for row in done if row.get("trained")), None),
     )
 
 

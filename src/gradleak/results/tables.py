@@ -1,4 +1,4 @@
-"""Lines of a result as text, Markdown or CSV, and two results side by side."""
+"""Lines of a result as text, Markdown or CSV, what they say of each defence, and two results side by side."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from gradleak.results.headline import ATTACKERS, Headline, headlines_of, labelled
 from gradleak.results.summary import NAN, Summary
+
+Grid: TypeAlias = list[list[str]]
+"""The head and every line of a table, as text."""
 
 
 def _share(value: float) -> str:
@@ -47,21 +51,91 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 """Clearest is the best recovered image, a client's worst case. Baseline: the same attack on an unrelated update."""
 
 
-def entries(lines: Sequence[Summary]) -> list[list[str]]:
-    """The head and every line, as text."""
+def entries(lines: Sequence[Summary]) -> Grid:
+    """A line of the table for each of these."""
     return [list(COLUMNS), *([show(line) for show in COLUMNS.values()] for line in lines)]
 
 
-def _text(lines: Sequence[Summary]) -> str:
-    rows = entries(lines)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+# --- what the lines say of each defence ------------------------------------------------------------------------------
+
+OVERVIEW = (
+    "Each defence by its strongest attack: recovered, mean PSNR. *: the headline, the strongest of A0, A1 and A2; "
+    "-: the same attacker as the one before, or not run. No gradient: the headline's attack on an unrelated update."
+)
+
+
+def overview(lines: Sequence[Summary]) -> Grid:
+    """Per defence: the undefended reference, every attacker, the level of chance. Empty where there is no defence."""
+    found = headlines_of(lines)
+    head = ["defence", "undefended", *ATTACKERS.values(), "no gradient", "verdict"]
+    return [head, *(_headline(line, _varied(found)) for line in found)] if found else []
+
+
+def guarantees(lines: Sequence[Summary]) -> list[str]:
+    """What every defence proves, without the small print."""
+    return [f"{name}: {str(proved).partition(chr(10))[0]}" for name, proved in labelled(lines)]
+
+
+def trained(lines: Sequence[Summary]) -> list[str]:
+    """How good the attacked model was at each round of its training."""
+    return [f"{name}: {told}" for name, told in {f"round {line.round}": line.trained for line in lines}.items() if told]
+
+
+def notes(lines: Sequence[Summary]) -> list[str]:
+    """What stands below the tables, as paragraphs."""
+    parts = {"Guarantees (whole labels: in the report)": guarantees(lines), "The attacked model": trained(lines)}
+    if any(held.undefended is None for held in headlines_of(lines)):
+        parts["Not run"] = ["the same client without a defence, as the reference: add none to the defences"]
+    return ["\n".join([f"{name}:", *(f"- {line}" for line in told)]) for name, told in parts.items() if told]
+
+
+def _varied(found: Sequence[Headline]) -> list[str]:
+    return [name for name in ("round", "examples") if len({getattr(held, name) for held in found}) > 1]
+
+
+def _headline(held: Headline, varied: Sequence[str]) -> list[str]:
+    def level(line: Summary | None) -> str:
+        star = " *" if line is held.strongest else ""
+        return "-" if line is None or not line.targets else f"{scored(line.recovered.value, line.means)}{star}"
+
+    blind = held.strongest.baseline
+    chance = scored(blind.get("recovered", NAN), blind) if blind else "-"
+    attackers = [level(held.forms.get(form)) for form in ATTACKERS]
+    return [held.placed(varied), level(held.undefended), *attackers, chance, held.word]
+
+
+def scored(share: float, scores: Mapping[str, float]) -> str:
+    """`12%, 23.4 dB`"""
+    return f"{_share(share)}, {_number(scores, 'psnr')} dB"
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def text_of(rows: Grid) -> str:
+    """Columns as wide as their widest entry."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     told = ["  ".join(entry.ljust(width) for entry, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([told[0], "  ".join("-" * width for width in widths), *told[1:]])
 
 
+def _markdown_of(rows: Grid) -> str:
+    rows = [[entry.replace("|", "\\|") for entry in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+
+
+def _whole(lines: Sequence[Summary], drawn: Callable[[Grid], str]) -> str:
+    per_defence = overview(lines)
+    parts = [drawn(per_defence), OVERVIEW] if per_defence else []
+    return "\n\n".join([drawn(entries(lines)), *parts, *notes(lines)])
+
+
+def _text(lines: Sequence[Summary]) -> str:
+    return _whole(lines, text_of)
+
+
 def _markdown(lines: Sequence[Summary]) -> str:
-    rows = [[entry.replace("|", "\\|") for entry in row] for row in entries(lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(COLUMNS), *rows[1:]])
+    return _whole(lines, _markdown_of)
 
 
 def _csv(lines: Sequence[Summary]) -> str:
@@ -85,6 +159,11 @@ def _record(line: Summary) -> dict[str, Any]:
     record |= {name: getattr(line, name) for name in ("chance", "match", "converged", "diverged", "seconds")}
     if line.certified is not None:
         record |= {"certificates": line.certified.count, "determined": line.certified.determined}
+    if line.guarantee is not None:
+        record |= {"epsilon": line.guarantee.epsilon, "delta": line.guarantee.delta}
+        record |= {"guarantee": str(line.guarantee).replace("\n", "; ")}
+    if line.trained is not None:
+        record |= {"test accuracy": line.trained.test_accuracy, "test loss": line.trained.test_loss}
     return {name: "" if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}
 
 

@@ -10,10 +10,10 @@ leaks in part         when any image is recovered, or re-identification at rank 
 is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
 is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
 
-A defence has the word of its strongest line, whatever that attacker knew; "not shown to leak" asks that every attack
-converged in its most informed form. The headline is the worst word of a defence, or of the undefended client where no
-defence was audited. A run whose positive control (undefended, one example, the first attack) stays below a median PSNR
-of 18 dB is void.
+A defence has the word of its strongest line (by word, then recovered share, then PSNR), whatever that attacker knew;
+"not shown to leak" asks that every attack converged in its most informed form. The headline is the worst word of a
+defence, or of the undefended client where no defence was audited. A run whose positive control (undefended, one
+example, the first attack) stays below a median PSNR of 18 dB is void.
 """
 
 from __future__ import annotations
@@ -68,11 +68,27 @@ def control_of(rows: Sequence[Row], cell: str) -> Control:
     return Control(False, middle, f"Positive control failed: {setting} gave no result ({error}).", cell)
 
 
+def word_on(lines: Sequence[Summary], missing: int = 0) -> str:
+    """The word for one defence from its lines; so many of its cells were not run."""
+    if lines and (leak := strongest_of(lines).word) in (LEAKS, PART):
+        return leak
+    optimised = lines and all(line.optimised for line in _most_informed(lines))
+    return NOT_SHOWN if optimised and not missing else INCONCLUSIVE
+
+
+def strongest_of(lines: Iterable[Summary]) -> Summary:
+    """Whatever that attacker knew: an attacker is free to ignore what it knows."""
+    return max(lines, key=lambda line: line.strength)
+
+
 def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
-    """The word for one defence from its lines; `planned` cells were to be run for it."""
-    strongest = min(lines, key=_leakage, default=None)
-    if strongest is not None and strongest.word in (LEAKS, PART):
-        return Verdict(strongest.word, _leak(strongest))
+    """The verdict on one defence from its lines; `planned` cells were to be run for it."""
+    missing = planned - sum(len(line.cells) for line in lines)
+    word = word_on(lines, missing)
+    if word in (LEAKS, PART):
+        return Verdict(word, _leak(strongest_of(lines)))
+    if word == NOT_SHOWN:
+        return Verdict(word, _nothing(strongest_of(lines), lines))
     reasons = [
         f"{line} failed ({line.errors[0]})"
         if line.errors
@@ -80,28 +96,20 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
         for line in _most_informed(lines)
         if not line.optimised
     ]
-    missing = planned - sum(len(line.cells) for line in lines)
     if missing:
         reasons.append(f"{missing} of {planned} cells were not run")
-    if strongest is None or reasons:
-        text = f"No image was recovered, but that shows nothing: {'; '.join(reasons)}."
-        return Verdict(INCONCLUSIVE, f"{text} More steps or restarts may change it.")
-    return Verdict(NOT_SHOWN, _nothing(strongest, lines))
+    text = f"No image was recovered, but that shows nothing: {'; '.join(reasons)}."
+    return Verdict(word, f"{text} More steps or restarts may change it.")
 
 
 def overall(verdicts: Mapping[str, Verdict], control: Control) -> Verdict:
-    """The headline: void without a working control, else the worst word among the defended, or of the undefended."""
+    """Void without a working control, else the worst word among the defended, or of the undefended; a line for each."""
     if not control.passed:
         return Verdict(VOID, control.text)
     defended = [verdict for name, verdict in verdicts.items() if name != "none"] or list(verdicts.values())
     word = min((verdict.word for verdict in defended), key=WORDS.index)
     told = [f"{'Undefended' if name == 'none' else name}: {v.word}. {v.paragraph}" for name, v in verdicts.items()]
-    return Verdict(word, " ".join([*told, control.text]))
-
-
-def _leakage(line: Summary) -> tuple[float, float, float]:
-    """Sorts from the line that leaks most: by its word, by what it recovers beyond the baseline, by PSNR."""
-    return (WORDS.index(line.word), -line.excess.value if line.targets else 1.0, -line.means.get("psnr", 0.0))
+    return Verdict(word, "\n".join([*told, control.text]))
 
 
 def _most_informed(lines: Iterable[Summary]) -> list[Summary]:

@@ -1,0 +1,48 @@
+"""Tables of the report, as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One table cell; with a tone it is drawn as a tag, and a note stands below in small print."""
+
+    text: str
+    tone: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    number: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    cells: tuple[Value, ...]
+    hatched: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[Line, ...]
+
+
+def tone(word: str) -> str:
+    return TONES.get(word, "void")
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f} %"
