@@ -381,7 +381,7 @@ def test_no_truth_reaches_the_attacker() -> None:
     spy = Spy()
     x, _ = private()
     audit(attacks=[spy], defences=[None, Noise()], federation=gl.Federation(examples=2), targets=2).run()
-    assert len(spy.kept) == 5
+    assert len(spy.kept) == 6  # control, none, and the noise met by naive, masked, adaptive and averaging attackers
     pixels = {float(value) for value in x.flatten()}
     for given in spy.kept:
         task_, seen, knows, seed, rest = given
@@ -390,8 +390,30 @@ def test_no_truth_reaches_the_attacker() -> None:
         assert len(reached) > 10, "the search itself must find the observations"
         shared = max(len(pixels & set(tensor.detach().flatten().tolist())) for tensor in reached)
         assert shared < 5, "private pixels are in the attacker's hands"
-        assert [observation.key for observation in seen[:2]] == ["client0/round0/target0", "client0/round0/target1"]
+        assert [target.key.partition("/again")[0] for target in seen[:2]] == [
+            "client0/round0/target0",
+            "client0/round0/target1",
+        ]
         assert knows.given == {}
+
+
+def test_who_has_seen_a_client_several_times_averages_its_noise() -> None:
+    """Only where every upload draws fresh noise, and it tells more than one round does."""
+    noisy, still = gl.defences.LocalGaussian(sigma=3e-3), gl.defences.Pruning(keep=0.5)
+    planned = audit(attacks=["second-order:certify=false"], defences=[noisy, still], targets=2, repeats=16)
+    forms = {cell.defence_name.partition("(")[0]: set() for cell in planned.cells() if cell.defence is not None}
+    for cell in planned.cells():
+        if cell.defence is not None:
+            forms[cell.defence_name.partition("(")[0]].add(cell.form)
+    assert forms == {
+        "LocalGaussian": {"naive", "masked", "adaptive", "averaged"},
+        "Pruning": {"naive", "masked", "adaptive"},
+    }
+    assert "averaged" not in {cell.form for cell in replace(planned, repeats=1).cells()}
+    assert {cell.key for cell in replace(planned, repeats=4).cells()} != {cell.key for cell in planned.cells()}
+    lines = [line for line in planned.run().summaries if line.defence.startswith("LocalGaussian")]
+    told = {line.form: line.means["psnr"] for line in lines}
+    assert told["averaged"] > told["adaptive"] + 3
 
 
 # --- folders: killed, resumed, foreign, failing -----------------------------------------------------------------------

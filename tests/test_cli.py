@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -309,6 +310,17 @@ def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
     assert "On the command line" not in unrelated
 
 
+def test_rounds_of_one_client_are_one_target(seen: Path) -> None:
+    first = gl.Observation.load(seen)
+    replace(first, round=first.round + 1).save("again.safetensors")
+    words = ("attack", "again.safetensors", seen, "--task", "train.py:task", "--attack", "ig:steps=3", "-o", "found")
+    answer = Answer(*words, "--track")  # in any order
+    assert answer.code == 0, answer
+    assert load_file("found/reconstruction.safetensors")["x"].shape[0] == 1
+    first.save("same.safetensors")
+    assert "rounds must increase" in refused("attack", "same.safetensors", *words[2:], "--track")
+
+
 def test_files_with_one_key_are_told_apart_by_their_names(seen: Path) -> None:
     folder = seen.with_name("other")
     folder.mkdir()
@@ -480,7 +492,11 @@ def test_defences_are_audited_by_every_attacker_and_labelled() -> None:
     chosen = "none,pruning,clipping,local-gaussian,dp-fedavg"
     answer = Answer(*TINY, "--quick", "--defence", chosen, "-o", "run")
     assert answer.code == 0, answer
-    assert re.search(r"^defence +undefended +A0 naive +A1 masked +A2 adaptive +no gradient +verdict$", answer.out, re.M)
+    assert re.search(
+        r"^defence +undefended +A0 naive +A1 masked +A2 adaptive +A2, rounds averaged +no gradient +verdict$",
+        answer.out,
+        re.M,
+    )
     for name in chosen.split(",")[1:]:
         assert re.search(rf"^{name} .*\*", answer.out, re.MULTILINE), name
         assert re.search(rf"^- {name}: ", answer.out, re.MULTILINE), name

@@ -154,8 +154,10 @@ def observe(
     examples = next(iter(batch.values())).shape[0]
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
     extras = defence.broadcast(weights, server or {})
-    state = ClientState(memory=memory or {}, extras=extras, key=randomness.key("client", key, seed))
-    shuffle = torch.Generator().manual_seed(int(state.key[0])) if state.key is not None else None
+    own = randomness.key("client", key, seed)
+    where = next(tree.leaves(weights)).device
+    state = ClientState(memory=memory or {}, extras=extras, key=own.to(where))
+    shuffle = torch.Generator().manual_seed(int(own[0]))
     with float32_products():
         sent, _ = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))
     update = tree.detach(defence.reveal([sent], [sent.num_examples]))

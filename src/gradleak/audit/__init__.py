@@ -83,7 +83,9 @@ class Audit:
     rounds       of training before the attacked round; 0 attacks the task's own weights
     targets      updates attacked in every cell; the same batches in all of them
     seeds        of the attack's starts and the clients' noise
-    knowledge    what attackers know of a defence: "naive", "masked", "adaptive"; forms that do not differ run once
+    knowledge    what attackers know of a defence: "naive", "masked", "adaptive", and, of one that draws fresh noise for
+                 every upload, "averaged" over several rounds; forms that do not differ run once
+    repeats      rounds that the averaging attacker has seen, of the same examples at the same weights
     gallery      real images that are not the clients', for re-identification; None: the data that are no target
     analyses     functions (task, observation, batch) -> numbers, kept beside the scores
     unrelated    updates of other images attacked in every cell, as the no-gradient baseline
@@ -101,6 +103,7 @@ class Audit:
     targets: int = 8
     seeds: Sequence[int] = (0,)
     knowledge: Sequence[str] = tuple(FORMS)
+    repeats: int = 8
     engine: Engine = Engine()
     lpips: LPIPS | None = None
     gallery: Any = None
@@ -117,9 +120,10 @@ class Audit:
                 raise AuditError(f"{name} must be a list with at least one entry; given {given!r}.")
         if unknown := [form for form in self.knowledge if form not in FORMS]:
             raise AuditError(f"knowledge holds {unknown[0]!r}.{registry.did_you_mean(unknown[0], FORMS)}")
-        counts = {"targets": [self.targets], "unrelated": [self.unrelated], "rounds": self.rounds, "seeds": self.seeds}
+        counts: dict[str, Sequence[int]] = {"targets": [self.targets], "repeats": [self.repeats]}
+        counts |= {"unrelated": [self.unrelated], "rounds": self.rounds, "seeds": self.seeds}
         for name, values in counts.items():
-            least = 1 if name == "targets" else 0
+            least = 1 if name in ("targets", "repeats") else 0
             if not all(type(value) is int and value >= least for value in values):
                 raise AuditError(f"{name} must be whole numbers of at least {least}; given {getattr(self, name)!r}.")
         if type(self.trial) is not bool:
@@ -134,9 +138,14 @@ class Audit:
         """The grid in canonical order; the positive control comes first where it is not in the grid anyway."""
         attacks, defences = named_attacks(self.attacks), named_defences(self.defences)
         grid = [
-            self._keyed(Cell(attack, defence, form, number, seed, self.federation, name, against))
+            self._keyed(
+                Cell(
+                    *(attack, defence, form, number, seed, self.federation, name, against),
+                    repeats=self.repeats if form == "averaged" else 1,
+                )
+            )
             for against, defence in defences
-            for form in forms_of(defence, self.knowledge)
+            for form in forms_of(defence, self.knowledge, self._random(defence))
             for name, attack in attacks
             for number in dict.fromkeys(self.rounds)
             for seed in dict.fromkeys(self.seeds)
@@ -144,6 +153,15 @@ class Audit:
         control = self._control()
         apart = [] if control.key in {cell.key for cell in grid} else [replace(control, control=True)]
         return list({cell.key: cell for cell in (*apart, *grid)}.values())  # what was named twice runs once
+
+    def _random(self, defence: Defence | None) -> bool:
+        """Is it worth seeing a client of this defence several times?"""
+        if defence is None or "averaged" not in self.knowledge or self.repeats == 1:
+            return False
+        try:
+            return self.side.random(self.federation, defence)
+        except ValueError:  # it cannot be used on this model: `run` says so, by its name, before the first cell
+            return False
 
     def _control(self) -> Cell:
         """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
@@ -154,6 +172,7 @@ class Audit:
     def _keyed(self, cell: Cell) -> Cell:
         """Named by a hash of everything that its result depends on."""
         what = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
+        what += [cell.repeats] * (cell.repeats > 1)
         return replace(cell, key=digest([what, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
 
     @cached_property

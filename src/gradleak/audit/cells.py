@@ -20,8 +20,9 @@ FORMS: dict[str, Callable[[Defence], Defence | None]] = {
     "naive": lambda defence: None,  # A0: ignores the defence, as most papers report
     "masked": OnlyVisible,  # A1: predicts plainly, weighs out what was noised or dropped
     "adaptive": lambda defence: defence,  # A2: predicts through the defence
+    "averaged": lambda defence: defence,  # A2 that has seen the same client in several rounds: fresh noise averages out
 }
-"""What the attacker knows of a defence; the headline is the strongest of the three."""
+"""What the attacker knows of a defence; the headline is the strongest of them."""
 
 # Hooks that change what an informed attacker does; one that overrides none of them (say, only `initial`) has one form.
 _COMPARED = ("noise_variance", "visible")
@@ -42,6 +43,7 @@ class Cell:
     defence_name: str
     key: str = ""
     control: bool = False  # only the positive control, not part of the grid
+    repeats: int = 1  # rounds in which the attacker has seen the same client train on the same examples
 
     @property
     def knows(self) -> Knowledge:
@@ -56,13 +58,16 @@ class Cell:
         return f"{start}{self.attack_name} against {against}, {where}"
 
 
-def forms_of(defence: Defence | None, wanted: Sequence[str]) -> list[str]:
-    """The wanted forms that differ from one another for this defence; there is always one."""
+def forms_of(defence: Defence | None, wanted: Sequence[str], random: bool = False) -> list[str]:
+    """The wanted forms that differ from one another for this defence; there is always one.
+
+    `random`: it makes another upload of the same examples every time, so that several rounds tell more than one.
+    """
     if defence is None:
         return [UNDEFENDED]
     compared = any(overrides(defence, hook) for hook in _COMPARED)
     predicted = any(overrides(defence, hook) for hook in _PREDICTED)
-    differs = {"naive": True, "masked": compared, "adaptive": predicted or compared}
+    differs = {"naive": True, "masked": compared, "adaptive": predicted or compared, "averaged": random}
     return [form for form in FORMS if form in wanted and differs[form]] or ["naive"]
 
 

@@ -48,7 +48,7 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
     cells = [cell for cell in planned if cell.key not in done]
     updates = audit.targets + audit.unrelated
     lanes = [updates * getattr(cell.attack, "restarts", 1) for cell in cells]
-    steps = [_steps(cell.attack) for cell in cells]
+    steps = [_steps(cell.attack) * cell.repeats for cell in cells]  # every round is predicted in every step
     timed: dict[tuple[str, int | None], float | None] = {}
     for cell in cells:
         kind = (cell.attack_name, cell.federation.examples)

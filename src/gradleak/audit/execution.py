@@ -15,7 +15,7 @@ from gradleak.audit.cells import Cell
 from gradleak.audit.private import PrivateSide, Victims
 from gradleak.checks import Check, Checks, observation_checks
 from gradleak.engine import Engine
-from gradleak.observation import Observation
+from gradleak.observation import Observation, as_targets
 from gradleak.results.labels import record
 from gradleak.results.rows import ROW_VERSION, Row, finite
 from gradleak.results.scoring import scores_of
@@ -66,7 +66,7 @@ class Runner:
     def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays]:
         began = time.perf_counter()
         row = {**row, **self._labels(cell, rounds)}
-        victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed)
+        victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed, cell.repeats)
         # Unrelated updates run in the same lanes as the targets: same prior, same budget. The truth stays here.
         seen = [*victims.seen, *victims.unrelated]
         task = self.side.task
@@ -94,7 +94,8 @@ class Runner:
         self, cell: Cell, found: Reconstruction, checks: Checks, victims: Victims, target: int
     ) -> dict[str, Any]:
         """How the search of one target went."""
-        seen, restart = victims.seen[target], int(found.chosen[target])
+        [track], restart = as_targets(victims.seen[target]), int(found.chosen[target])
+        seen = track.last
         curve = found.trace["match"][:, target, restart]
         truth = {name: value[target] for name, value in victims.truth.items()}
         measured = [analysis(self.side.task, seen, truth) for analysis in self.analyses]

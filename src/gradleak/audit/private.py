@@ -6,7 +6,7 @@ Private tensors leave it in two ways only: as `Observation`s, which the attacker
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,9 @@ from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.guarantee import Guarantee
+from gradleak.local import LocalTraining
 from gradleak.metrics import EXACT
-from gradleak.observation import Observation
+from gradleak.observation import Observation, Track
 from gradleak.results.configuration import digest
 from gradleak.results.labels import Trained
 from gradleak.task import Batch, Task
@@ -158,8 +159,8 @@ def _demand_range(batch: Batch, task: Task, what: str) -> None:
 class Victims:
     """What one cell attacks: the observations of its targets, those of unrelated clients, and the truth beside them."""
 
-    seen: list[Observation]
-    unrelated: list[Observation]
+    seen: Sequence[Observation | Track]
+    unrelated: Sequence[Observation | Track]
     truth: Batch  # (targets, examples, ...); for metrics only
 
 
@@ -176,6 +177,7 @@ class PrivateSide:
     engine: Engine | None = None  # that training's
     _trained: dict[Any, dict[int, Snapshot]] = field(default_factory=dict)
     _signals: dict[Any, float] = field(default_factory=dict)
+    _random: dict[Any, bool] = field(default_factory=dict)
 
     def truth(self, federation: Federation) -> Batch:
         """The batches of all targets, (targets, examples, ...)."""
@@ -212,15 +214,27 @@ class PrivateSide:
         return held
 
     def victims(
-        self, federation: Federation, defence: Defence | None, round: int, rounds: tuple[int, ...], seed: int
+        self,
+        federation: Federation,
+        defence: Defence | None,
+        round: int,
+        rounds: tuple[int, ...],
+        seed: int,
+        repeats: int = 1,
     ) -> Victims:
-        """Let every target upload once. Keys name client, round and target; they say nothing about the data."""
+        """Let every target upload once, or several times. Keys name client, round and target, and say nothing more."""
         snapshot = self._snapshots(federation, defence, rounds)[round]
         task, truth = with_buffers(self.task, snapshot.buffers), self.truth(federation)
 
-        def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation:
-            sent = snapshot.weights
-            return federation.observe(task, batch, sent, defence, key=key, round=round, seed=seed, memory=memory)
+        def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
+            """The first is what a single attacked round would be; the others draw noise of their own."""
+            own = f"{key}/again{number}" if number else key
+            sent, when = snapshot.weights, round + number
+            return federation.observe(task, batch, sent, defence, key=own, round=when, seed=seed, memory=memory)
+
+        def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:
+            seen = [once(batch, key, memory, number) for number in range(repeats)]
+            return seen[0] if repeats == 1 else Track(tuple(seen))
 
         owners = [federation.target(self.data, index).client for index in range(self.targets)]
         seen = [
@@ -233,6 +247,19 @@ class PrivateSide:
         ]
         others = self._unrelated(federation, truth)
         return Victims(seen, [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)], truth)
+
+    def random(self, federation: Federation, defence: Defence) -> bool:
+        """Does the defence make another upload of the same examples every time? One plain step: no shuffle differs."""
+        key = digest([federation, defence])
+        if key not in self._random:
+            plain = replace(federation, training=LocalTraining(lr=federation.training.lr))
+            batch, sent = {name: value[0] for name, value in self.truth(federation).items()}, self.task.weights()
+            first, again = (
+                plain.observe(self.task, batch, sent, defence, key="trial", round=0, seed=seed).update
+                for seed in (0, 1)
+            )
+            self._random[key] = any(not torch.equal(first[name], again[name]) for name in first)
+        return self._random[key]
 
     def try_out(self, federation: Federation, defence: Defence) -> None:
         """One upload, thrown away: what a defence asks of model and recipe is known before the first cell."""

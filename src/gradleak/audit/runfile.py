@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from gradleak.audit import Audit
 
 VERSION = 1
-PLAIN = ("attacks", "defences", "rounds", "targets", "seeds", "knowledge", "unrelated", "trial")  # as Audit takes them
+PLAIN = (
+    "attacks",
+    "defences",
+    "rounds",
+    "targets",
+    "seeds",
+    "knowledge",
+    "repeats",
+    "unrelated",
+    "trial",
+)  # as Audit takes them
 TABLES = ("federation", "engine", "origin")
 WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
 Made = TypeVar("Made")
@@ -39,6 +49,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "targets": audit.targets,
         "seeds": list(audit.seeds),
         "knowledge": list(audit.knowledge),
+        "repeats": audit.repeats,
         "unrelated": audit.unrelated,
         "trial": audit.trial,
         "lpips": None if audit.lpips is None else audit.lpips.name,

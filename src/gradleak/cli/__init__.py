@@ -152,6 +152,9 @@ def audit(
     rounds: Annotated[str, typer.Option(help="Rounds at which to attack: 0,50; with --from: all there are.")] = "",
     targets: Annotated[int | None, typer.Option(min=1, help="Updates attacked in each cell.")] = None,
     seeds: Annotated[str, typer.Option(help="Of the attacks' random starts: 0,1,2 or 0-2.")] = "",
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of a client that are averaged against fresh noise; 1: never.")
+    ] = None,
     data: DataName = "",
     clients: Annotated[int | None, typer.Option(min=1, help="Clients that share the data.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round.")] = None,
@@ -189,6 +192,7 @@ def audit(
         rounds=loading.numbers(rounds, "--rounds") if rounds else (),
         seeds=loading.numbers(seeds, "--seeds") if seeds else (),
         targets=targets,
+        repeats=repeats,
         data=data,
         clients=clients,
         examples=examples,
@@ -354,6 +358,9 @@ def attack(
     steps: LocalSteps = None,
     epochs: Epochs = None,
     batch_size: BatchSize = None,
+    track: Annotated[
+        bool, typer.Option("--track", help="The files are rounds of ONE client on the same examples: one target.")
+    ] = False,
     labels: Annotated[str, typer.Option(help="The labels, where the threat model grants them: 3,5,5,9.")] = "",
     defence: Annotated[str, typer.Option(help="The defence, where the threat model grants it.")] = "",
     seed: Annotated[int, typer.Option(help="Of the attack's random starts.")] = 0,
@@ -369,6 +376,7 @@ def attack(
     from gradleak.checks import observation_checks
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
+    from gradleak.observation import Track
     from gradleak.report import reconstruction
 
     loading.leave_room()
@@ -381,10 +389,11 @@ def attack(
         for odd in observation_checks(target, model):
             typer.echo(f"{target.key}: {odd}")
     context.find_root().obj = "Interrupted; nothing was written."
+    targets = [Track(tuple(sorted(seen, key=lambda each: each.round)))] if track else seen
     with shown() as progress:
         progress.start(1)
-        progress.cell(f"{attack} on {loading.counted(len(seen), 'target')}", 0)
-        found = method.run(model, seen, knows, seed=seed, engine=engine, progress=progress.share)
+        progress.cell(f"{attack} on {loading.counted(len(targets), 'target')}", 0)
+        found = method.run(model, targets, knows, seed=seed, engine=engine, progress=progress.share)
     typer.echo(reconstruction.describe(found))
     for path in reconstruction.write(found, out):
         typer.echo(f"wrote {path}")

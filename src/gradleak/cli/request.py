@@ -37,6 +37,7 @@ class Request:
     rounds: tuple[int, ...] = ()
     seeds: tuple[int, ...] = ()
     targets: int | None = None
+    repeats: int | None = None
     data: str = ""
     clients: int | None = None
     examples: int | None = None
@@ -57,7 +58,7 @@ class Request:
         federation = _said({"clients": self.clients, "examples": self.examples, "training": self.training})
         batched = False if self.one_by_one else None
         engine = _said({"device": self.device, "precision": self.precision, "batched": batched})
-        names = ("attacks", "defences", "rounds", "seeds", "targets")
+        names = ("attacks", "defences", "rounds", "seeds", "targets", "repeats")
         made = replace(
             made,
             federation=replace(made.federation, **federation),

@@ -28,22 +28,22 @@ class Label:
 
 def defences(summaries: Sequence[Summary]) -> Table | None:
     """Each defence by its strongest attack: the reference, every attacker, chance, and what is proved."""
-    from gradleak.results.headline import ATTACKERS, headlines_of
+    from gradleak.results.headline import attackers_of, headlines_of
 
     found = headlines_of(summaries)
     if not found:
         return None
-    rows = []
+    rows, attacking = [], attackers_of(found)
     several = len({(held.round, held.examples) for held in found}) > 1
     for held in found:
         best, blind = held.strongest, held.strongest.baseline
         where = f"round {held.round}, B = {held.examples}" if several else ""
-        attackers = (_level(held.forms.get(form), best) for form in ATTACKERS)
+        attackers = (_level(held.forms.get(form), best) for form in attacking)
         chance = Value(percent(blind.get("recovered")), note=f"{number(blind.get('psnr'))} dB") if blind else Value("-")
         verdict = held.word
         cells = (Value(held.defence, note=where), Value(verdict, tone(verdict)), _level(held.undefended), *attackers)
         rows.append(Line((*cells, chance, Value(_briefly(held.guarantee))), hatched=verdict == "inconclusive"))
-    words = ("defence", "verdict", "undefended", *ATTACKERS.values(), "no gradient", "formal guarantee")
+    words = ("defence", "verdict", "undefended", *attacking.values(), "no gradient", "formal guarantee")
     columns = tuple(Column(name, name not in ("defence", "verdict", "formal guarantee")) for name in words)
     caption = "Recovered, and the mean PSNR, by the strongest attack of each attacker. The headline is marked."
     return Table(caption, columns, tuple(rows))

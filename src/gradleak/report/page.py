@@ -29,6 +29,7 @@ FORMS = {
     "naive": "by attackers who ignore it",
     "masked": "by attackers who weigh out what it noised or dropped",
     "adaptive": "by attackers who know it and predict through it",
+    "averaged": "by attackers who know it and have seen the client several times on the same examples",
 }
 
 

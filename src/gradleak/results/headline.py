@@ -11,7 +11,7 @@ from gradleak.results.rows import FORMS
 from gradleak.results.summary import Summary
 from gradleak.results.verdict import strongest_of, word_on
 
-ATTACKERS = {"naive": "A0 naive", "masked": "A1 masked", "adaptive": "A2 adaptive"}
+ATTACKERS = {"naive": "A0 naive", "masked": "A1 masked", "adaptive": "A2 adaptive", "averaged": "A2, rounds averaged"}
 """By what they know of the defence: the columns in which a defence is shown."""
 
 
@@ -48,6 +48,12 @@ class Headline:
     @property
     def guarantee(self) -> Guarantee | None:
         return next((line.guarantee for line in self.lines if line.guarantee is not None), None)
+
+
+def attackers_of(found: Iterable[Headline]) -> dict[str, str]:
+    """The columns: the three that every defence faces, and who saw several rounds where one was tried."""
+    tried = {form for held in found for form in held.forms}
+    return {form: name for form, name in ATTACKERS.items() if form != "averaged" or form in tried}
 
 
 def headlines_of(lines: Iterable[Summary]) -> list[Headline]:

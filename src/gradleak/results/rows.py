@@ -5,7 +5,7 @@ cell         key of the cell, 16 hexadecimal digits; names arrays/<cell>.safeten
 status       "done", or "failed": then `target` is null, `error` one line, `traceback` the rest, and there are no scores
 control      true where the cell is only the positive control and not part of the grid
 attack, defence, form, round, seed, examples
-             the cell; defence "none" has the form "undefended", every other "naive", "masked" or "adaptive"
+             the cell; defence "none" has the form "undefended", every other "naive", "masked", "adaptive" or "averaged"
 targets, target, observation
              how many targets the cell has, the number of this one, and the key of its observation
 knows        the threat model, such as "C (training details)"
@@ -43,7 +43,7 @@ from gradleak.results.labels import Trained, guarantee_of
 
 Row: TypeAlias = dict[str, Any]
 ROW_VERSION = 1
-FORMS = ("undefended", "naive", "masked", "adaptive")  # from the least to the most informed
+FORMS = ("undefended", "naive", "masked", "adaptive", "averaged")  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
 _COUNTS = ("unknowns", "equations", "rank", "null")
 _MEASURES = ("tolerance", "residual", "rounding", "share", "shift", "largest", "smallest", "floor")

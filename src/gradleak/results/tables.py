@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gradleak.results.headline import ATTACKERS, Headline, headlines_of, labelled
+from gradleak.results.headline import Headline, attackers_of, headlines_of, labelled
 from gradleak.results.summary import NAN, Summary
 
 Grid: TypeAlias = list[list[str]]
@@ -59,7 +59,7 @@ def entries(lines: Sequence[Summary]) -> Grid:
 # --- what the lines say of each defence ------------------------------------------------------------------------------
 
 OVERVIEW = (
-    "Each defence by its strongest attack: recovered, mean PSNR. *: the headline, the strongest of A0, A1 and A2; "
+    "Each defence by its strongest attack: recovered, mean PSNR. *: the headline, the strongest of these attackers; "
     "-: the same attacker as the one before, or not run. No gradient: the headline's attack on an unrelated update."
 )
 
@@ -67,8 +67,9 @@ OVERVIEW = (
 def overview(lines: Sequence[Summary]) -> Grid:
     """Per defence: the undefended reference, every attacker, the level of chance. Empty where there is no defence."""
     found = headlines_of(lines)
-    head = ["defence", "undefended", *ATTACKERS.values(), "no gradient", "verdict"]
-    return [head, *(_headline(line, _varied(found)) for line in found)] if found else []
+    attackers = attackers_of(found)
+    head = ["defence", "undefended", *attackers.values(), "no gradient", "verdict"]
+    return [head, *(_headline(line, _varied(found), attackers) for line in found)] if found else []
 
 
 def guarantees(lines: Sequence[Summary]) -> list[str]:
@@ -93,14 +94,14 @@ def _varied(found: Sequence[Headline]) -> list[str]:
     return [name for name in ("round", "examples") if len({getattr(held, name) for held in found}) > 1]
 
 
-def _headline(held: Headline, varied: Sequence[str]) -> list[str]:
+def _headline(held: Headline, varied: Sequence[str], forms: Iterable[str]) -> list[str]:
     def level(line: Summary | None) -> str:
         star = " *" if line is held.strongest else ""
         return "-" if line is None or not line.targets else f"{scored(line.recovered.value, line.means)}{star}"
 
     blind = held.strongest.baseline
     chance = scored(blind.get("recovered", NAN), blind) if blind else "-"
-    attackers = [level(held.forms.get(form)) for form in ATTACKERS]
+    attackers = [level(held.forms.get(form)) for form in forms]
     return [held.placed(varied), level(held.undefended), *attackers, chance, held.word]
 
 
