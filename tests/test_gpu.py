@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -129,3 +131,21 @@ def test_the_matrix_free_step_can_be_captured() -> None:
     runs = [made.run(task, seen, knows, engine=gl.Engine(graph=graph)) for graph in (True, False)]
     torch.testing.assert_close(runs[0].match, runs[1].match, rtol=1e-3, atol=1e-12)
     assert runs[0].match.max() < 1e-4
+
+
+@pytest.mark.parametrize("defence", ["pruning:keep=0.3", "soteria", "tip", "dp-sgd:noise_multiplier=0.01", "pgd"])
+def test_attackers_of_a_defence_are_captured_over_one_round_and_several(defence: str) -> None:
+    """A2 over a track: the captured step does what the eager one does, and clients draw their noise on the GPU."""
+    task, _, _, x = small_targets("sigmoid", count=1)
+    task, training = task.to("cuda", torch.float64), gl.LocalTraining(lr=1.0)
+    known = gl.registry.parse("defence", defence)
+    batch = {"x": x[0].cuda(), "y": torch.tensor([3], device="cuda")}
+    rounds = [gl.observe(task, batch, training, known, key=f"round{i}", seed=i) for i in range(3)]
+    track = gl.Track(tuple(replace(seen, round=i) for i, seen in enumerate(rounds)))
+    knows = gl.Knowledge(training=training, defence=known)
+    for seen in (rounds[0], track):
+        runs = [
+            gl.attacks.get("ig", steps=20).run(task, seen, knows, engine=gl.Engine(precision="double", graph=graph))
+            for graph in (True, False)
+        ]
+        torch.testing.assert_close(runs[0].batch["x"], runs[1].batch["x"], rtol=0, atol=1e-6)
