@@ -128,3 +128,52 @@ def test_the_captured_step_is_the_informed_one(double: gl.Engine) -> None:
     for search in (plain, informed):
         search.tick()
     assert largest_difference(plain.moving["v"], informed.moving["v"]) > 0
+
+
+# --- chains ---------------------------------------------------------------------------------------------------------
+
+SMALL = {"clipping": {"norm": 0.05}, "dp-fedavg": {"clip": 0.05}, "pruning": {"keep": 0.5}}  # so that all of them act
+PAIRS = [(first, second) for first in DETERMINISTIC for second in DETERMINISTIC if first != second]
+
+
+def chained(first: str, second: str) -> gl.Chain | None:
+    """The two as one, or None where a chain cannot hold both."""
+    made = [gl.registry.get("defence", name, **SMALL.get(name, {})) for name in (first, second)]
+    try:
+        return gl.Chain(*made)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_the_attacker_of_a_chain_matches_at_the_truth(first: str, second: str) -> None:
+    """The observation shows what the LAST member put out: the others must not read it as theirs."""
+    chain = chained(first, second)
+    if chain is None:
+        pytest.skip("a chain holds one server rule")
+    batch = private(2)
+    seen = gl.observe(tiny(), batch, TRAINING, chain, key="client")
+    scene = scene_of(tiny(), seen, gl.Knowledge(given={"y": batch["y"]}, training=TRAINING, defence=chain))
+    predicted, target = Replay()(batch, {}, scene, moment()), Replay().target(scene)
+    assert float(SquaredError().distance(predicted, target)) < 1e-18 * float(tree.squared_norm(target))
+
+
+def test_a_clip_before_noise_is_not_scaled_to_the_noise() -> None:
+    chain = gl.Chain(gl.defences.Clipping(0.05), gl.defences.LocalGaussian(sigma=0.05))
+    batch = private(2)
+    seen = gl.observe(tiny(), batch, TRAINING, chain, key="client")
+    scene = scene_of(tiny(), seen, gl.Knowledge(given={"y": batch["y"]}, training=TRAINING, defence=chain))
+    plain = gl.observe(tiny(), batch, TRAINING, gl.defences.Clipping(0.05), key="client").update
+    assumed = chain.assumed(scene, tiny())
+    upload, _ = TRAINING.run(tiny(), tiny().weights(), batch, assumed)
+    assert largest_difference(upload.payload["update"], plain) < 1e-12
+
+
+@pytest.mark.parametrize("other", ["soteria", "tip", "pruning"])
+def test_nobody_may_touch_the_upload_of_a_proof_that_lies_in_the_gradients(other: str) -> None:
+    """Masks and scores are functions of the private batch: with them the noise of the steps proves nothing."""
+    pytest.importorskip("dp_accounting", reason="needs the extra dp")
+    exposure = gl.Exposure(training=TRAINING)
+    assert made("dp-sgd").guarantee(exposure).epsilon is not None
+    assert gl.Chain(made(other), made("dp-sgd")).guarantee(exposure).epsilon is None
+    assert gl.Chain(made("pruning"), made("local-gaussian")).guarantee(exposure).epsilon is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gradleak as gl
+import gradleak.parts.fields
+import gradleak.parts.matches
+import gradleak.parts.optimisers
+import gradleak.parts.predictions
+import gradleak.parts.spaces
 from gradleak import tree
 from gradleak.observation import Track
 
@@ -53,6 +59,16 @@ def track(task: gl.Task, rounds: int, defence: gl.Defence | None = None, seed: i
 def psnr(found: gl.Reconstruction, seeds: tuple[int, ...] = (0,)) -> float:
     truth = {"x": torch.stack([picture(s) for s in seeds]), "y": torch.tensor([[s + 1] for s in seeds])}
     return float(gl.metrics.compare(found, truth).psnr.mean())
+
+
+DOUBLE = gl.Engine(precision="double")
+
+
+def still(start: Any, match: Any) -> gl.Composed:
+    """An attack that begins somewhere and stays there."""
+    space, rule = gl.parts.spaces.Pixels(start), gl.parts.fields.Labels(gl.parts.fields.label_rule("auto"))
+    stage = gl.Stage(space, gl.parts.predictions.Replay(), match, (), gl.parts.optimisers.Adam(lr=1e-12, steps=2))
+    return gl.Composed("still", (stage,), rule)
 
 
 def test_local_noise_averages_out_over_rounds(task: gl.Task) -> None:
@@ -120,13 +136,34 @@ def test_masks_are_read_off_each_round(task: gl.Task) -> None:
 
 
 def test_an_attack_that_ends_at_the_noise_is_not_called_unfitted(task: gl.Task) -> None:
-    """Noise as large as the signal: no attack can explain it, and this one has explained all else."""
-    noise = gl.defences.LocalGaussian(sigma=0.1)
-    seen = track(task, 2, noise)
-    attack = gl.attacks.get("second-order", certify=False)
+    """Noise is most of what a bad guess leaves unexplained: the match cannot be halved, and all else is fitted."""
+    signal = float(tree.norm(track(task, 1).last.update)) / tree.size(task.weights()) ** 0.5
+    noise = gl.defences.LocalGaussian(sigma=0.25 * signal)
+    attack, seen = gl.attacks.get("ig", steps=200), track(task, 1, noise)
     aware, naive = (
         attack.run(task, seen, gl.Knowledge(training=TRAINING, defence=known)).checks for known in (noise, None)
     )
-    assert [check.name for check in aware.found if check.severity == "error"] == []
-    assert "at the noise" in [check.name for check in aware.found]
-    assert "at the noise" not in [check.name for check in naive.found]
+    assert [check.name for check in aware.found] == ["at the noise"]
+    assert "not fitted" in [check.name for check in naive.found]
+
+
+def test_noise_that_covers_a_blank_guess_excuses_nothing(task: gl.Task) -> None:
+    noise = gl.defences.LocalGaussian(sigma=1.0)
+    knows = gl.Knowledge(training=TRAINING, defence=noise)
+    found = gl.attacks.get("idlg", steps=60).run(task, track(task, 1, noise), knows)
+    assert "at the noise" not in [check.name for check in found.checks.found]
+    brief = gl.attacks.get("idlg", steps=2).run(task, track(task, 1, gl.defences.LocalGaussian(sigma=1e-3)), knows)
+    assert "at the noise" not in [check.name for check in brief.checks.found]
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 2.0])
+def test_the_level_of_the_noise_is_that_of_the_truth(task: gl.Task, ratio: float) -> None:
+    """For a match of directions too: what the truth would score against what was observed."""
+    signal = float(tree.norm(track(task, 1).last.update)) / tree.size(task.weights()) ** 0.5
+    noise = gl.defences.LocalGaussian(sigma=ratio * signal)
+    seen = track(task, 1, noise)
+    start = gl.parts.spaces.Surrogate(picture()[0][None])
+    for match in (gl.parts.matches.Cosine(), gl.parts.matches.Relative(whole=True)):
+        found = still(start, match).run(task, seen, gl.Knowledge(training=TRAINING, defence=noise), engine=DOUBLE)
+        assert found.noise is not None
+        assert float(found.noise) == pytest.approx(float(found.match), rel=0.25)

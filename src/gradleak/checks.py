@@ -7,7 +7,7 @@ diverged             lanes met a number that is not finite and were frozen      
 flat                 the match never changed, or was zero from the start                error
 not fitted           the match stayed above half of where it began                      error
 stuck                the match fell at the start and by less than 1 % after that       error
-at the noise         the match ended at the level of the noise that the defence adds     note
+at the noise         the match fell to the level of the noise that the defence adds      note
 not converged        the second half of the steps still lowered the match by over 10 %,
                      or there were fewer than 50 steps                                  warning
 restarts disagree    no other restart looks like the chosen one                         warning
@@ -39,7 +39,9 @@ STUCK = 0.01
 # Of the match, lost over the second half of the steps. A shorter tail would call every schedule that ends in tiny steps
 # converged, whatever it reached.
 STILL_FALLING = 0.1
-NOISE = 1.5  # times the match that a defence's known noise leaves at the truth: what ends there has fitted all else
+# Of the match above what a defence's known noise leaves at the truth: what is left of it has been fitted.
+LEFT = 0.25
+ABOVE = 1.05  # times that noise: a start nearer to it cannot be told from the truth, and a search has nothing to show
 SHORT = 50  # steps; a search of fewer shows no tail to judge
 ALIKE = 0.15  # root mean square of pixels in [0, 1], about 16 dB: restarts nearer than this show the same picture
 
@@ -115,8 +117,11 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
             target,
         )
     # Where the update is shown to be reproduced the search has done all it could, also where it began at the solution.
+    curve = curve[curve.isfinite()]
     noise = 0.0 if reconstruction.noise is None else float(reconstruction.noise[target, chosen])
-    if noise > 0 and end <= NOISE * noise:
+    start = float(curve[0]) if len(curve) > 1 else 0.0
+    fitted = end - noise <= LEFT * (start - noise)
+    if 0.0 < ABOVE * noise < start and fitted and reconstruction.evaluations >= SHORT:
         yield Check(
             "at the noise",
             "note",
@@ -125,7 +130,7 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
             target,
         )
     elif reconstruction.certificates is None or not reconstruction.certificates[target].solved:
-        yield from _fall(curve[curve.isfinite()], end, reconstruction.evaluations, target)
+        yield from _fall(curve, end, reconstruction.evaluations, target)
     if reconstruction.candidates.get("x") is not None and diverged.shape[0] > 1:
         yield from _agreement(reconstruction, target, chosen)
 

@@ -103,6 +103,13 @@ class Defence:
         """The attacker's version: noise off, data-dependent masks frozen from the observation. Runs inside a lane."""
         return self
 
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        """The attacker's version where others come after it in a chain: the observation then shows what THEY put out.
+
+        Override it where `assumed` reads something off the update, and return a version that computes it anew.
+        """
+        return self.assumed(scene, task)
+
     def noise_variance(self, scene: Scene) -> Params:
         """Per coordinate of the update: 0 exact, inf dropped."""
         return tree.zeros_like(scene.update)
@@ -194,7 +201,17 @@ class Chain(Defence):
         return self._owner("idle").idle(server)
 
     def assumed(self, scene: Scene, task: Task) -> Defence:
-        return Chain(*(member.assumed(scene, task) for member in self.members))
+        sending = [position for position, member in enumerate(self.members) if overrides(member, "upload")]
+        last = sending[-1] if sending else len(self.members)
+        return Chain(
+            *(
+                member.replayed(scene, task) if position < last else member.assumed(scene, task)
+                for position, member in enumerate(self.members)
+            )
+        )
+
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        return Chain(*(member.replayed(scene, task) for member in self.members))
 
     def visible(self, update: Params, scene: Scene) -> Params:
         for member in self.members:
@@ -208,17 +225,23 @@ class Chain(Defence):
         return variance
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
-        """The epsilon of the last member, where nobody else touches gradients; else none is claimed.
+        """The epsilon of the last member, where nobody else can undo what it proved; else none is claimed.
 
-        Other members see the raw update, batch and state: one that comes later, or that asks for more gradients, could
-        undo what an earlier one proved.
+        Other members see the raw update, batch and state. One that asks for more gradients has used the data more often
+        than was counted; and where the proof lies in the gradients, what others make of an upload may show the data.
         """
         if not self.members:
             return Guarantee()
         *others, last = self.members
-        if any(overrides(member, "gradient") for member in others):
-            return Guarantee(reason=f"{last.name} is combined with a member that changes the gradients")
-        return last.guarantee(exposure)
+        proved = last.guarantee(exposure)
+        if proved.epsilon is None:
+            return proved
+        for hook, what in {"gradient": "changes the gradients", "upload": "changes the upload"}.items():
+            if any(overrides(member, hook) for member in others) and (
+                hook == "gradient" or overrides(last, "gradient")
+            ):
+                return Guarantee(reason=f"{last.name} is combined with a member that {what}")
+        return proved
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class Guarantee:
     def __str__(self) -> str:
         if self.epsilon is None:
             return f"no formal guarantee ({self.reason})"
-        head = [f"({rounded_up(self.epsilon, 3):.3g}, {self.delta:.1g})-differential privacy"]
+        delta = rounded_up(self.delta or 0.0, 2)
+        head = [f"({rounded_up(self.epsilon, 3):.3g}, {delta:.2g})-differential privacy"]
         if self.unit:
             head[0] += f" of one {self.unit} ({self.model} model, against {self.covers})"
         if self.model == "central":
@@ -132,7 +133,7 @@ class Guarantee:
         if self.reconstruction is not None:
             prior, bound = self.reconstruction
             tail += [
-                f"theory: a guess right with probability {prior:.1g} becomes a reconstruction right with at most "
+                f"theory: a guess right with probability {prior:.2g} becomes a reconstruction right with at most "
                 f"{rounded_up(bound, 2):.2g} (Balle et al. 2022)"
             ]
         return "; ".join(head) + "\n" + "; ".join(tail)

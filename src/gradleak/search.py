@@ -317,7 +317,13 @@ class Search:
 
         def level(lane: Tree) -> Tensor:
             scene = self.scene(lane)
-            return self.stage.match.distance(disturb(scene, _draws(scene).child(2)), lane["observed"])
+            noisy = disturb(scene, _draws(scene).child(2))
+            if not self.stage.match.scale_free:
+                return self.stage.match.distance(noisy, lane["observed"])
+            # The observation is truth plus noise: |truth|^2 = |observed|^2 - |noise|^2, and their cosine the ratio.
+            seen = self.stage.predict.target(scene)
+            whole, added = tree.squared_norm(seen), tree.squared_norm(tree.subtract(noisy, seen))
+            return 1 - ((whole - added).clamp_min(0.0) / whole).sqrt()
 
         return self.lift(level)(self.lane).detach().cpu()
 

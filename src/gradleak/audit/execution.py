@@ -86,7 +86,7 @@ class Runner:
 
     def _labels(self, cell: Cell, rounds: tuple[int, ...]) -> dict[str, Any]:
         """What the defence proves, and what the attacked model is good for."""
-        proved = cell.defence and self.side.guarantee(cell.federation, cell.defence, cell.round, rounds)
+        proved = cell.defence and self.side.guarantee(cell.federation, cell.defence, cell.round, rounds, cell.repeats)
         trained = self.side.utility(cell.round)
         return {"guarantee": proved and record(proved), "trained": trained and asdict(trained)}
 

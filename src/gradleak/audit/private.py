@@ -268,10 +268,19 @@ class PrivateSide:
 
     # --- what is proved, and what it costs -------------------------------------------------------------------------
 
-    def guarantee(self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...]) -> Guarantee:
-        """Of a client that takes part up to the attacked round or, where there is a training, in all of its rounds."""
+    def guarantee(
+        self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...], repeats: int = 1
+    ) -> Guarantee:
+        """Of a client that takes part up to the attacked round or, where there is a training, in all of its rounds.
+
+        `repeats`: as often as the attacker has seen it, at the attacked round.
+        """
         own = self.trained
-        releases = round + 1 if own is None else max(self._rounds_trained, *(number + 1 for number in rounds))
+        releases = (
+            round + repeats
+            if own is None
+            else max(self._rounds_trained, round + repeats, *(number + 1 for number in rounds))
+        )
         signal = self._signal(federation, defence, round, rounds)
         proved = defence.guarantee(replace(federation.exposure(releases, self.data), signal=signal))
         if own is None or proved.epsilon is None or own.settings["fingerprint"]["defence"] == digest(defence):

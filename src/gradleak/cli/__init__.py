@@ -316,6 +316,9 @@ def train(
     left_out = sum(len(row["excluded"]) for row in done.metrics)
     if left_out:
         typer.echo(f"\n{loading.counted(left_out, 'upload')} left out; metrics.jsonl says whose and why.")
+    if planned.defence is not None:
+        proved = planned.defence.guarantee(planned.federation.exposure(rounds, planned.data))
+        typer.echo(f"\n{defence}: {proved}")
     typer.echo(f"\nMetrics: {done.folder}/metrics.jsonl   Curves: {done.folder}/curves.svg")
     typer.echo(f"Attack it: gradleak audit --from {done.folder} --rounds {','.join(map(str, done.checkpoints))}")
 

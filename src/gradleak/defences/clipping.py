@@ -109,6 +109,9 @@ class Clipping(Defence):
         observed = norms(scene.update)
         return Normalised(norms, observed, tree.map(lambda n: n >= (1 - TOUCHES) * self.norm, observed))
 
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        return self
+
     def guarantee(self, exposure: Exposure) -> Guarantee:
         return Guarantee(reason="clipping adds no noise")
 

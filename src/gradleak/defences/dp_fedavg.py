@@ -27,7 +27,7 @@ class DPFedAvg(Defence):
 
     model="central": the server adds the noise, after it has seen every update. model="distributed": each client adds
     N(0, z^2 C^2 / threshold), which makes up the same noise once at least `threshold` clients are summed, and protects
-    from the server only where secure aggregation shows it nothing but that sum.
+    from the server only where secure aggregation shows it nothing but that sum. Rounds with fewer uploads are dropped.
 
     The denominator q N is a constant, so that one client changes the step by at most C / (q N): the fixed-denominator
     estimator of the paper with all weights 1. Buffers are not sent. The attacker sees a client's own upload, which the
@@ -68,6 +68,8 @@ class DPFedAvg(Defence):
                 f"{self.name} divides by the expected number of clients: aggregate(..., server) needs "
                 f"{' and '.join(f'server[{name!r}]' for name in missing)}."
             )
+        if self.model == "distributed" and len(uploads) < self.threshold:
+            return tree.zeros_like(uploads[0].payload["update"])  # too little noise in the sum: the round is dropped
         total = tree.scale(self.reveal(uploads, [1] * len(uploads)), float(len(uploads)))
         return self._step(total, server)
 
@@ -84,6 +86,9 @@ class DPFedAvg(Defence):
         if self.std == 0:
             return Clipping(self.clip).assumed(scene, task)
         return Noiseless(replace(self, noise_multiplier=0.0), self)
+
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        return Clipping(self.clip) if self.std == 0 else self.assumed(scene, task)
 
     def noise_variance(self, scene: Scene) -> Params:
         return full_variance(scene, self.std**2)

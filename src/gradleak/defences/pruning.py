@@ -61,6 +61,9 @@ class Pruning(Defence):
         sent = tree.map(lambda u: u != 0, scene.update)
         return _Frozen(sent, None if self.residual else self._each(_least, scene.update))
 
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        return self
+
     def noise_variance(self, scene: Scene) -> Params:
         return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
 

@@ -87,6 +87,9 @@ class Soteria(Defence):
     def assumed(self, scene: Scene, task: Task) -> Defence:
         return _Frozen(_columns(scene))
 
+    def replayed(self, scene: Scene, task: Task) -> Defence:
+        return self
+
     def noise_variance(self, scene: Scene) -> Params:
         variance, name = tree.zeros_like(scene.update), scene.task.classifier.weight
         dropped = torch.where(_columns(scene), 0.0, torch.inf).to(variance[name])

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from gradleak.federation.partition import FederationError, demand_number
-from gradleak.registry import named
+from gradleak.registry import BadSetting, named
 
 
 class Participation(Protocol):
@@ -68,6 +68,8 @@ class Poisson:
 
     def __post_init__(self) -> None:
         demand_number("rate of poisson", self.rate, float, 0, 1)
+        if self.rate == 0:
+            raise BadSetting("rate of poisson must be above 0: with 0 nobody ever takes part.")
 
     def chosen(self, clients: int, generator: torch.Generator) -> list[int]:
         drawn = torch.rand(clients, generator=generator, dtype=torch.float64) < self.rate

@@ -47,7 +47,9 @@ class Headline:
 
     @property
     def guarantee(self) -> Guarantee | None:
-        return next((line.guarantee for line in self.lines if line.guarantee is not None), None)
+        """That of the strongest line: who has seen a client more often faces a weaker one."""
+        own = self.strongest.guarantee
+        return own or next((line.guarantee for line in self.lines if line.guarantee is not None), None)
 
 
 def attackers_of(found: Iterable[Headline]) -> dict[str, str]:
