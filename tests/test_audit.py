@@ -177,8 +177,12 @@ def test_every_row_of_a_defence_says_what_it_proves_for_this_client() -> None:
         targets=2,
     )
     result = planned.run()
-    told = {(row["defence"], row["round"]): row["guarantee"] for row in result.rows if not row["control"]}
+    rows = [row for row in result.rows if not row["control"]]
+    told = {(row["defence"], row["round"]): row["guarantee"] for row in rows if row["form"] != "averaged"}
     assert told["none", 0] is None
+    # Who averages has seen the client eight times, and what is proved is proved of eight uploads.
+    seen_often = {row["round"]: row["guarantee"]["releases"] for row in rows if row["form"] == "averaged"}
+    assert seen_often == {0: 8, 2: 10}
     for number in (0, 2):
         plain = planned.side.victims(planned.federation, None, number, (0, 2), 0)
         squares = [tree.squared_norm(seen.update) / tree.size(seen.update) for seen in plain.seen]
