@@ -678,7 +678,7 @@ TRAIN += ("--batch-size", 4)
 def test_a_training_of_a_users_file_is_kept_and_goes_on() -> None:
     answer = Answer(*TRAIN, "--rounds", 3, "--checkpoints", "2", "-o", "run")
     assert answer.code == 0, answer
-    assert re.search(r"3 rounds of about \d+ local steps: about \d+ seconds on ", answer.errors)
+    assert re.search(r"3 rounds of about \d+ local steps: about .+ on ", answer.errors)
     assert re.search(r"^ +3 +[\d.]+ +[\d.]+ +[\d.]+% +2 +0$", answer.out, re.MULTILINE)
     assert "Attack it: gradleak audit --from run --rounds 0,2,3" in answer.out
     settings = loading_toml("run/training.toml")

@@ -80,3 +80,10 @@ def _memory() -> float | None:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def about(seconds: float) -> str:
+    """A time that was estimated, as a person would say it."""
+    if seconds < 1.5:
+        return "about a second, or less,"
+    return f"about {seconds:.0f} seconds" if seconds < 120 else f"about {seconds / 60:.0f} minutes"

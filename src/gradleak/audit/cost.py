@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradleak.attack import Composed
+from gradleak.environment import about
 from gradleak.results.store import Folder
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ class Estimate:
         if self.seconds is None:
             return f"{work}; the time cannot be told before."
         rest = f", and {self.untimed} cells whose time cannot be told before" if self.untimed else ""
-        minutes = f"{self.seconds / 60:.0f} minutes" if self.seconds >= 120 else f"{self.seconds:.0f} seconds"
-        return f"{work}: about {minutes} on {self.where}, by a few timed steps{rest}."
+        return f"{work}: {about(self.seconds)} on {self.where}, by a few timed steps{rest}."
 
 
 def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:

@@ -18,7 +18,7 @@ from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.federation import ExcludedClient, Federation
 from gradleak.federation.checkpoints import Checkpoints
-from gradleak.federation.training import Estimate, Trained, estimate, train
+from gradleak.federation.training import Estimate, Trained, demand_rounds, estimate, train
 from gradleak.task import Task
 
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
@@ -92,6 +92,7 @@ class TrainingRequest:
                 f"Say which images {self.reference} is trained on: --data NAME, a folder, an .npz file or FILE.py:name "
                 "(gradleak data list shows the names)."
             )
+        demand_rounds(self.rounds, self.every, self.checkpoints)
         holdout = 0.0 if self.test_data else HOLDOUT if self.holdout is None else self.holdout
         origin: dict[str, Any] = {"task": self.reference or BUILTIN, "data": self.data or BUILTIN_DATA}
         origin |= {"test": self.test_data} if self.test_data else {"holdout": holdout}

@@ -76,7 +76,8 @@ class AGP(Defence):
         if not found:
             raise TaskError(
                 f"AGP finds no convolution named {self.layers!r}, and needs the last one of each residual block. "
-                f"Set layers to the end of their names or to a pattern; the model has {', '.join(known) or 'none'}."
+                f"Set layers to the end of their names or to a pattern, as agp:layers={(known or ['conv2'])[-1]}; the "
+                f"model has {', '.join(known) or 'none'}."
             )
         return found
 

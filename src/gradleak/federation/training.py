@@ -15,6 +15,7 @@ import torch
 from gradleak import __version__
 from gradleak.defence import Defence
 from gradleak.engine import Engine
+from gradleak.environment import about
 from gradleak.federation.checkpoints import VERSION, Checkpoints, TrainingFolder, recipe
 from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State
@@ -90,10 +91,7 @@ def train(
     A resumed training has the very weights of one that was not interrupted, where the device computes the same sums
     twice: a CPU with as many threads does; of CUDA's kernels some add in any order.
     """
-    if rounds < 0 or every < 1:
-        raise FederationError(f"rounds must be at least 0 and every at least 1; given {rounds} and {every}.")
-    if late := [number for number in checkpoints if not 0 <= number <= rounds]:
-        raise FederationError(f"Checkpoint {late[0]} lies outside the rounds 0 to {rounds} of this training.")
+    demand_rounds(rounds, every, checkpoints)
     work = Rounds(federation, task, data, defence, engine)
     settings = settings_of(federation, task, data, defence, work, origin or {})
     wanted = {0, rounds, *checkpoints}
@@ -139,6 +137,14 @@ def train(
     return Trained(state, metrics, keeper.snapshots(), None if out is None else Path(out))
 
 
+def demand_rounds(rounds: int, every: int, checkpoints: Sequence[int]) -> None:
+    """Numbers that cannot be meant are said before anything is trained or timed."""
+    if rounds < 0 or every < 1:
+        raise FederationError(f"rounds must be at least 0 and every at least 1; given {rounds} and {every}.")
+    if late := [number for number in checkpoints if not 0 <= number <= rounds]:
+        raise FederationError(f"Checkpoint {late[0]} lies outside the rounds 0 to {rounds} of this training.")
+
+
 @dataclass(frozen=True)
 class Estimate:
     """About how long a training takes: so many rounds, by one that was timed and thrown away."""
@@ -149,9 +155,8 @@ class Estimate:
     where: str
 
     def __str__(self) -> str:
-        minutes = f"{self.seconds / 60:.0f} minutes" if self.seconds >= 120 else f"{self.seconds:.0f} seconds"
         rounds = f"{self.rounds} round{'s' * (self.rounds != 1)} of about {self.steps} local steps"
-        return f"{rounds}: about {minutes} on {self.where}, by one timed round."
+        return f"{rounds}: {about(self.seconds)} on {self.where}, by one timed round."
 
 
 def estimate(
