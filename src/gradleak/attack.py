@@ -222,8 +222,10 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
 
 def _averaged(scene: Scene) -> Scene:
     """A track as one round with the mean update: what fields are read off, with less noise."""
+    if not scene.earlier:
+        return scene
     mean = tree.map(lambda *updates: torch.stack(updates).mean(0), *(each.update for each in scene.rounds))
-    return scene if not scene.earlier else replace(scene, update=mean, earlier=())
+    return replace(scene, update=mean, earlier=())
 
 
 def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: int) -> Scene:

@@ -180,7 +180,8 @@ def sized(stages: Sequence[Stage], scene: Scene, engine: Engine, lanes: int) -> 
 
 def _evaluation(scene: Scene, engine: Engine) -> int:
     """Bytes of one evaluation: all activations, forward, backward, and backward of both; and the gradient."""
-    each = 24 * _activations(scene) + 6 * tree.size(scene.update)
+    task, blank = scene.task, scene.task.blank(scene.num_examples)
+    each = 24 * activations(task, scene.weights, blank, scene.buffers) + 6 * tree.size(scene.update)
     return len(scene.rounds) * each * torch.finfo(engine.dtype).bits // 8
 
 
@@ -207,8 +208,8 @@ def memory_of(engine: Engine) -> float:
         return math.inf
 
 
-def _activations(scene: Scene) -> int:
-    """Entries of all module outputs for one lane's batch."""
+def activations(task: Task, weights: Params, batch: Batch, buffers: Params | None) -> int:
+    """Entries of all module outputs of one forward pass."""
     count = 0
 
     def note(module: Any, _: Any, output: Any) -> None:
@@ -221,7 +222,7 @@ def _activations(scene: Scene) -> int:
     handle = register_module_forward_hook(note)
     try:
         with torch.no_grad():
-            scene.task.loss(scene.weights, scene.task.blank(scene.num_examples), scene.buffers)
+            task.loss(weights, batch, buffers)
     finally:
         handle.remove()
     return count

@@ -50,14 +50,16 @@ class SecondOrder:
     """Solve for the images that give exactly this update: least squares with second-order steps, in float64.
 
     min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * roughness of x (`parts.priors.roughness`), f the
-    client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`).
+    client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`). Where a
+    known defence adds noise, all are measured in the RMS of the whole update.
 
     Where the unknowns are few the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
-    (`GaussNewtonKrylov`); `method` forces one. A smooth network is solved from a grey image. For one with kinks a chain
-    of layers is peeled off from the top (`Peeled`), and what that does not solve is followed from smoothed networks
-    (`Smoothed`) in four restarts. A dearer way counts only where it solves the update to rounding: on the way there a
-    lower match does not mean a better image. A client that shuffles its minibatches is tried in every order, up to 16,
-    and where it takes several steps over several examples their labels are unknowns beside them.
+    (`GaussNewtonKrylov`); `method` forces one. A smooth network is solved from a grey image. A chain of layers that has
+    kinks, or that this does not solve, is peeled off from the top (`Peeled`); what is left of networks with kinks is
+    followed from smoothed ones (`Smoothed`) in four restarts. A dearer way counts only where it solves the update to
+    rounding: on the way there a lower match does not mean a better image. A client that shuffles its minibatches is
+    tried in every order, up to 16, and where it takes several steps over several examples their labels are unknowns
+    beside them.
 
     steps       of the final search at most; a lane that is solved stops
     restarts    None: one, and four along smoothed networks, where the end of the path depends on its beginning
@@ -65,7 +67,7 @@ class SecondOrder:
     after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"; its own labels and
                 restarts then count
     certify     say for each target whether the update determines it (`gradleak.analysis.certify`), where its Jacobian
-                fits in memory
+                fits in memory and it was seen in one round
     """
 
     steps: int = 60
@@ -173,8 +175,9 @@ class SecondOrder:
         rows = SKETCH * unknowns
         large = equations > 2 * rows
         dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall), single=large)
-        room = 8 * dense.entries(unknowns, rows if large else equations) < 0.6 * memory_of(engine)
-        small = self.method == "dense" or (self.method == "auto" and unknowns <= MOST_DENSE and room)
+        room = lambda rows: 8 * dense.entries(unknowns, rows) < 0.6 * memory_of(engine)  # noqa: E731
+        few = unknowns <= MOST_DENSE and room(rows if large else equations)
+        small = self.method == "dense" or (self.method == "auto" and few)
         every = Relative(whole=_noisy(task, knows, targets))
         match = Sketched(every, rows) if large and small else every
         stage = Stage(Pixels(GREY), Replay(order=order), match, (NaturalImage(),), dense)
@@ -196,10 +199,9 @@ class SecondOrder:
             free = Together((stage.space, FreeCategories()))
             stage, sharpened = replace(stage, space=free), replace(sharpened, space=free)
         smooth = [stage, sharpened]
-        if large and 8 * dense.entries(unknowns, equations) < 0.6 * memory_of(engine):
+        if large and room(equations):
             # Against noise every equation counts, and a sketch has only some: a few steps with all of them.
-            brief = replace(dense, steps=REFINING)
-            smooth = [stage, replace(stage, match=every, optimiser=brief), sharpened]
+            smooth.insert(1, replace(stage, match=every, optimiser=replace(dense, steps=REFINING)))
         ways = [] if bent else [self._attack(smooth)]
         if chain:
             ways.append(self._attack([peeled]))

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak import tree
 from gradleak.defence import Defence, Upload
-from gradleak.engine import Engine, EngineError, memory_of
+from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.federation.graphs import Graphs
 from gradleak.federation.uploads import DroppedOut
 from gradleak.local import ClientState, LocalTraining, Order
@@ -107,7 +106,9 @@ class Clients:
         if examples in self._sizes:
             return self._sizes[examples]
         weights = self.task.weights()
-        entries = activations(self.task, min(self.training.batch_size or examples, examples))
+        # Of two examples, in evaluation mode: BatchNorm refuses to train on one example of one pixel.
+        few = activations(evaluating(self.task), weights, self.task.blank(2), self.task.buffers())
+        entries = few * min(self.training.batch_size or examples, examples) // 2
         inputs = 2 * examples * sum(math.prod(held.shape) for held in self.task.fields.values())
         size = max(leaf.element_size() for leaf in tree.leaves(weights))
         # Forward, backward, and patches of convolutions; weights, gradients, optimiser state, noise, memory.
@@ -216,25 +217,6 @@ def unflat(held: Mapping[str, Any]) -> Tree:
             place = place.setdefault(name, {})
         place[last] = value
     return nested
-
-
-def activations(task: Task, examples: int) -> int:
-    """Entries of the outputs of all layers for so many examples, found by running a few."""
-    few, count = min(2, examples), 0
-
-    def note(module: Any, _: Any, output: Any) -> None:
-        nonlocal count
-        if isinstance(output, Tensor) and not any(True for _ in module.children()):
-            count += output.numel()
-
-    handle = register_module_forward_hook(note)
-    try:
-        with torch.no_grad():
-            # In evaluation mode: BatchNorm refuses to train on one example of one pixel.
-            evaluating(task).loss(task.weights(), task.blank(few), task.buffers())
-    finally:
-        handle.remove()
-    return count * examples // few
 
 
 def evaluating(task: Task) -> Task:

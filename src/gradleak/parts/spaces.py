@@ -155,8 +155,8 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class SoftCategories:
-    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label).
+class _Categories:
+    """A categorical field as unknowns, one for each class of each example.
 
     Where the threat model gives the field there is nothing to optimise, and the given one is used.
     """
@@ -166,51 +166,57 @@ class SoftCategories:
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
-        if self.field in scene.knows.given:
-            return {}
-        kind = scene.task.fields[self.field]
-        assert kind.classes is not None
-        dtype = next(iter(scene.weights.values())).dtype
-        shape = (scene.num_examples, *kind.shape, kind.classes)
-        return {self.field: _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)}
+        return {} if self.field in scene.knows.given else {self.field: self.start(scene, draws)}
+
+    def start(self, scene: Scene, draws: Draws) -> Tensor:
+        raise NotImplementedError
+
+    def shares(self, v: Tensor) -> Tensor:
+        """What the loss is given: a share of every class."""
+        raise NotImplementedError
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
     def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
-        return {} if self.field in scene.knows.given else {self.field: v[self.field].softmax(dim=-1)}
+        return {} if self.field in scene.knows.given else {self.field: self.shares(v[self.field])}
 
     def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
         return v
 
+    def _classes(self, scene: Scene) -> int:
+        classes = scene.task.fields[self.field].classes
+        assert classes is not None
+        return classes
+
 
 @dataclass(frozen=True)
-class FreeCategories:
+class SoftCategories(_Categories):
+    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
+
+    def start(self, scene: Scene, draws: Draws) -> Tensor:
+        shape = (scene.num_examples, *scene.task.fields[self.field].shape, self._classes(scene))
+        dtype = next(iter(scene.weights.values())).dtype
+        return _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)
+
+    def shares(self, v: Tensor) -> Tensor:
+        return v.softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class FreeCategories(_Categories):
     """A categorical field as plain shares of the classes, neither positive nor summing to one.
 
     The gradient of cross-entropy is linear in them, so least squares finds a label as it finds a pixel; a softmax would
     have to reach infinity. Starts half at the label that was read off, half anywhere.
     """
 
-    field: str = "y"
-
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
-        if before is not None and self.field in before:
-            return {self.field: before[self.field]}
-        if self.field in scene.knows.given:
-            return {}
-        classes = scene.task.fields[self.field].classes
-        assert classes is not None
+    def start(self, scene: Scene, draws: Draws) -> Tensor:
+        classes = self._classes(scene)
         read = one_hot(scene.fields[self.field], classes, next(iter(scene.weights.values())).dtype)
-        return {self.field: 0.5 * read + 0.5 / classes}
+        return 0.5 * read + 0.5 / classes
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
-        return {} if self.field in scene.knows.given else {self.field: v[self.field]}
-
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def shares(self, v: Tensor) -> Tensor:
         return v
 
 
