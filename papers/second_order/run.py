@@ -159,18 +159,20 @@ def observed(row: Row, task: gl.Task, x: Tensor, y: Tensor) -> list[gl.Observati
     return [replace(each, update=tree.map(noisy, each.update)) for each in seen]
 
 
-def measure(row: Row, seed: int, device: str, images: int = 0) -> dict[str, Any]:
+def measure(row: Row, seed: int, device: str, images: int = 0, skip: int = 0) -> dict[str, Any]:
     """Attack the row's targets and score them; the auditor's certificate of the first ones, at the truth."""
     count = min(row.count, images or row.count)
     dtype = torch.float32 if row.single else torch.float64
-    test = gl.data.load("cifar10-mini", split="test", limit=count * row.examples)
-    x, y = test.x.to(dtype), test.y
+    first, last = skip * row.examples, (skip + count) * row.examples
+    test = gl.data.load("cifar10-mini", split="test", limit=last)
+    x, y = test.x[first:].to(dtype), test.y[first:]
     model, loss = network(row.model, row.trained, seed, device)
     task = gl.Task.supervised(copy.deepcopy(model).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
     seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
     truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
     figures: dict[str, Any] = {
         "model": row.model,
+        "skipped": skip,
         "examples": row.examples,
         "trained": row.trained,
         "training_loss": loss,
@@ -255,7 +257,7 @@ def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowle
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", only="", images=0, seed=0, budget=600, device="auto")
+    options = arguments(__doc__ or "", only="", images=0, skip=0, seed=0, budget=600, device="auto")
     device = str(gl.Engine(device=options.device).where)
     began, figures = time.perf_counter(), {}
     for name, row in rows().items():
@@ -263,7 +265,7 @@ def main() -> None:
             continue
         if time.perf_counter() - began > options.budget:
             break
-        figures[name] = measure(row, options.seed, device, options.images)
+        figures[name] = measure(row, options.seed, device, options.images, options.skip)
         told, psnr = figures[name], figures[name]["psnr"]
         print(
             f"[{time.perf_counter() - began:.0f}s] {name}: mean {psnr['mean']:.1f} median {psnr['median']:.1f} "
