@@ -163,7 +163,7 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
         )
     per_lane = least * size + _evaluation(scene, engine)
     if engine.where.type == "cuda":
-        budget, most = 0.6 * torch.cuda.get_device_properties(engine.where).total_memory, 1024
+        budget, most = 0.6 * memory_of(engine), 1024
     else:
         budget, most = 2.0e9, 64  # beyond this a CPU gains nothing: the caches are full
     return int(max(1, min(most, budget // per_lane)))
@@ -199,9 +199,14 @@ def _entries(stage: Stage, task: Task, unknowns: int, equations: int) -> int:
 
 
 def memory_of(engine: Engine) -> float:
-    """Bytes of the device in all; unlimited where the system does not say."""
+    """Bytes of the device that this process may have; unlimited where the system does not say.
+
+    Several processes share a device by `torch.cuda.set_per_process_memory_fraction`. What is free at the moment is
+    not asked: it would make the sizes of a run depend on its neighbours.
+    """
     if engine.where.type == "cuda":
-        return float(torch.cuda.get_device_properties(engine.where).total_memory)
+        share = torch.cuda.get_per_process_memory_fraction(engine.where)
+        return float(share * torch.cuda.get_device_properties(engine.where).total_memory)
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
