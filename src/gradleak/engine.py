@@ -205,7 +205,7 @@ def memory_of(engine: Engine) -> float:
     not asked: it would make the sizes of a run depend on its neighbours.
     """
     if engine.where.type == "cuda":
-        share = torch.cuda.get_per_process_memory_fraction(engine.where)
+        share = torch.cuda.get_per_process_memory_fraction(engine.where.index)
         return float(share * torch.cuda.get_device_properties(engine.where).total_memory)
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
