@@ -54,6 +54,7 @@ class Row:
 
     model: str = "lenet-zhu:init=uniform05"
     trained: int = 0  # steps of SGD with momentum before the round
+    rate: float = 0.05  # of that training
     examples: int = 1
     count: int = 50
     training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
@@ -102,7 +103,8 @@ def rows() -> dict[str, Row]:
         for activation, count, settings in (("gelu", 4, ""), ("relu", 1, ",restarts=1,steps=20"))
     }
     found |= {
-        f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, count=8)
+        # At 0.05 a ReLU network may die in training: then nothing is left to attack.
+        f"{name}, {steps} steps": replace(plain, model=lenet(name), trained=steps, rate=0.02, count=8)
         for name in ("relu", "gelu")
         for steps in (30, 100, 300, 1000)
     }
@@ -117,7 +119,7 @@ def on_the_wire(row: Row, lr: float) -> Row:
 
 
 @cache
-def network(spec: str, steps: int, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
+def network(spec: str, steps: int, rate: float, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
     """A network, trained on training images for so many steps, and then its loss on them."""
     name, _, settings = spec.partition(":")
     given = dict(item.split("=") for item in settings.split(",") if item)
@@ -130,7 +132,7 @@ def network(spec: str, steps: int, seed: int, device: str) -> tuple[torch.nn.Mod
     images = gl.data.load("cifar10-mini", split="train")
     x, y = images.x.to(device), images.y.to(device)
     model = model.to(device)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimiser = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     draw = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         chosen = torch.randint(len(x), (64,), generator=draw).to(device)
@@ -166,7 +168,7 @@ def measure(row: Row, seed: int, device: str, images: int = 0, skip: int = 0) ->
     first, last = skip * row.examples, (skip + count) * row.examples
     test = gl.data.load("cifar10-mini", split="test", limit=last)
     x, y = test.x[first:].to(dtype), test.y[first:]
-    model, loss = network(row.model, row.trained, seed, device)
+    model, loss = network(row.model, row.trained, row.rate, seed, device)
     task = gl.Task.supervised(copy.deepcopy(model).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
     seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
     truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
