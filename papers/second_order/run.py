@@ -91,16 +91,20 @@ def rows() -> dict[str, Row]:
     found |= {f"noise {c:g}": replace(plain, count=16, noise=c, certified=4) for c in (1e-3, 1e-2, 1e-1)}
     found["relu, torch init"] = replace(plain, model=lenet("relu"), beside="ig:steps=4000", certified=4)
     found |= {
-        f"{name}, {activation}": replace(
+        f"{name}, {activation}, {method}": replace(
             plain,
             model=f"{name}:activation={activation},norm=group",
-            attack="second-order:certify=false,method=krylov,steps=24,vectors=60",
+            attack=f"second-order:certify=false,method={settings}",
             count=count,
             beside="ig",
             equal_time=True,
         )
         for name in ("convnet", "resnet18")
-        for activation, count in (("gelu", 2), ("relu", 1))
+        for activation, method, count, settings in (
+            ("gelu", "matrix-free", 2, "krylov,steps=24,vectors=60"),
+            ("gelu", "dense", 2, "dense"),
+            ("relu", "dense", 1, "dense,restarts=1,steps=20"),
+        )
     }
     found |= {
         # At 0.05 a ReLU network may die in training: then nothing is left to attack.
