@@ -200,8 +200,10 @@ class SecondOrder:
             stage, sharpened = replace(stage, space=free), replace(sharpened, space=free)
         smooth = [stage, sharpened]
         if large and room(equations):
-            # Against noise every equation counts, and a sketch has only some: a few steps with all of them.
-            smooth.insert(1, replace(stage, match=every, optimiser=replace(dense, steps=REFINING)))
+            # Against noise every equation counts, and a sketch has only some: a few steps with all of them. They begin
+            # with a strong prior, which would undo what is solved.
+            refining = replace(dense, steps=REFINING, solved=SOLVED)
+            smooth.insert(1, replace(stage, match=every, optimiser=refining))
         ways = [] if bent else [self._attack(smooth)]
         if chain:
             ways.append(self._attack([peeled]))
