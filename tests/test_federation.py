@@ -350,6 +350,58 @@ def test_the_servers_hooks_are_told_round_clients_participation_and_a_key() -> N
     assert all(server["key"].dtype == torch.int64 and server["key"].shape == (2,) for _, server in seen)
 
 
+@dataclass(frozen=True)
+class Keeping(gl.Defence):
+    """The server counts its rounds and uploads, and tells the clients."""
+
+    def broadcast(self, weights: Any, server: Any) -> Any:
+        return {"rounds": {"done": server["memory"]["rounds"]}}
+
+    def advance(self, before: Any, after: Any, uploads: Any, server: Any) -> Any:
+        held = server["memory"] or {"rounds": -1, "uploads": 0, "way": tree.zeros_like(before)}
+        way = tree.add(held["way"], tree.subtract(after, before))
+        return {"rounds": held["rounds"] + 1, "uploads": held["uploads"] + len(uploads), "way": way}
+
+    def aggregate(self, uploads: Any, sizes: Any, server: Any) -> Any:
+        assert int(server["memory"]["rounds"]) == server["round"]
+        return self.reveal(uploads, sizes)
+
+
+def test_what_the_server_keeps_comes_back_in_the_next_round_and_from_a_folder(tmp_path: Path) -> None:
+    task, federation = tiny(), Federation(clients=4, participation=participation.Fixed(3))
+    done = federation.train(task, data(), 3, defence=Keeping(), out=tmp_path / "run", checkpoints=[1])
+    kept = Checkpoints(tmp_path / "run")
+    for number, uploads in ((0, 0), (1, 3), (3, 9)):
+        held = kept.at(number)
+        assert (int(held.server["rounds"]), int(held.server["uploads"])) == (number, uploads)
+        assert largest_difference(held.server["way"], tree.subtract(held.weights, task.weights())) < 1e-12
+    assert largest_difference(unflat(done.state.server)["way"], kept.at(3).server["way"]) == 0
+    chained = federation.weights_at(task, data(), [2], gl.Chain(gl.Defence(), Keeping()))[2]
+    assert chained.server.keys() == {"1"}
+    assert int(chained.server["1"]["rounds"]) == 2
+    empty = replace(federation, participation=participation.Poisson(1e-12)).weights_at(task, data(), [2], Keeping())[2]
+    assert (int(empty.server["rounds"]), int(empty.server["uploads"])) == (2, 0)
+
+
+@dataclass(frozen=True)
+class Prepared(gl.Defence):
+    """Starts from weights and statistics of its own."""
+
+    def initial(self, weights: Any, server: Any) -> Any:
+        assert callable(server["load"])
+        statistics = {"1.running_mean": server["task"].buffers()["1.running_mean"] + 1}
+        return {**tree.scale(weights, 0.5), **statistics}
+
+
+@pytest.mark.parametrize("defence", [Prepared(), gl.Chain(gl.Defence(), Prepared(), gl.Defence())])
+def test_a_defence_may_start_from_other_weights_and_statistics(defence: gl.Defence) -> None:
+    task = tiny(norm="train")
+    sent = Federation(clients=4).weights_at(task, data(), [0], defence)[0]
+    assert largest_difference(sent.weights, tree.scale(task.weights(), 0.5)) == 0
+    assert largest_difference(sent.buffers["1.running_mean"], task.buffers()["1.running_mean"] + 1) == 0
+    assert largest_difference(sent.buffers["1.running_var"], task.buffers()["1.running_var"]) == 0
+
+
 def test_exposure_says_how_clients_take_part() -> None:
     federation = Federation(clients=4, participation=participation.Poisson(0.25), examples=None)
     exposure = federation.exposure(100, 14)

@@ -25,27 +25,11 @@ from record import arguments, record, summary
 
 import gradleak as gl
 from gradleak import tree
-from gradleak.defence import Client, Compute, Defence
+from gradleak.defence import Defence
+from gradleak.defences.fedasam import FedASAM
+from gradleak.defences.fedsam import FedSAM
 from gradleak.linear import jacobian
 from gradleak.parts.priors import roughness
-
-
-@dataclass(frozen=True)
-class Sharpened(Defence):
-    """The gradient at the worst point of a ball around the weights: FedSAM's step, or FedASAM's scaled one.
-
-    A local definition until the defences are in the library.
-    """
-
-    rho: float
-    adaptive: bool = False
-
-    def gradient(self, compute: Compute, weights: Any, batch: Any, client: Client) -> Any:
-        first = compute(weights, batch)
-        scale = tree.map(torch.abs, weights) if self.adaptive else tree.map(torch.ones_like, weights)
-        scaled = tree.multiply(scale, first)
-        away = tree.scale(tree.multiply(scale, scaled), self.rho / (tree.norm(scaled) + 1e-12))
-        return compute(tree.add(weights, away), batch)
 
 
 @dataclass(frozen=True)
@@ -78,8 +62,8 @@ def rows() -> dict[str, Row]:
     found = {"sigmoid, U(+-0.5)": plain, "sigmoid, torch init": replace(plain, model=lenet("sigmoid"))}
     found |= {f"{name}, torch init": replace(plain, model=lenet(name)) for name in ("tanh", "gelu", "softplus", "elu")}
     found["sigmoid, trained"] = replace(plain, trained=20_000)
-    found["FedSAM rho 0.2"] = replace(plain, defence=Sharpened(0.2))
-    found["FedASAM rho 0.3"] = replace(plain, defence=Sharpened(0.3, adaptive=True))
+    found["FedSAM rho 0.2"] = replace(plain, defence=FedSAM(0.2))
+    found["FedASAM rho 0.3"] = replace(plain, defence=FedASAM(0.3, eta=0.0, scaled="all"))
     found["FedAvg, 4 steps over 2 images"] = replace(
         plain, examples=2, count=2, training=gl.LocalTraining(lr=0.1, epochs=2, batch_size=1)
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from gradleak.scene import Scene
     from gradleak.task import Batch, Task
 
-Compute: TypeAlias = "Callable[[Params, Batch], Params]"
+
+class Compute(Protocol):
+    """The gradient at these weights on this batch: the rest of the chain.
+
+    A pass with `statistics=False` leaves BatchNorm's running statistics as they were: for a step that asks for several
+    gradients and counts as one.
+    """
+
+    def __call__(self, weights: Params, batch: Batch, /, *, statistics: bool = True) -> Params: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,10 @@ class Defence:
         return type(self).__name__
 
     def initial(self, weights: Params, server: Tree) -> Params:
-        """Once, before round 0."""
+        """Once, before round 0. What is returned may also hold buffers, by name: those that changed with the weights.
+
+        Here `server` has two more entries: "task", and "load", which is `gradleak.data.load` (public images by name).
+        """
         return weights
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
@@ -98,6 +110,15 @@ class Defence:
     def idle(self, server: Tree) -> Params | None:
         """The step after a round that brought no upload; None: there is none. Central noise hides that it was empty."""
         return None
+
+    def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
+        """What the server keeps for its next round, as tensors: `broadcast`, `aggregate`, `idle` and the next call of
+        this hook find it in server["memory"]. Nothing is mutated.
+
+        `before` and `after`: the weights that were sent, and those that the round ended with. Called once before round
+        0 as for a round without uploads, with an empty memory and `after` the weights themselves; then in every round.
+        """
+        return {}
 
     def assumed(self, scene: Scene, task: Task) -> Defence:
         """The attacker's version: noise off, data-dependent masks frozen from the observation. Runs inside a lane."""
@@ -160,14 +181,15 @@ class Chain(Defence):
         return next((member for member in self.members if overrides(member, hook)), Defence())
 
     def initial(self, weights: Params, server: Tree) -> Params:
+        found = dict(weights)
         for member in self.members:
-            weights = member.initial(weights, server)
-        return weights
+            found |= member.initial({name: found[name] for name in weights}, server)
+        return found
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
         extras: dict[str, Params] = {}
-        for member in self.members:
-            extras |= member.broadcast(weights, server)
+        for position, member in enumerate(self.members):
+            extras |= member.broadcast(weights, _for_member(server, position))
         return extras
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
@@ -193,12 +215,23 @@ class Chain(Defence):
         return self._owner("reveal").reveal(uploads, sizes)
 
     def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
-        if owner := next((member for member in self.members if overrides(member, "aggregate")), None):
-            return owner.aggregate(uploads, sizes, server)
+        for position, member in enumerate(self.members):
+            if overrides(member, "aggregate"):
+                return member.aggregate(uploads, sizes, _for_member(server, position))
         return self.reveal(uploads, sizes)
 
     def idle(self, server: Tree) -> Params | None:
-        return self._owner("idle").idle(server)
+        for position, member in enumerate(self.members):
+            if overrides(member, "idle"):
+                return member.idle(_for_member(server, position))
+        return None
+
+    def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
+        kept = {
+            str(position): member.advance(before, after, uploads, _for_member(server, position))
+            for position, member in enumerate(self.members)
+        }
+        return {position: memory for position, memory in kept.items() if memory}
 
     def assumed(self, scene: Scene, task: Task) -> Defence:
         sending = [position for position, member in enumerate(self.members) if overrides(member, "upload")]
@@ -291,5 +324,14 @@ def _inside(client: Client, position: int) -> Client:
     return replace(client, memory=client.memory.get(str(position), {}), draws=draws)
 
 
+def _for_member(server: Tree, position: int) -> Tree:
+    """The server as one member of a chain sees it: its own memory, where there is any."""
+    return {**server, "memory": server["memory"].get(str(position), {})} if "memory" in server else server
+
+
 def _nested(member: Defence, compute: Compute, client: Client) -> Compute:
-    return lambda weights, batch: member.gradient(compute, weights, batch, client)
+    def nested(weights: Params, batch: Batch, *, statistics: bool = True) -> Params:
+        inner = compute if statistics else partial(compute, statistics=False)
+        return member.gradient(inner, weights, batch, client)
+
+    return nested

@@ -106,9 +106,10 @@ class LocalTraining:
                 # A child: a defence that draws from the client's source must not meet the same numbers.
                 part = self.augmentation(part, _required(source, "augmentation").child(1 << 16), step)
 
-            def compute(at: Params, on: Batch) -> Params:
-                nonlocal buffers  # every forward pass of a real client updates the running statistics
-                gradient, buffers = task.gradient_and_buffers(at, on, buffers)
+            def compute(at: Params, on: Batch, *, statistics: bool = True) -> Params:
+                nonlocal buffers  # every forward pass of a real client updates the running statistics, if it may
+                gradient, after = task.gradient_and_buffers(at, on, buffers)
+                buffers = after if statistics else buffers
                 return gradient
 
             # A source for each step: a hook that draws must not meet the numbers of the step before.

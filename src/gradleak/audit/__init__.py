@@ -186,16 +186,17 @@ class Audit:
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
 
     def _demand_training(self, trained: Checkpoints, held: Mapping[str, str]) -> None:
-        """The training must be one of this task on these data, and of a defence that changes how it starts."""
+        """The training must be one of this task on these data, and of a defence that steers it from the server."""
         there = trained.settings.get("fingerprint", {})
         for name in ("task", "data"):
             if there.get(name) != held[name]:
                 raise AuditError(f"{trained.folder} is a training of another {name}: attack what was trained there.")
         for name, defence in named_defences(self.defences):
-            if defence is not None and overrides(defence, "initial") and there.get("defence") != digest(defence):
+            steers = defence is not None and any(overrides(defence, hook) for hook in ("initial", "advance"))
+            if steers and there.get("defence") != digest(defence):
                 raise AuditError(
-                    f"{name} changes the weights before training, and {trained.folder} was trained without it: train "
-                    "with that defence, or audit it without checkpoints."
+                    f"{name} changes the weights before training, or what the server sends along in a round, and "
+                    f"{trained.folder} was trained without it: train with it, or audit it without checkpoints."
                 )
 
     @cached_property

@@ -49,7 +49,7 @@ class Cell:
     def knows(self) -> Knowledge:
         """The threat model: the client's recipe, and the defence as far as the form goes."""
         known = None if self.defence is None else FORMS[self.form](self.defence)
-        return Knowledge(training=self.federation.training, defence=known)
+        return Knowledge(training=self.federation.training_at(self.round), defence=known)
 
     def __str__(self) -> str:
         against = self.defence_name if self.form == UNDEFENDED else f"{self.defence_name} ({self.form})"

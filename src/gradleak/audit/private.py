@@ -229,8 +229,10 @@ class PrivateSide:
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
             """The first is what a single attacked round would be; the others draw noise of their own."""
             own = f"{key}/again{number}" if number else key
-            sent, when = snapshot.weights, round + number
-            return federation.observe(task, batch, sent, defence, key=own, round=when, seed=seed, memory=memory)
+            sent, when, held = snapshot.weights, round + number, dict(snapshot.server)
+            return federation.observe(
+                task, batch, sent, defence, key=own, round=when, seed=seed, memory=memory, held=held
+            )
 
         def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:
             seen = [once(batch, key, memory, number) for number in range(repeats)]

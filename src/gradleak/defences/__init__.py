@@ -4,6 +4,10 @@ from gradleak.defences.agp import AGP as AGP
 from gradleak.defences.clipping import Clipping as Clipping
 from gradleak.defences.dp_fedavg import DPFedAvg as DPFedAvg
 from gradleak.defences.dp_sgd import DPSGD as DPSGD
+from gradleak.defences.fedasam import FedASAM as FedASAM
+from gradleak.defences.fedgf import FedGF as FedGF
+from gradleak.defences.fedsai import FedSAI as FedSAI
+from gradleak.defences.fedsam import FedSAM as FedSAM
 from gradleak.defences.gaussian import LocalGaussian as LocalGaussian
 from gradleak.defences.geyer import Geyer as Geyer
 from gradleak.defences.mixup import MixUp as MixUp

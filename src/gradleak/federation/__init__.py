@@ -3,6 +3,7 @@
 partition.py       who holds which examples        participation.py   who takes part in a round
 clients.py         the clients of a round, together uploads.py        which uploads a server takes
 rounds.py          one round                       training.py        many, with metrics, checkpoints and resuming
+swa.py             the mean of late models, for evaluation
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from gradleak.federation.partition import (
     Partition,
 )
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State, moved
+from gradleak.federation.swa import SWA
 from gradleak.federation.uploads import Accepted, DroppedOut, ExcludedClient, accepted
 from gradleak.guarantee import Exposure
 from gradleak.local import LocalTraining, observe
@@ -41,7 +43,17 @@ if TYPE_CHECKING:
     from gradleak.engine import Engine
     from gradleak.federation.training import Trained
 
-__all__ = ["IID", "Accepted", "BalancedIID", "ClassDirichlet", "ClientDirichlet", "DroppedOut", "Everyone", "Examples"]
+__all__ = [
+    "IID",
+    "SWA",
+    "Accepted",
+    "BalancedIID",
+    "ClassDirichlet",
+    "ClientDirichlet",
+    "DroppedOut",
+    "Everyone",
+    "Examples",
+]
 __all__ += ["ExcludedClient", "Federation", "FederationError", "Fixed", "Participation", "Partition", "Poisson"]
 __all__ += ["Round", "Rounds", "Snapshot", "State", "Target", "accepted", "with_buffers"]
 
@@ -66,6 +78,7 @@ class Federation:
     participation  who takes part in a round: all, fixed:number=5 (without replacement), poisson:rate=0.1
     server_lr      1 is FedAvg
     weighting      p_i of a client: "examples", its share of the round's examples; "uniform", one over the clients
+    averaging      None, or a mean of late models for evaluation: swa:start=75,every=10
 
     Targets of an audit are the same batches of `examples` at every round, so that rounds can be compared: target t is
     the (t // clients)-th batch of client t % clients.
@@ -73,7 +86,9 @@ class Federation:
     Server-side hooks of a defence (`initial`, `broadcast`, `aggregate`, `idle`) are given the dict `server` with the
     entries "key" (2 words for `draws.Draws`, different for every round and hook), "round" (from 0), "clients" (in the
     federation, not in the round) and "participation" (the fraction of them that a round is expected to have);
-    `aggregate` and `idle` also find the "weights" that were sent.
+    `aggregate` and `idle` also find the "weights" that were sent, all but `initial` the "memory" that `advance`
+    returned last (it is first called before round 0, as of round -1), and `initial` what it may train with ("task",
+    "load").
 
     References: McMahan et al., AISTATS 2017 (FedSGD, FedAvg); Reddi et al., ICLR 2021 (the server's learning rate).
     """
@@ -87,9 +102,10 @@ class Federation:
     participation: Participation = Everyone()
     server_lr: float = 1.0
     weighting: str = "examples"
+    averaging: SWA | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("split", "partition"), ("participation", "participation")):
+        for name, kind in (("split", "partition"), ("participation", "participation"), ("averaging", "averaging")):
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, registry.parse(kind, given))
         for name in ("clients", "examples"):
@@ -151,7 +167,7 @@ class Federation:
             if number in wanted:
                 sent = state.snapshot
                 memories = {client: tree.to(held, like.device, like.dtype) for client, held in sent.memories.items()}
-                kept[number] = Snapshot(home(sent.weights), home(sent.buffers), memories)
+                kept[number] = Snapshot(home(sent.weights), home(sent.buffers), memories, home(sent.server))
             if number < max(wanted):
                 state, _ = work.after(state)
         return kept
@@ -198,25 +214,41 @@ class Federation:
         round: int,
         seed: int,
         memory: Tree | None = None,
+        held: Tree | None = None,
     ) -> Observation:
-        """What the server sees of one client that trains on `batch` from these weights and the task's buffers."""
+        """What the server sees of one client that trains on `batch` from these weights and the task's buffers.
+
+        `memory`: what the client kept (`Snapshot.memories`). `held`: what the server did (`Snapshot.server`).
+        """
         seen = observe(
             task,
             batch,
-            self.training,
+            self.training_at(round),
             defence,
             weights=weights,
             key=key,
             seed=seed,
             wire=self.wire,
             memory=memory,
-            server=self.server("broadcast", round),
+            server=self.server("broadcast", round, held),
         )
         return replace(seen, round=round)
 
-    def server(self, hook: str, round: int) -> Tree:
-        """What a hook on the server's side is told: see the head of the class."""
+    def training_at(self, round: int) -> LocalTraining:
+        """The clients' recipe in a round: `training`, with the learning rate where `averaging` has it go in cycles."""
+        lr = self.lr_at(round)
+        return self.training if lr is None else replace(self.training, lr=lr)
+
+    def lr_at(self, round: int) -> float | Tensor | None:
+        """The clients' learning rate in a round; None: always the recipe's."""
+        if self.averaging is None or not self.averaging.cycles:
+            return None
+        return self.training.lr * self.averaging.factor(round)
+
+    def server(self, hook: str, round: int, held: Tree | None = None) -> Tree:
+        """What a hook on the server's side is told: see the head of the class. `held`: what the server remembers."""
         return {
+            **({} if held is None else {"memory": held}),
             "key": randomness.key("federation", self.seed, "server", hook, round),
             "round": round,
             "clients": self.clients,
@@ -245,7 +277,8 @@ class Federation:
         """Everything but the client's recipe as plain values, for files; `Federation(**settings)` reads it back."""
         plain = ("clients", "examples", "seed", "wire", "server_lr", "weighting")
         spelled = {name: registry.spelled(getattr(self, name)) for name in ("split", "participation")}
-        return {**{name: getattr(self, name) for name in plain}, **spelled}
+        averaging = None if self.averaging is None else registry.spelled(self.averaging)
+        return {**{name: getattr(self, name) for name in plain}, **spelled, "averaging": averaging}
 
     def generator(self, *purpose: object) -> torch.Generator:
         """The source of random numbers for a purpose, of this federation's seed."""

@@ -3,7 +3,8 @@
 training.toml                          the configuration, for people and for the check that a resumed run is the same
 metrics.jsonl                          one line per round: see `training.train`
 checkpoints/round-50.safetensors       what the server sends at round 50, that is after 50 rounds
-state.safetensors                      the latest state: weights, buffers, what clients remember; replaced as a whole
+state.safetensors                      the latest state: weights, buffers, what clients and server remember, the mean of
+                                       late models where there is one; replaced as a whole
 """
 
 from __future__ import annotations
@@ -83,13 +84,23 @@ class Checkpoints:
         if header.get("round") != round:
             raise FederationError(f"{_path(self.folder, round)} says it is of round {header.get('round')!r}.")
         memories = {int(client): memory for client, memory in held.get("memories", {}).items()}
-        return Snapshot(held.get("weights", {}), held.get("buffers", {}), memories)
+        return Snapshot(held.get("weights", {}), held.get("buffers", {}), memories, held.get("server", {}))
+
+    @property
+    def averaged(self) -> Snapshot | None:
+        """The mean of late models (`swa.SWA`), for evaluation: it was never sent. None: there is none, or not yet."""
+        path = self.folder / "state.safetensors"
+        held = _load(path)[1].get("average", {}) if path.exists() else {}
+        return Snapshot(held["weights"], held.get("buffers", {})) if held else None
 
     def fingerprint(self, rounds: Sequence[int]) -> str:
         """A hash of what was sent at these rounds."""
         sent = {str(number): self.at(number) for number in sorted(set(rounds))}
         memories = {number: {str(c): m for c, m in each.memories.items()} for number, each in sent.items()}
-        return digest({number: [each.weights, each.buffers, memories[number]] for number, each in sent.items()})
+        kept = {number: [each.server] if each.server else [] for number, each in sent.items()}
+        return digest(
+            {number: [each.weights, each.buffers, memories[number], *kept[number]] for number, each in sent.items()}
+        )
 
 
 class TrainingFolder:
@@ -133,7 +144,8 @@ class TrainingFolder:
             return None
         header, held = _load(path)
         memories = {int(client): flat(memory) for client, memory in held.get("memories", {}).items()}
-        return State(int(header["round"]), held.get("weights", {}), held.get("buffers", {}), memories)
+        server, average = flat(held.get("server", {})), flat(held.get("average", {}))
+        return State(int(header["round"]), held.get("weights", {}), held.get("buffers", {}), memories, server, average)
 
     def metrics(self, until: int) -> list[dict[str, Any]]:
         """The lines of the first rounds; what comes after the state that was kept is dropped, since it comes again."""
@@ -174,7 +186,8 @@ def text(value: Any) -> str | None:
 def _held(state: State) -> Tree:
     sent = state.snapshot
     memories = {str(client): memory for client, memory in sent.memories.items()}
-    return {"weights": sent.weights, "buffers": sent.buffers, "memories": memories}
+    kept = {"server": dict(sent.server), "average": unflat(state.average)}
+    return {"weights": sent.weights, "buffers": sent.buffers, "memories": memories, **kept}
 
 
 def _path(folder: Path, round: int) -> Path:

@@ -63,11 +63,20 @@ class Clients:
         self._said: dict[Any, int] = {}  # the number of examples that uploads of a form state
         self._sizes: dict[int, tuple[int, float]] = {}
 
-    def run(self, work: Sequence[Work], weights: Params, buffers: Params, extras: dict[str, Params]) -> dict[int, Done]:
-        """Every client's upload and memory, by client."""
+    def run(
+        self,
+        work: Sequence[Work],
+        weights: Params,
+        buffers: Params,
+        extras: dict[str, Params],
+        lr: float | Tensor | None = None,
+    ) -> dict[int, Done]:
+        """Every client's upload and memory, by client. `lr`: of this round, where it is not always the recipe's."""
         running = {name for name, _ in self.task.model.named_buffers()}  # which a forward pass may change
         frozen = {name: value for name, value in buffers.items() if name not in running}
-        shared = {"weights": weights, "frozen": frozen, "extras": extras}
+        shared = {"weights": weights, "frozen": frozen, "extras": extras, "lr": {}}
+        if lr is not None:  # a tensor, so that one captured graph serves all rounds
+            shared["lr"] = {"": next(tree.leaves(weights)).new_full((), float(lr))}
         statistics = {name: value for name, value in buffers.items() if name in running}
         done: dict[int, Done] = {}
         if self._graphs is not None:
@@ -173,7 +182,8 @@ class _Lane:
     def __call__(self, shared: Tree, own: Tree) -> Tree:
         buffers = {**shared["frozen"], **own["buffers"]}
         state = ClientState(memory=unflat(own["memory"]), buffers=buffers, extras=shared["extras"], key=own["key"])
-        upload, after = self.training.run(
+        training = replace(self.training, lr=shared["lr"][""]) if shared["lr"] else self.training
+        upload, after = training.run(
             self.task, shared["weights"], own["batch"], self.defence, state, self._order(own["order"])
         )
         self.num_examples = upload.num_examples

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from gradleak import draws as randomness
 from gradleak import tree
-from gradleak.defence import Defence
+from gradleak.data import load
+from gradleak.defence import Defence, Upload
 from gradleak.engine import Engine
-from gradleak.federation.clients import Clients, Work, evaluating, unflat
+from gradleak.federation.clients import Clients, Work, evaluating, flat, unflat
 from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
 from gradleak.task import Batch, Task, float32_products
 from gradleak.tree import Params, Tree
@@ -36,11 +37,12 @@ class Examples(Protocol):
 
 
 class Snapshot(NamedTuple):
-    """What the server sends at a round, and beside it what each client has kept to itself until then."""
+    """What the server sends at a round, and beside it what each client, and the server, has kept until then."""
 
     weights: Params
     buffers: Params
     memories: Mapping[int, Tree] = MappingProxyType({})
+    server: Mapping[str, Any] = MappingProxyType({})  # what `Defence.advance` returned last
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +53,21 @@ class State:
     weights: Params
     buffers: Params
     memories: Mapping[int, Params]  # of clients that remember something, flat: see `clients.flat`
+    server: Params = field(default_factory=dict)  # what the server remembers, flat
+    average: Params = field(default_factory=dict)  # the mean of late models, flat: see `swa.SWA`; never sent
 
     @property
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.weights, self.buffers, {client: unflat(held) for client, held in self.memories.items()})
+        memories = {client: unflat(held) for client, held in self.memories.items()}
+        return Snapshot(self.weights, self.buffers, memories, unflat(self.server))
+
+    @property
+    def averaged(self) -> State | None:
+        """This state with the averaged model in the place of the trained one, to be evaluated; None: there is none."""
+        if not self.average:
+            return None
+        held = unflat(self.average)
+        return replace(self, weights=held["weights"], buffers=held.get("buffers", {}))
 
 
 @dataclass(frozen=True)
@@ -100,15 +113,28 @@ class Rounds:
         self._evaluating = evaluating(self.task) if measure else None
 
     def first(self) -> State:
-        weights = self.defence.initial(self.task.weights(), self._server("initial", 0))
-        return State(0, weights, self.task.buffers(), {})
+        """Before training: the weights as the defence has them, and what the server remembers from the start."""
+        weights = self.task.weights()
+        with torch.no_grad(), self.engine.settings():
+            server = {**self._server("initial", 0), "task": self.task, "load": load}
+            found = self.defence.initial(weights, server)
+        buffers = {name: found.get(name, value) for name, value in self.task.buffers().items()}
+        return self._begun({name: found[name] for name in weights}, buffers)
+
+    def unprepared(self) -> State:
+        """The state before training without what the defence does first, which may be long: for timing."""
+        return self._begun(self.task.weights(), self.task.buffers())
+
+    def _begun(self, weights: Params, buffers: Params) -> State:
+        return self._after(State(-1, weights, buffers, {}), weights, buffers, ())
 
     def restored(self, state: State) -> State:
         """A state that was kept elsewhere, on the device and in the type of this training."""
         move = partial(moved, like=self.task.weights())
-        return State(
-            state.round, move(state.weights), move(state.buffers), {c: move(m) for c, m in state.memories.items()}
-        )
+        memories = {client: move(memory) for client, memory in state.memories.items()}
+        held = (state.weights, state.buffers, state.server, state.average)
+        weights, buffers, server, average = map(move, held)
+        return State(state.round, weights, buffers, memories, server, average)
 
     def after(self, state: State) -> tuple[State, Round]:
         """One round. The state is not changed; a client that is left out keeps what it remembered before."""
@@ -117,21 +143,21 @@ class Rounds:
         idle = {client: "it holds no examples" for client in chosen if not len(self.shares[client])}
         work = [self._work(client, state) for client in chosen if client not in idle]
         loss = self._loss(work, state)
-        extras = self.defence.broadcast(state.weights, self._server("broadcast", number))
-        done = self.clients.run(work, state.weights, state.buffers, extras)
+        extras = self.defence.broadcast(state.weights, self._server("broadcast", number, state))
+        done = self.clients.run(work, state.weights, state.buffers, extras, federation.lr_at(number))
         sizes = {own.client: len(next(iter(own.batch.values()))) for own in work}
         taken = accepted({client: result.upload for client, result in done.items()}, state.weights, sizes)
         excluded = {**idle, **taken.excluded}
         for client, reason in excluded.items():
             warnings.warn(f"Client {client} is left out of round {number + 1}: {reason}.", ExcludedClient, stacklevel=2)
         told = Round(number + 1, None if loss is None else float(loss), tuple(taken.uploads), excluded)
-        server = {**self._server("aggregate", number), "weights": state.weights}
+        server = {**self._server("aggregate", number, state), "weights": state.weights}
         if not taken.uploads:
             why = "every client was left out" if chosen else "no client was drawn"
             step = self.defence.idle(server)
-            if step is None:
-                return replace(state, round=number + 1), replace(told, skipped=why)
-            return replace(state, round=number + 1, weights=self._moved(state, step)), told
+            weights = state.weights if step is None else self._moved(state, step)
+            told = replace(told, skipped=why) if step is None else told
+            return self._after(state, weights, state.buffers, ()), told
         uploads = list(taken.uploads.values())
         counts = [upload.num_examples if federation.weighting == "examples" else 1 for upload in uploads]
         with torch.no_grad(), float32_products():
@@ -139,13 +165,24 @@ class Rounds:
             buffers = mean_buffers(uploads, counts, state.buffers)
         memories = {**state.memories, **{client: done[client].memory for client in taken.uploads}}
         kept = {client: memory for client, memory in memories.items() if memory}
-        return State(number + 1, weights, buffers, kept), told
+        return self._after(replace(state, memories=kept), weights, buffers, uploads), told
+
+    def _after(self, state: State, weights: Params, buffers: Params, uploads: Sequence[Upload]) -> State:
+        """The state after a round that ended with these weights, and what the server keeps of it."""
+        number, averaging = state.round + 1, self.federation.averaging
+        average = unflat(state.average)
+        with torch.no_grad(), float32_products():
+            server = self._server("advance", state.round, state)
+            held = flat(self.defence.advance(state.weights, weights, uploads, server))
+            average = {} if averaging is None else averaging.after(number, average, weights, buffers)
+        kept = {name: torch.as_tensor(value, device=self.engine.where).detach() for name, value in held.items()}
+        return State(number, weights, buffers, state.memories, kept, flat(average))
 
     def _moved(self, state: State, step: Params) -> Params:
         return tree.detach(tree.subtract(state.weights, tree.scale(step, self.federation.server_lr)))
 
-    def _server(self, hook: str, number: int) -> Tree:
-        server = self.federation.server(hook, number)
+    def _server(self, hook: str, number: int, state: State | None = None) -> Tree:
+        server = self.federation.server(hook, number, None if state is None else unflat(state.server))
         return {**server, "key": server["key"].to(self.engine.where)}
 
     def _work(self, client: int, state: State) -> Work:

@@ -86,7 +86,8 @@ def train(
 
     A round's metrics: "round" (so many are done), "loss" (of the weights it began with, on the examples of this
     round), "clients" (whose uploads were taken), "excluded" (whose were not, and why), "skipped" (why the weights
-    stayed), "seconds", and "test_loss" and "test_accuracy" of the weights it ended with, where due.
+    stayed), "seconds", and "test_loss" and "test_accuracy" of the weights it ended with, where due; "averaged_..." are
+    those of the mean of late models, where the federation keeps one (`swa.SWA`).
 
     A resumed training has the very weights of one that was not interrupted, where the device computes the same sums
     twice: a CPU with as many threads does; of CUDA's kernels some add in any order.
@@ -169,7 +170,7 @@ def estimate(
 ) -> Estimate:
     """Time the second round, or the first where that is long enough to be told by; testing is not in it."""
     work = Rounds(federation, task, data, defence, engine)
-    state, spent = work.first(), 0.0
+    state, spent = work.unprepared(), 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExcludedClient)  # the training itself will say it
         for _ in range(2):
@@ -224,7 +225,10 @@ def fingerprint_of(data: Examples) -> str:
 
 
 def _measured(work: Rounds, state: State, test: Examples | None) -> dict[str, float]:
-    return {} if test is None or not len(test) else work.evaluate(state, test)
+    if test is None or not len(test):
+        return {}
+    averaged = {} if state.averaged is None else work.evaluate(state.averaged, test)
+    return {**work.evaluate(state, test), **{f"averaged_{name}": value for name, value in averaged.items()}}
 
 
 def _row(told: Round, seconds: float, measured: Mapping[str, float]) -> dict[str, Any]:
