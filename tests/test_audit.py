@@ -864,6 +864,7 @@ def test_the_estimate_is_of_the_right_size(tmp_path: Path) -> None:
     taken = time.perf_counter() - began
     assert told.seconds < 20 * taken
     assert estimate(audit(attacks=[Spy()])).seconds is None
+    assert "1 cell, 3 reconstructions" in str(estimate(audit(attacks=["second-order"], targets=2, unrelated=1)))
     audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
     rest = estimate(audit(attacks=["ig:steps=3"]), out=tmp_path / "run")
     assert (rest.cells, rest.kept, rest.seconds) == (0, 1, 0)
@@ -875,6 +876,6 @@ def test_the_built_in_audit_runs_on_real_images() -> None:
     made = replace(builtin(targets=2), attacks=["cpl:steps=20"])
     result = made.run()
     assert result.settings["origin"]["task"] == "builtin"
-    assert result.rows[0]["gallery_size"] == [40], "twenty CIFAR-10 and twenty CIFAR-100 images, the target among them"
+    assert result.rows[0]["gallery_size"] == [40], "twenty pieces of clothing and twenty digits, the target among them"
     again = from_settings(result.settings, task=made.task, data=made.data)
     assert [cell.key for cell in again.cells()] == [cell.key for cell in made.cells()]

@@ -47,7 +47,7 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
     planned = audit.cells()
     cells = [cell for cell in planned if cell.key not in done]
     updates = audit.targets + audit.unrelated
-    lanes = [updates * getattr(cell.attack, "restarts", 1) for cell in cells]
+    lanes = [updates * (getattr(cell.attack, "restarts", None) or 1) for cell in cells]  # None: as many as it takes
     steps = [_steps(cell.attack) * cell.repeats for cell in cells]  # every round is predicted in every step
     timed: dict[tuple[str, int | None], float | None] = {}
     for cell in cells:
