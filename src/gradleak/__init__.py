@@ -25,8 +25,9 @@ __version__ = "0.1.0"
 # Loaded on first use: `gl.attacks`, `gl.Audit`, ...
 _modules: tuple[str, ...] = ("analysis", "assignment", "attacks", "audit", "bench", "checks", "data", "defences")
 _modules += ("federation", "metrics", "models", "parts")
-_modules += ("registry", "report", "results", "rules")
+_modules += ("registry", "report", "results", "rules", "study")
 _names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
+_names |= {"Study": "study", "StudyResult": "study"}
 
 __all__ = [
     # what is trained, and what the server sees of it
@@ -37,7 +38,7 @@ __all__ = [
     # attacks
     "Attack", "Composed", "Stage", "Scene", "Reconstruction", "Engine",
     # the experiment
-    "Audit", "AuditResult", "Federation",
+    "Audit", "AuditResult", "Federation", "Study", "StudyResult",
     # arithmetic on parameters
     "tree",
     *_modules,

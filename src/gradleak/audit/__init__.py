@@ -305,13 +305,14 @@ def default_attacks(engine: Engine) -> tuple[str, ...]:
 # A demonstration, not a measurement: small enough that the exact attack fits two minutes on two cores.
 BUILTIN_DATA, BUILTIN_GALLERY = "fashion-mnist-samples", "fashion-mnist-samples+mnist-samples"
 BUILTIN_ATTACKS = ("second-order", "cpl:steps=300")
-BUILTIN_DEFENCES = (None, "fedsam")  # of which an attacker who does not know it sees little, and one who does everything
+BUILTIN_DEFENCES = (None, "fedsam")  # which hides the images from attackers who do not know it, and from no others
 
 
 def builtin(targets: int = 4, engine: Engine | None = None) -> Audit:
-    """The audit that runs without any argument: real images, the LeNet of DLG, one example per update, FedSAM or none."""
+    """The audit that runs without any argument: real images, the LeNet of DLG, one example per update."""
     images = data.load(BUILTIN_DATA)
-    network = models.lenet_zhu(shape=tuple(images.x.shape[1:]), generator=torch.Generator().manual_seed(0))
+    colours, height, width = images.x.shape[1:]
+    network = models.lenet_zhu(shape=(colours, height, width), generator=torch.Generator().manual_seed(0))
     task = Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
     origin = {"task": "builtin", "data": BUILTIN_DATA, "gallery": BUILTIN_GALLERY}
     return Audit(
@@ -320,6 +321,7 @@ def builtin(targets: int = 4, engine: Engine | None = None) -> Audit:
         BUILTIN_ATTACKS,
         BUILTIN_DEFENCES,
         targets=targets,
+        unrelated=1,
         engine=engine or Engine(),
         gallery=_pictures(BUILTIN_GALLERY, task),
         origin=origin,

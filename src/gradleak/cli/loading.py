@@ -125,7 +125,7 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "labels": "labels"}
-KINDS |= {"partitions": "partition", "participation": "participation"}
+KINDS |= {"partitions": "partition", "participation": "participation", "averaging": "averaging"}
 
 
 def kind(plural: str) -> str:

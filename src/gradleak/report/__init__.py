@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from gradleak.report.page import Page
@@ -22,16 +22,20 @@ __all__ = ["Page", "render"]
 
 
 @cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(_text("report.html.j2"))
+def template(name: str) -> Template:
+    """A template of this folder; what pages share is in parts.html.j2."""
+    environment = Environment(
+        loader=FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.get_template(name)
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """A file of this folder."""
     return files("gradleak.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def render(result: AuditResult) -> str:
     """The whole page. It shows private images: handle it like the data."""
     # Our own style sheet is the one thing that is not escaped.
-    return _template().render(page=Page.of(result), css=Markup(_text("report.css")))
+    return template("report.html.j2").render(page=Page.of(result), css=Markup(text("report.css")))
