@@ -1,0 +1,393 @@
+"""One gradient in place of a whole local training, taken at a point that the search moves: surrogate models.
+
+A client that makes T steps uploads u = w0 - wT. Where its path is short and nearly straight, the gradient of ALL its
+examples at some point near the segment from w0 to wT is about parallel to u, whatever the batches and their order were.
+`Sent` takes it at w0, `Line` at a point of the segment (SME), `Bezier` at a point beside it (NL-SME); `Rescaled` lets
+the search reweigh what they predict. All compare gradients, u / (lr x steps) where that is known, and go through the
+defence as far as it is known.
+
+Unknowns of the predictions, by name:
+alpha       (rounds,) where on the path, 0 at w0 and 1 at wT
+control     by round and parameter: control point minus midpoint of the segment, in units of the update's RMS
+scaling     (tensors,), or by parameter: factors on the predicted gradient; 1 to begin with
+They are held in bounds by `Within` and `Reach`, which are spaces without unknowns of their own (join them by
+`Together`), and pulled back by the priors `CentredControl` and `UnitScaling`.
+
+References: Zhu, Yao, Blaschko, ICML 2023 (SME); arXiv 2509.22082 (NL-SME).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.attack import Composed, Stage
+from gradleak.draws import Draws
+from gradleak.local import LocalTraining
+from gradleak.parts.optimisers import FirstOrder
+from gradleak.parts.predictions import Replay
+from gradleak.parts.spaces import Start
+from gradleak.registry import did_you_mean
+from gradleak.rules import SGD
+from gradleak.scene import Needs, Now, Prediction, Scene
+from gradleak.task import Batch
+from gradleak.tree import Params, Tree
+
+_OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which count from 0, never get so far
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The gradient at the weights that were sent, as if the client had made one large step (IG and DLG on updates).
+
+    `Replay` without a recipe is the same where the threat model knows none; where it does, that one replays every step.
+    """
+
+    @property
+    def needs_for_scale(self) -> Needs:
+        return frozenset({"training"})
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        return {}
+
+    def target(self, scene: Scene) -> Params:
+        return tree.scale(Replay().target(scene), 1 / length(scene))
+
+    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+        return tree.scale(Replay().disturbed(scene, draws), 1 / length(scene))
+
+    def points(self, v: Tree) -> Sequence[tuple[float, Tensor | float]]:
+        """Where gradients are taken: (share, alpha) each, shares that sum to one."""
+        return [(1.0, 0.0)]
+
+    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+        """The point `alpha` of the path of one round, the `number`-th of the target."""
+        return scene.weights
+
+    def seen_from(self, scene: Scene, alpha: Tensor | float, v: Tree) -> Scene:
+        """The scene with every round's weights moved to the point `alpha` of its own path."""
+
+        def moved(number: int, each: Scene) -> Scene:
+            own = alpha[number] if isinstance(alpha, Tensor) else alpha
+            return replace(each, weights=self.weights(each, number, own, v))
+
+        *earlier, last = (moved(number, each) for number, each in enumerate(scene.rounds))
+        return replace(last, earlier=tuple(earlier))
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        # A defence, which may clip, must meet an update of the right length; else the passes for it are saved.
+        lr = 1.0 if scene.knows.defence is None else length(scene)
+        step = Replay(LocalTraining(lr=lr, optimiser=SGD(weight_decay=_rule(scene).weight_decay)))
+        (first, alpha), *others = self.points(v)
+        total = tree.scale(step(batch, v, self.seen_from(scene, alpha, v), now), first / lr)
+        # Few nodes, one after another: an inner vmap would shut out models that run lane by lane because vmap fails.
+        for share, alpha in others:
+            total = tree.add(total, step(batch, v, self.seen_from(scene, alpha, v), now), share / lr)
+        return total
+
+
+@dataclass(frozen=True)
+class Line(Sent):
+    """The gradient at s(alpha) = (1 - alpha) w0 + alpha wT, alpha an unknown (SME).
+
+    start, spread   alpha begins at start, or for each restart somewhere in start +- spread
+    nodes           more than one: no alpha; the mean gradient along the path, by as many Gauss-Legendre nodes. An
+                    update is the sum of the gradients along the way, so this is the principled form of the same idea
+
+    At alpha = 0 this is `Sent`. The public code of SME assigns the weights and applies the chain rule by hand; here
+    autograd does, d/dalpha = <d/ds, wT - w0>, the second order through the gradient included.
+    """
+
+    start: float = 0.5
+    spread: float = 0.0
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start - abs(self.spread) <= self.start + abs(self.spread) <= 1:
+            raise ValueError(f"alpha must begin in [0, 1]; given start {self.start} and spread {self.spread}.")
+        if self.nodes < 1:
+            raise ValueError(f"nodes must be at least 1; given {self.nodes}.")
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        if self.nodes > 1:
+            return {}
+        like, shape = next(tree.leaves(scene.update)), (len(scene.rounds),)
+        begin = torch.full(shape, self.start, device=like.device, dtype=like.dtype)
+        if self.spread:
+            begin = begin + self.spread * (2 * draws.child(_OWN).uniform(shape, dtype=like.dtype) - 1)
+        return {"alpha": begin}
+
+    def points(self, v: Tree) -> Sequence[tuple[float, Tensor | float]]:
+        return [(1.0, v["alpha"])] if self.nodes == 1 else gauss_legendre(self.nodes)
+
+    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+        return tree.add(scene.weights, scene.update, -alpha)  # wT = w0 - u
+
+
+@dataclass(frozen=True)
+class Bezier(Line):
+    """The gradient at W = (1 - alpha)^2 w0 + 2 alpha (1 - alpha) c + alpha^2 wT, alpha and c unknowns (NL-SME).
+
+    The unknown `control` is z in c = (w0 + wT) / 2 + r z, r the root mean square of the update: one learning rate then
+    fits every model and every client (Adam moves each entry by about its rate). It begins at zero, which is the line,
+    and W = s(alpha) + 2 alpha (1 - alpha) r z: at alpha = 0 or 1 the control point has no influence and gets no
+    gradient, so hold alpha inside (`Within`).
+    """
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        control = {str(number): tree.zeros_like(each.update) for number, each in enumerate(scene.rounds)}
+        return {**super().variables(scene, draws), "control": control}
+
+    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+        bend = 2 * alpha * (1 - alpha) * unit_of_control(scene)
+        return tree.add(super().weights(scene, number, alpha, v), v["control"][str(number)], bend)
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """Another prediction times learned factors: one for each tensor, or for each entry of it (NL-SME's scaling).
+
+    The observed update stays as it is. Factors of single entries can bend almost any gradient to the update: the match
+    then says little about the images (see `diagnosis`).
+    """
+
+    predict: Prediction
+    per: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if self.per not in ("tensor", "element"):
+            raise ValueError(f"per must be 'tensor' or 'element'; given {self.per!r}.")
+
+    @property
+    def needs_for_scale(self) -> Needs:
+        needs: Needs = getattr(self.predict, "needs_for_scale", frozenset())
+        return needs
+
+    def variables(self, scene: Scene, draws: Draws) -> Tree:
+        seen = self.predict.target(scene)
+        like = next(tree.leaves(seen))
+        factors = tree.map(torch.ones_like, seen) if self.per == "element" else like.new_ones(len(seen))
+        return {**self.predict.variables(scene, draws), "scaling": factors}
+
+    def target(self, scene: Scene) -> Params:
+        return self.predict.target(scene)
+
+    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+        noisy: Params = self.predict.disturbed(scene, draws)  # type: ignore[attr-defined]
+        return noisy
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        predicted, factors = self.predict(batch, v, scene, now), v["scaling"]
+        if self.per == "tensor":
+            factors = dict(zip(predicted, factors.unbind(), strict=True))
+        return tree.multiply(predicted, factors)
+
+
+def unit_of_control(scene: Scene) -> Tensor:
+    """The unit of a round's control point: the root mean square of its update."""
+    return tree.norm(scene.update) / tree.size(scene.update) ** 0.5
+
+
+def length(scene: Scene) -> float | Tensor:
+    """How far the client's SGD goes along a gradient of length one that does not change; 1 where it is not known.
+
+    The sum of its learning rates where it has no momentum, and for other rules, for which there is no such length. Only
+    matches that see the scale, and defences that clip, depend on it.
+    """
+    training, rule = scene.knows.training, _rule(scene)
+    if training is None:
+        return 1.0
+    steps = len(training.order(scene.num_examples))
+    total, velocity = 0.0, 1.0
+    for step in range(steps):
+        if step > 0:
+            velocity = rule.momentum * velocity + 1 - rule.dampening
+        going = velocity if rule.momentum else 1.0
+        total += training.schedule(step, steps) * (1 + rule.momentum * going if rule.nesterov else going)
+    return training.lr * total
+
+
+def _rule(scene: Scene) -> SGD:
+    """The client's rule, as far as it is SGD."""
+    training = scene.knows.training
+    return training.optimiser if training is not None and isinstance(training.optimiser, SGD) else SGD()
+
+
+@lru_cache(maxsize=16)
+def gauss_legendre(nodes: int) -> Sequence[tuple[float, float]]:
+    """(weight, node) of the rule on [0, 1] that is exact for polynomials up to degree 2 nodes - 1."""
+    at, weights = np.polynomial.legendre.leggauss(nodes)
+    return tuple((float(w) / 2, (float(x) + 1) / 2) for x, w in zip(at, weights))
+
+
+# --- what holds the unknowns of a prediction --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """A space with no unknowns of its own, which holds those of others after every step. Join it by `Together`."""
+
+    name: str
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        if self.name not in v:
+            raise ValueError(f"{self} holds {self.name!r}, which is no unknown.{did_you_mean(self.name, v)}")
+        return {**v, **self.held({self.name: v[self.name]})}  # a tree, whether it is one tensor or several by name
+
+    def held(self, unknown: Tree) -> Tree:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Within(_Holding):
+    """Every entry of the named unknown stays in [low, high]."""
+
+    low: float
+    high: float
+
+    def held(self, unknown: Tree) -> Tree:
+        return tree.map(lambda value: value.clamp(self.low, self.high), unknown)
+
+
+@dataclass(frozen=True)
+class Reach(_Holding):
+    """The named unknown stays in the ball of root mean square at most `most`.
+
+    For a control point in its own units, with most = 1: ||c - (w0 + wT) / 2|| <= ||wT - w0||.
+    """
+
+    most: float
+
+    def held(self, unknown: Tree) -> Tree:
+        size = tree.norm(unknown) / tree.size(unknown) ** 0.5
+        return tree.scale(unknown, torch.where(size > self.most, self.most / torch.where(size > 0, size, 1.0), 1.0))
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Another start, clamped to the field's bounds."""
+
+    start: Start
+
+    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+        low, high = scene.limits[name]
+        return self.start(scene, draws, name).clamp(low, high)
+
+
+# --- priors -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CentredControl:
+    """weight * ||c - (w0 + wT) / 2||^2 / ||wT - w0||^2, which in the control point's own units is a mean square."""
+
+    weight: float
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.weight / tree.size(v["control"]) * tree.squared_norm(v["control"])
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return (self.weight / tree.size(v["control"])) ** 0.5 * tree.flatten(v["control"])
+
+
+@dataclass(frozen=True)
+class UnitScaling:
+    """weight * mean (d - 1)^2 over the factors d of `Rescaled`."""
+
+    weight: float
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.terms(batch, v, scene, now).square().sum()
+
+    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        factors = tree.flatten({"scaling": v["scaling"]})
+        return (self.weight / factors.shape[0]) ** 0.5 * (factors - 1)
+
+
+@dataclass(frozen=True)
+class SurrogateLoss:
+    """weight * the client's objective on the guess, at the point where `path` takes its gradient.
+
+    Little of it is not in the match already, and it favours images that the network is sure of.
+    """
+
+    weight: float
+    path: Sent
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        total = next(tree.leaves(scene.weights)).new_zeros(())
+        for share, alpha in self.path.points(v):
+            for each in self.path.seen_from(scene, alpha, v).rounds:
+                total = total + share * scene.task.loss(each.weights, batch, each.buffers)[0]
+        return self.weight / len(scene.rounds) * total
+
+
+# --- what a low match is worth ----------------------------------------------------------------------------------------
+
+
+def diagnosis(stage: Stage, v: Tree, scene: Scene, now: Now) -> dict[str, Tensor]:
+    """Where a search of one lane stands, from what the attacker has.
+
+    l_sim_obj       the match that is minimised, with the factors of `Rescaled`
+    l_sim_raw       the same at the same point without them: the one to compare between attacks
+    alpha           mean over rounds
+    bend            ||c - (w0 + wT) / 2|| / ||wT - w0||
+    scaling_min, scaling_max
+
+    A free control point and free factors lower the match for ANY images, noise included. Read l_sim_raw beside
+    l_sim_obj, and both beside those of `frozen`; neither is a measure of what leaked.
+    """
+    batch = {**scene.fields, **stage.space.decode(v, scene, now)}
+    observed = stage.match.prepare(stage.predict.target(scene))
+    plain = stage.predict.predict if isinstance(stage.predict, Rescaled) else stage.predict
+    told = {
+        "l_sim_obj": stage.match.distance(stage.predict(batch, v, scene, now), observed),
+        "l_sim_raw": stage.match.distance(plain(batch, v, scene, now), observed),
+    }
+    if "alpha" in v:
+        told["alpha"] = v["alpha"].mean()
+    if "control" in v:
+        told["bend"] = tree.norm(v["control"]) / tree.size(v["control"]) ** 0.5
+    if "scaling" in v:
+        factors = tree.flatten({"scaling": v["scaling"]})
+        told |= {"scaling_min": factors.min(), "scaling_max": factors.max()}
+    return told
+
+
+def frozen(attack: Composed, field: str = "x") -> Composed:
+    """The control: the same attack with its images left as they begin. What it still matches, freedom has matched."""
+
+    def still(stage: Stage) -> Stage:
+        if not isinstance(stage.optimiser, FirstOrder):
+            raise ValueError(f"Only first-order stages have a learning rate to set to zero; given {stage.optimiser}.")
+        return replace(stage, optimiser=replace(stage.optimiser, rates={**stage.optimiser.rates, field: 0.0}))
+
+    return replace(attack, name=f"{attack.name} (frozen {field})", stages=tuple(map(still, attack.stages)))
+
+
+def performance_gap(reference: float, other: float) -> tuple[float, float]:
+    """(100 (reference - other) / reference, reference / other): NL-SME's gap in % and error reduction.
+
+    Of two matches, such as those of SME and NL-SME on one client. The paper derives them for another error; its tables
+    follow from the match.
+    """
+    if not (reference > 0 and other > 0):
+        raise ValueError(f"A gap compares two positive matches; given {reference} and {other}.")
+    return 100 * (reference - other) / reference, reference / other
