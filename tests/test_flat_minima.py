@@ -409,7 +409,8 @@ def test_local_training_can_be_captured(defence: Defence, monkeypatch: pytest.Mo
 def same(a: State, b: State) -> bool:
     """To the last bit."""
     pairs: list[tuple[Tree, Tree]] = [(a.weights, b.weights), (a.server, b.server), (a.average, b.average)]
-    return a.round == b.round and all(
+    pairs += [(a.buffers, b.buffers), *((held, b.memories[client]) for client, held in a.memories.items())]
+    return (a.round, a.memories.keys()) == (b.round, b.memories.keys()) and all(
         x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x) for x, y in pairs
     )
 
@@ -425,7 +426,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(name: str, averaging: SWA |
     assert same(resumed.state, whole.state)
     kept = Checkpoints(tmp_path / "run")
     in_memory = train(6, checkpoints=[1])
-    assert kept.fingerprint([1]) == Checkpoints(tmp_path / "run").fingerprint([1])
+    train(6, out=tmp_path / "straight", checkpoints=[1])
+    assert kept.fingerprint([1, 6]) == Checkpoints(tmp_path / "straight").fingerprint([1, 6])
     if name == "fedgf adaptive":
         assert whole.state.server
         assert largest_difference(kept.at(1).server, in_memory.at(1).server) == 0
@@ -752,3 +754,34 @@ def test_a_training_with_sam_can_be_attacked_in_all_three_modes(tmp_path: Path) 
     gradient = tree.scale(task.gradient(plain.weights, batch), federation.training.lr)
     assert largest_difference(plain.update, gradient) < 1e-12
     assert largest_difference(sent.update, gradient) > 1e-4
+
+
+def test_all_uploads_of_a_target_follow_the_recipe_that_the_attacker_knows() -> None:
+    """The learning rate of averaging goes in cycles; an attacker who has seen a client four times is told one."""
+    task, held = tiny(), data(12)
+    federation = Federation(2, LocalTraining(lr=0.5), examples=2, averaging=SWA(0, 4, 0.1))
+    planned = gl.Audit(task, held.tensors, ["ig:steps=2"], federation=federation, rounds=[0], targets=1, unrelated=0)
+    (cell,) = [cell for cell in planned.cells() if not cell.control] or planned.cells()
+    (track,) = planned.side.victims(federation, None, 0, (0,), 0, repeats=4).seen
+    assert cell.knows.training is not None
+    for seen in track.observations:
+        expected = task.gradient(seen.weights, held.batch(federation.target(held, 0).rows))
+        assert largest_difference(seen.update, tree.scale(expected, float(cell.knows.training.lr))) < 1e-12
+
+
+def test_what_fedsai_needs_is_asked_for_before_the_first_cell() -> None:
+    headless = gl.Task.supervised(
+        nn.Sequential(nn.Conv2d(SHAPE[0], CLASSES, SHAPE[1]), nn.Flatten()).double(),
+        cross_entropy,
+        like=(private(1)["x"], private(1)["y"]),
+    )
+    for task, defence in ((headless, FedSAI(public=public())), (tiny(), FedSAI(public=public(shape=(3, 3, 3))))):
+        planned = gl.Audit(task, private(4), ["ig:steps=2"], [defence], targets=1, unrelated=0)
+        with pytest.raises(gl.audit.AuditError, match="cannot be used here. FedSAI"):
+            planned.run()
+
+
+def test_a_chain_refuses_members_that_broadcast_under_one_name() -> None:
+    chained = gl.Chain(FedGF(0.2, c=0.3), FedGF(0.1, c=0.1))
+    with pytest.raises(ValueError, match="chain it once"):
+        FAR.weights_at(tiny(), data(), [2], chained)

@@ -72,6 +72,9 @@ class Defence:
     def name(self) -> str:
         return type(self).__name__
 
+    def demand(self, task: Task, server: Tree) -> None:
+        """Raise ValueError where model, or public data (server["load"]), cannot do what `initial` needs: cheap."""
+
     def initial(self, weights: Params, server: Tree) -> Params:
         """Once, before round 0. What is returned may also hold buffers, by name: those that changed with the weights.
 
@@ -180,6 +183,10 @@ class Chain(Defence):
     def _owner(self, hook: str) -> Defence:
         return next((member for member in self.members if overrides(member, hook)), Defence())
 
+    def demand(self, task: Task, server: Tree) -> None:
+        for member in self.members:
+            member.demand(task, server)
+
     def initial(self, weights: Params, server: Tree) -> Params:
         found = dict(weights)
         for member in self.members:
@@ -189,7 +196,10 @@ class Chain(Defence):
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
         extras: dict[str, Params] = {}
         for position, member in enumerate(self.members):
-            extras |= member.broadcast(weights, _for_member(server, position))
+            sent = member.broadcast(weights, _for_member(server, position))
+            if twice := extras.keys() & sent.keys():
+                raise ValueError(f"Two members of {self.name} broadcast {', '.join(sorted(twice))}: chain it once.")
+            extras |= sent
         return extras
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:

@@ -305,7 +305,7 @@ def default_attacks(engine: Engine) -> tuple[str, ...]:
 # A demonstration, not a measurement: small enough that the exact attack fits two minutes on two cores.
 BUILTIN_DATA, BUILTIN_GALLERY = "fashion-mnist-samples", "fashion-mnist-samples+mnist-samples"
 BUILTIN_ATTACKS = ("second-order", "cpl:steps=300")
-BUILTIN_DEFENCES = (None, "fedsam")  # which hides the images from attackers who do not know it, and from no others
+BUILTIN_DEFENCES = (None, "fedsam")  # blurs what attackers find who do not know it, and nothing for one who does
 
 
 def builtin(targets: int = 4, engine: Engine | None = None) -> Audit:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.assignment import pairwise_mse
-from gradleak.data import Images
+from gradleak.data import Images, load
 from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
@@ -225,6 +225,8 @@ class PrivateSide:
         """Let every target upload once, or several times. Keys name client, round and target, and say nothing more."""
         snapshot = self._snapshots(federation, defence, rounds)[round]
         task, truth = with_buffers(self.task, snapshot.buffers), self.truth(federation)
+        # All uploads follow the recipe of the attacked round, which is the one that the attacker knows.
+        federation = replace(federation, training=federation.training_at(round), averaging=None)
 
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
             """The first is what a single attacked round would be; the others draw noise of their own."""
@@ -265,6 +267,7 @@ class PrivateSide:
 
     def try_out(self, federation: Federation, defence: Defence) -> None:
         """One upload, thrown away: what a defence asks of model and recipe is known before the first cell."""
+        defence.demand(self.task, {"load": load})
         batch = {name: value[0] for name, value in self.truth(federation).items()}
         federation.observe(self.task, batch, self.task.weights(), defence, key="trial", round=0, seed=0)
 

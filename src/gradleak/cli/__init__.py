@@ -317,6 +317,8 @@ def train(
         progress.cell(f"training, {rounds} rounds", 0)
         done = request.run(planned, out, progress)
     typer.echo(done.table())
+    if (late := planned.federation.averaging) is not None and late.start > rounds:
+        typer.echo(f"\nNothing is averaged yet: that begins after round {late.start}.")
     left_out = sum(len(row["excluded"]) for row in done.metrics)
     if left_out:
         typer.echo(f"\n{loading.counted(left_out, 'upload')} left out; metrics.jsonl says whose and why.")

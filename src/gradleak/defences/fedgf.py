@@ -50,13 +50,15 @@ class FedGF(FedSAM):
         super().__post_init__()
         if self.rho_g is not None:
             at_least("rho_g", self.rho_g, 0.0)
-        at_least("window", self.window, 1)
+        at_least("window", self.window, 1, whole=True)
         if self._adaptive:
             if self.threshold is None:
                 raise ValueError("c='adaptive' needs a threshold: how far clients may drift in a round.")
             at_least("threshold", self.threshold, 0.0)
-        elif isinstance(self.c, str) or not 0 <= self.c <= 1:
+        elif isinstance(self.c, (str, bool)) or not 0 <= self.c <= 1:
             raise ValueError(f"c must be from 0 to 1, or 'adaptive'; given {self.c!r}.")
+        elif self.threshold is not None:
+            raise ValueError(f"threshold={self.threshold} is of c='adaptive'; given c={self.c!r}.")
 
     @property
     def _adaptive(self) -> bool:

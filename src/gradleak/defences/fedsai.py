@@ -69,11 +69,15 @@ class FedSAI(FedSAM):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("epochs", "batch_size"):
-            at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1, whole=True)
         if self.images is not None:
-            at_least("images", self.images, 1)
+            at_least("images", self.images, 1, whole=True)
         at_least("lr", self.lr, 0.0, excluded=True)
         at_least("weight_decay", self.weight_decay, 0.0)
+
+    def demand(self, task: Task, server: Tree) -> None:
+        _head(task)
+        self._examples(task, server)
 
     def initial(self, weights: Params, server: Tree) -> Params:
         if "task" not in server:
@@ -113,9 +117,8 @@ class FedSAI(FedSAM):
                     "FedSAI(public=gradleak.data.load(...)), or server['load']."
                 )
             images = server["load"](images, size=shape[1:], limit=self.images)
-        x = (
-            images.x.expand(-1, shape[0], -1, -1) if images.x.shape[1] == 1 else images.x
-        )  # grey, where colour is wanted
+        grey = images.x.shape[1] == 1  # where colour may be wanted
+        x = images.x.expand(-1, shape[0], -1, -1) if grey else images.x
         if tuple(x.shape[1:]) != shape:
             raise TaskError(
                 f"FedSAI's public images have shape {tuple(x.shape[1:])}; the task's have {shape}: load them with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,6 +53,8 @@ class FedSAM(Defence):
 
     def __post_init__(self) -> None:
         at_least("rho", self.rho, 0.0)
+        if not math.isfinite(self.rho):
+            raise ValueError(f"rho must be finite; given {self.rho}.")
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         perturbed = tree.add(weights, self.perturbation(weights, compute(weights, batch)))

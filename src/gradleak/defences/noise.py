@@ -61,6 +61,8 @@ def full_variance(scene: Scene, variance: float) -> Params:
     return {name: torch.full_like(value, variance) for name, value in scene.update.items()}
 
 
-def at_least(name: str, value: Number, least: Number, *, excluded: bool = False) -> None:
+def at_least(name: str, value: Number, least: Number, *, excluded: bool = False, whole: bool = False) -> None:
+    if whole and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{name} must be a whole number; given {value}.")
     if not (value > least if excluded else value >= least):
         raise ValueError(f"{name} must be {'above' if excluded else 'at least'} {least}; given {value}.")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,8 @@ class TrainingFolder:
         _save(self.path / "state.safetensors", {"round": state.round}, _held(state))
 
     def checkpoint(self, state: State) -> None:
-        _save(_path(self.path, state.round), {"round": state.round}, _held(state))
+        """What was sent, and kept, at a round; the average of late models was never sent."""
+        _save(_path(self.path, state.round), {"round": state.round}, _held(replace(state, average={})))
 
     def _state(self) -> State | None:
         path = self.path / "state.safetensors"

@@ -328,10 +328,14 @@ def table(metrics: Sequence[Mapping[str, Any]], lines: int = 10) -> str:
     def cell(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
 
+    averaged = any("averaged_test_accuracy" in row for row in tested)
     head = f"{'round':>6} {'loss':>9} {'test loss':>10} {'accuracy':>9} {'clients':>8} {'left out':>9}"
+    head += f" {'averaged':>9}" * averaged
     body = [
         f"{row['round']:>6} {cell(row['loss'], '9.4f'):>9} {cell(row.get('test_loss'), '10.4f'):>10} "
         f"{cell(row.get('test_accuracy'), '9.1%'):>9} {len(row['clients']):>8} {len(row['excluded']):>9}"
+        + f" {cell(row.get('averaged_test_accuracy'), '9.1%'):>9}"
+        * averaged
         for row in shown
     ]
     return "\n".join([head, *body])
