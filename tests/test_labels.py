@@ -16,16 +16,18 @@ from torch.func import functional_call, grad, vmap
 from gradleak import Knowledge, LocalTraining, Task, attacks, observe, registry
 from gradleak.defence import Defence
 from gradleak.metrics import label_scores
-from gradleak.models import lenet5, lenet_zhu, mlp
+from gradleak.models import cnn_mnist, lenet5, lenet_zhu, mlp, resnet8
 from gradleak.observation import MissingKnowledge
+from gradleak.parts import label_counts
 from gradleak.parts import labels as rules
 from gradleak.parts.fields import Labels, RuleDoesNotApply, label_rule, last_layer
 from gradleak.rules import SGD, Adam
 from gradleak.scene import Scene
 
 ONE = ["bias-minimum", "row-products", "row-sum"]
-BIASED = ["bias-minimum", "bias-sign", "bias-corrected", "bias-counts", "ilrg"]
+BIASED = ["bias-minimum", "bias-sign", "bias-corrected", "bias-counts", "ilrg", "path-bias"]
 SEVERAL = ["row-minimum", "bias-sign", "bias-corrected", "bias-counts", "llg", "llg-star", "llg-plus", "ilrg", "auto"]
+SEVERAL += ["lowest-sums", "path-bias", "path-rows"]
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,200 @@ def test_labels_are_ascending_and_given_ones_win() -> None:
     assert found.batch["y"][0].tolist() == [8, 0, 5, 0]
 
 
+# --- updates of many steps -------------------------------------------------------------------------------------------
+
+
+def skewed(classes: int, examples: int, seed: int) -> Tensor:
+    """Labels of a client that has a few classes only, unevenly."""
+    source = Generator().manual_seed(seed)
+    few = torch.randperm(classes, generator=source)[: max(3, classes // 8)]
+    return few[torch.multinomial(torch.arange(1.0, len(few) + 1), examples, replacement=True, generator=source)]
+
+
+def misplaced(rule: str, scene: Scene, y: Tensor, **settings: Any) -> float:
+    """Labels in the wrong place, sum_c |found_c - n_c| / 2; as the metrics have it, B (1 - multiset_accuracy)."""
+    counts, classes = label_rule(rule, **settings).counts(scene), scene.task.fields["y"].classes
+    wrong = 0.5 * float((counts - torch.bincount(y, minlength=classes)).abs().sum())
+    found = torch.arange(classes).repeat_interleave(counts)
+    assert len(y) * (1 - float(label_scores(found, y, classes)["multiset_accuracy"])) == pytest.approx(wrong)
+    return wrong
+
+
+FEMNIST = {
+    "few steps": LocalTraining(lr=0.01, epochs=1, batch_size=5),
+    "short last batch": LocalTraining(lr=0.004, epochs=10, batch_size=12),
+    "E=20, B=10": LocalTraining(lr=0.004, epochs=20, batch_size=10),
+    "momentum": LocalTraining(lr=0.001, epochs=8, batch_size=10, optimiser=SGD(momentum=0.9)),
+    "nesterov, decay, schedule": LocalTraining(
+        lr=0.002,
+        epochs=8,
+        batch_size=10,
+        optimiser=SGD(momentum=0.5, nesterov=True, weight_decay=0.05),
+        schedule=lambda step, total: 1 - 0.5 * step / total,
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", FEMNIST)
+def test_counts_of_clients_that_train_for_a_while(recipe: str) -> None:
+    """40 synthetic examples in minibatches: path-bias misplaces at most a tenth, be the classes many or few."""
+    wrong: dict[str, list[float]] = {"path-bias": [], "path-rows": [], "bias-counts": [], "lowest-sums": []}
+    for trial in range(2):
+        source = Generator().manual_seed(trial)
+        for y in (torch.randint(26, (40,), generator=source), skewed(26, 40, trial)):
+            x = images(40, (1, 28, 28), seed=trial)
+            model = cnn_mnist(classes=26, widths=(8, 16), generator=source)
+            scene = scene_of(model, x, y, FEMNIST[recipe])
+            for rule, found in wrong.items():
+                settings = {"dummies": 100} if rule.startswith("path") else {}
+                found.append(misplaced(rule, scene, y, **settings))
+    means = {rule: sum(found) / len(found) for rule, found in wrong.items()}
+    assert means["path-bias"] <= 4, means
+    assert means["path-bias"] <= means["bias-counts"], means
+    assert means["path-bias"] < means["lowest-sums"], means  # which cannot repeat a label
+    assert means["path-rows"] < 0.5 * 40, means
+
+
+@pytest.mark.parametrize("at", ["average", "fit", "start", "end"])
+def test_where_on_the_way_the_prediction_is_taken(at: str) -> None:
+    y = skewed(26, 40, 0)
+    model = cnn_mnist(classes=26, widths=(8, 16), generator=Generator().manual_seed(0))
+    scene = scene_of(model, images(40, (1, 28, 28)), y, LocalTraining(lr=0.03, epochs=15, batch_size=10))
+    wrong = misplaced("path-bias", scene, y, at=at, dummies=100)
+    from_start = misplaced("path-bias", scene, y, at="start", dummies=100)
+    assert wrong < 0.5 * from_start or at == "start"  # the prediction has moved: w0 alone does not say where to
+    assert from_start > 5
+
+
+def test_counts_are_exact_on_a_linear_model_with_known_predictions_and_sums() -> None:
+    """p and O as they were at every step, of inputs that all sum to 3: the identity has nothing left to estimate."""
+    source, n, classes = Generator().manual_seed(0), 12, 5
+    x = torch.rand(n, 7, generator=source, dtype=torch.float64)
+    x, y = 3 * x / x.sum(1, keepdim=True), torch.randint(classes, (n,), generator=source)
+    model = nn.Linear(7, classes).double()
+    training = LocalTraining(lr=0.7, steps=9)
+    scene = scene_of(model, x, y, training)
+    weight, bias, predicted = scene.weights["weight"], scene.weights["bias"], []
+    for _ in range(9):
+        p = (x @ weight.T + bias).softmax(1)
+        excess = p - F.one_hot(y, classes)
+        predicted.append(p.mean(0))
+        weight, bias = weight - 0.7 * excess.T @ x / n, bias - 0.7 * excess.mean(0)
+    layer, p = last_layer(scene), torch.stack(predicted).mean(0)
+    true = torch.bincount(y, minlength=classes).double()
+    torch.testing.assert_close(label_counts.real_counts(layer.rows.sum(1), p, 3.0, n), true)
+    torch.testing.assert_close(label_counts.real_counts(layer.deltas, p, 1.0, n), true)
+    assert label_counts.floored_counts(label_counts.real_counts(layer.deltas, p, 1.0, n), n).tolist() == true.tolist()
+
+
+@pytest.mark.parametrize(
+    ("real", "examples", "whole"),
+    [
+        ([1.9, 0.8, 0.3], 3, [2, 1, 0]),  # missing units go to the largest fractional parts
+        ([-0.1, 1.2, 1.9], 3, [0, 1, 2]),  # a negative count has no fractional part to speak of
+        ([3.1, 2.9, -3.0], 3, [2, 1, 0]),  # too many: from the smallest parts, one each
+        ([5.5, 0.2, 4.0], 2, [1, 0, 1]),  # above B is B first
+        ([3.0, 3.0], 3, [1, 2]),  # ... and again
+        ([0.0, 0.0, 0.0], 4, [2, 1, 1]),  # more missing than classes
+        ([float("nan"), float("inf"), 1.0], 2, [0, 1, 1]),
+    ],
+)
+def test_floored_counts_by_hand(real: list[float], examples: int, whole: list[int]) -> None:
+    assert label_counts.floored_counts(torch.tensor(real), examples).tolist() == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.floats(-5, 30), min_size=4, max_size=4), min_size=1, max_size=5), st.integers(1, 12))
+def test_floored_counts_sum_to_b_and_rows_do_not_meet(real: list[list[float]], examples: int) -> None:
+    values = torch.tensor(real).double()
+    counts = label_counts.floored_counts(values, examples)
+    assert (counts.sum(-1) == examples).all()
+    assert counts.min() >= 0
+    assert torch.equal(counts, torch.stack([label_counts.floored_counts(row, examples) for row in values]))
+    whole = label_counts.floored_counts(counts.double(), examples)
+    assert torch.equal(whole, counts)
+
+
+@pytest.mark.parametrize("rule", ["path-bias", "path-rows"])
+def test_many_targets_at_once_are_read_as_one_by_one(rule: str) -> None:
+    """Weights that targets share, weights that they do not, and BatchNorm whose buffers each client returns."""
+    x, made = images(6, (1, 28, 28)), Generator().manual_seed(0)
+    for model in (cnn_mnist(classes=10, widths=(4, 8), generator=made), resnet8(classes=10, generator=made).train()):
+        task = Task.supervised(model, F.cross_entropy, like=(x, torch.zeros(6, dtype=torch.long)))
+        training, sent = LocalTraining(lr=0.02, epochs=2, batch_size=3), task.weights()
+        other = {name: value * 1.1 for name, value in sent.items()}
+        scenes = []
+        for number, weights in enumerate((sent, sent, other)):
+            y = torch.randint(10, (6,), generator=made)
+            seen = observe(task, {"x": x, "y": y}, training, weights=weights, key=str(number))
+            scenes.append(Scene.of(task, seen, Knowledge(training=training)))
+        chosen = registry.get("labels", rule, dummies=20)
+        together = chosen.read_all(scenes)
+        for scene, reading in zip(scenes, together, strict=True):
+            alone = chosen.read(scene)
+            assert torch.equal(reading.counts, alone.counts)
+            assert float(reading.margin) == pytest.approx(float(alone.margin), abs=1e-3)
+
+
+def test_public_images_as_dummies() -> None:
+    """With the client's own images in the attacker's hands, the end of the way is known as it is."""
+    y, x = skewed(26, 40, 1), images(40, (1, 28, 28), seed=1)
+    model = cnn_mnist(classes=26, widths=(8, 16), generator=Generator().manual_seed(1))
+    training = LocalTraining(lr=0.03, epochs=15, batch_size=10)
+    scene = scene_of(model, x, y, training, public=Public(x, y))
+    rule = label_counts.PathBias(dummy="public")
+    predicted, sums = rule._ends([scene])
+    after = {name: value - scene.update[name] for name, value in scene.weights.items()}
+    logits = functional_call(model, after, (x,))
+    torch.testing.assert_close(predicted[1, 0].float(), logits.softmax(1).mean(0).detach())
+    torch.testing.assert_close(sums[0, 0, 0].float(), model.features(x).sum(1).mean().detach())
+    assert misplaced("path-bias", scene, y, dummy="public") <= 4
+    with pytest.raises(MissingKnowledge, match="'path-bias' with dummy='public'.*given NoneType"):
+        label_rule("path-bias", dummy="public").counts(linear_scene(torch.eye(4), torch.zeros(4), 2))
+
+
+def test_a_client_without_most_classes_is_not_taken_for_one_that_has_each_once() -> None:
+    away = torch.tensor([5.0, 1.0, 3.0, 4.0, 1.6, 3.0, 2.5, 6.0])
+    assert label_counts._nearest_whole(away) == 4  # the last minimum within twice the lowest; 2.5 is not
+    assert label_counts._nearest_whole(torch.tensor([3.0, 2.0, 1.0])) == 2
+    y = skewed(26, 40, 0)
+    model = cnn_mnist(classes=26, widths=(8, 16), generator=Generator().manual_seed(0))
+    scene = scene_of(model, images(40, (1, 28, 28)), y, LocalTraining(lr=0.2, epochs=15, batch_size=10))
+    assert misplaced("path-bias", scene, y, dummies=100) <= 4
+
+
+def test_path_rules_say_what_they_cannot_do() -> None:
+    model, x, y = lenet5(generator=Generator().manual_seed(4)), images(4), torch.tensor([0, 1, 5, 8])
+    with pytest.raises(MissingKnowledge, match="'path-rows'.*LocalTraining"):
+        label_rule("path-rows").counts(scene_of(model, x, y, told=False))
+    with pytest.raises(RuleDoesNotApply, match="sum of gradients; this one uses Adam.*'llg'"):
+        label_rule("path-bias").counts(scene_of(model, x, y, LocalTraining(lr=0.1, steps=2, optimiser=Adam())))
+    for wrong in ({"at": "middle"}, {"dummy": "zeros"}, {"dummies": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            label_rule("path-bias", **wrong)
+
+
+def test_lowest_sums_by_hand() -> None:
+    rows = torch.tensor([[0.1, -0.3], [0.5, 0.2], [-0.9, 4.0]])
+    assert label_rule("lowest-sums").counts(linear_scene(rows, examples=2)).tolist() == [1, 1, 0]
+    assert label_rule("lowest-sums").counts(linear_scene(rows, examples=5)).tolist() == [2, 2, 1]
+
+
+def test_labels_that_are_given_or_the_attack_does_not_run() -> None:
+    y = torch.tensor([8, 0, 5, 0])
+    scene = scene_of(lenet5(generator=Generator().manual_seed(4)), images(4), y)
+    assert label_rule("given").counts(replace(scene, fields={"y": y})).tolist() == counts_of(y, 10)
+    with pytest.raises(MissingKnowledge, match=r"'given' reads Knowledge\(given"):
+        label_rule("given").counts(scene)
+    with pytest.raises(RuleDoesNotApply, match="probabilities"):
+        label_rule("given").counts(replace(scene, fields={"y": torch.eye(4)}))
+    seen = observe(scene.task, {"x": images(4), "y": y}, LocalTraining(lr=0.1))
+    attack = attacks.get("ig", steps=1, labels="given")
+    with pytest.raises(MissingKnowledge, match="needs y"):
+        attack.run(scene.task, seen, Knowledge())
+    assert attack.run(scene.task, seen, Knowledge(given={"y": y})).batch["y"][0].tolist() == y.tolist()
+
+
 # --- margins ----------------------------------------------------------------------------------------------------------
 
 
@@ -432,10 +628,11 @@ def test_counts_are_whole_and_sum_to_b(classes: int, examples: int, seed: int, s
     public = Public(torch.rand(7, 3, generator=source), torch.arange(7) % 2)
     scene = linear_scene(shape(draw(classes, 3)), shape(draw(classes)), examples, public=public)
     for rule in SEVERAL + (ONE if examples == 1 else []):
-        reading = registry.get("labels", rule).read(scene)
+        few = {"dummies": 20} if rule.startswith("path") else {}
+        reading = registry.get("labels", rule, **few).read(scene)
         assert reading.counts.dtype == torch.long, rule
         assert reading.counts.shape == (classes,), rule
         assert reading.counts.min() >= 0, rule
         assert reading.counts.sum() == examples, rule
         assert 0 <= float(reading.margin) <= 1, rule
-        assert torch.equal(reading.counts, registry.get("labels", rule).counts(scene)), rule
+        assert torch.equal(reading.counts, registry.get("labels", rule, **few).counts(scene)), rule

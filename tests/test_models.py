@@ -8,10 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.functional import cross_entropy
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from gradleak import models, registry
+from gradleak import LocalTraining, Task, attacks, models, observe, registry
+from gradleak.engine import Engine
+from gradleak.models import transformers
 
 Params = dict[str, Tensor]
 
@@ -132,6 +134,120 @@ def test_mlp_sizes() -> None:
     assert models.mlp(shape=(5,), classes=3)(torch.zeros(2, 5)).shape == (2, 3)
 
 
+# The networks of the multi-step attacks: published sizes, and the same by hand.
+
+
+def linear_size(*widths: int) -> int:
+    return sum((a + 1) * b for a, b in zip(widths, widths[1:], strict=False))
+
+
+def convolution_size(*channels: int) -> int:
+    return sum((9 * a + 1) * b for a, b in zip(channels, channels[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "by_hand"),
+    [
+        (models.cnn_mnist, 338_778, convolution_size(1, 32, 64) + linear_size(3136, 100, 62)),
+        (lambda: models.cnn_mnist(classes=26), 335_142, convolution_size(1, 32, 64) + linear_size(3136, 100, 26)),
+        (models.cnn_cifar, 1_734_348, convolution_size(3, 64, 128) + linear_size(8192, 200, 100)),
+        (models.mlp_sme, 1_848_062, linear_size(784, 1000, 1000, 62)),
+        (lambda: models.mlp_sme(paper_quirks=True), 1_848_062, linear_size(784, 1000, 1000, 62)),
+        (models.resnet8, 2_417_846, resnet_size((1, 1, 1), 32, 1, 1000, 3, 2) - 129_000 + linear_size(2048, 1000, 62)),
+        (lambda: models.resnet8(paper_quirks=False), 2_417_846, None),
+        (models.vit_sme, 5_376_830, None),
+    ],
+)
+def test_networks_of_the_multi_step_attacks(
+    make: Callable[[], nn.Module], parameters: int, by_hand: int | None
+) -> None:
+    model = make()
+    assert count(model) == parameters
+    assert by_hand in (None, parameters)
+    shape = (3, 32, 32) if make is models.cnn_cifar else (1, 28, 28)
+    classes = next(reversed(list(model.parameters()))).shape[0]
+    assert model.eval()(torch.zeros(2, *shape)).shape == (2, classes)
+    assert model.features(torch.zeros(2, *shape)).shape == (2, model.classifier.in_features)
+
+
+def transformer_size(pixels: int, patches: int, w: int, depth: int, ratio: int, bias: bool) -> int:
+    """Embedding, class token and positions, blocks, last norm; without the head."""
+    attention = 3 * w * w + bias * 3 * w + (w + 1) * w
+    block = 2 * 2 * w + attention + linear_size(w, ratio * w, w)
+    return (pixels + 1) * w + (patches + 2) * w + depth * block + 2 * w
+
+
+def test_transformer_sizes_by_hand() -> None:
+    head = linear_size(384, 768, 62)
+    published = transformer_size(784, 1, 384, 4, 2, bias=False) + head
+    assert count(models.vit_sme()) == published - 2 * 384 == 5_376_830  # the first block has one norm
+    ordinary = transformer_size(49, 16, 384, 4, 2, bias=False) + head
+    assert count(models.vit_sme(paper_quirks=False)) == ordinary
+    assert count(models.vit()) == transformer_size(48, 64, 128, 4, 2, bias=True) + linear_size(128, 10)
+    tiny = models.vit(shape=(3, 224, 224), classes=1000, patch=16, width=192, heads=3, depth=12, ratio=4)
+    assert count(tiny) == 5_717_416  # as timm's vit_tiny_patch16_224
+
+
+def test_quirks_of_the_published_code() -> None:
+    x = torch.randn(50, 1, 28, 28, generator=seeded())
+    quirky, plain = (models.mlp_sme(paper_quirks=quirk, generator=seeded(1)) for quirk in (True, False))
+    assert [name for name, _ in quirky.named_children()] == ["features", "classifier", "output"]
+    assert torch.equal(quirky(x), plain(x).relu())
+    assert plain(x).min() < 0
+    # Two linear layers with nothing between are one of rank 62 at most.
+    quirky, plain = (models.resnet8(paper_quirks=quirk, generator=seeded(1)).eval() for quirk in (True, False))
+    assert isinstance(quirky.features[-1], nn.Linear)
+    assert torch.equal(quirky.features(x).relu(), plain.features(x))
+    before_pool = nn.Sequential(*list(quirky.features)[:-3])(x)
+    assert before_pool.shape == (50, 128, 7, 7)
+    pooled = quirky.features[-3](before_pool)
+    assert pooled.shape == (50, 128, 4, 4)
+    torch.testing.assert_close(pooled[:, :, 0, 0], before_pool[:, :, 0, 0] / 4)  # a corner, averaged with zeros
+
+
+def test_blocks_of_a_transformer() -> None:
+    x = torch.randn(2, 5, 8, generator=seeded(), dtype=torch.float64)
+    for bare in (False, True):
+        block = models.TransformerBlock(8, 2, 2, activation="gelu", bias=False, bare=bare)
+        block = block.to_empty(device="cpu").double()
+        for parameter in block.parameters():
+            nn.init.uniform_(parameter, -1, 1, generator=seeded(1))
+        attention = block.attention
+        q, k, v = attention.project(block.before(x)).reshape(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        seen = attention.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, 8))
+        middle = seen if bare else x + seen
+        torch.testing.assert_close(block(x), middle + block.body(middle))
+        assert isinstance(block.before, nn.Identity if bare else nn.LayerNorm)
+
+
+def test_patches_keep_their_pixels_together() -> None:
+    x = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6)
+    found = transformers.Patches(2)(x)
+    assert found.shape == (2, 6, 12)
+    assert torch.equal(found[1, 4], x[1, :, 2:4, 2:4].permute(1, 2, 0).flatten())  # second row, second column
+
+
+def test_transformers_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"5x5 do not tile images of shape \(3, 32, 32\)"):
+        models.vit(patch=5)
+    with pytest.raises(ValueError, match="5 heads do not divide a width of 128"):
+        models.vit(heads=5)
+    with pytest.raises(ValueError, match="28x28 do not tile"):
+        models.vit_sme(shape=(1, 28, 14))
+
+
+def test_positions_of_an_ordinary_transformer_tell_patches_apart() -> None:
+    x = torch.rand(1, 3, 32, 32, generator=seeded())
+    moved = x.roll(4, dims=2)  # whole patches
+    ordinary, zero = models.vit(generator=seeded()), models.vit_sme(shape=(3, 32, 32), patch=4, generator=seeded())
+    assert not torch.allclose(ordinary(x), ordinary(moved), atol=1e-5)
+    torch.testing.assert_close(zero(x), zero(moved), atol=1e-5, rtol=0)
+    position = ordinary.features[2].position.value
+    assert position.std().item() == pytest.approx(0.02 * 0.8796, rel=0.05)
+    assert position.abs().max() <= 0.04
+    assert not ordinary.features[2].first.value.any()
+
+
 def test_images_too_small_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(3, 4, 4\) do not fit"):
         models.convnet(shape=(3, 4, 4))
@@ -142,11 +258,12 @@ def test_images_too_small_are_refused() -> None:
 
 def test_every_network_is_registered() -> None:
     for entry in registry.entries("model"):
-        if entry.make.__module__ == models.__name__:
+        if entry.make.__module__.startswith(models.__name__):
             assert entry.make.__name__ == entry.name.replace("-", "_")
             assert entry.make.__name__ in models.__all__
             assert entry.summary
-    assert {"lenet-zhu", "convnet", "resnet18"} <= {entry.name for entry in registry.entries("model")}
+    names = {entry.name for entry in registry.entries("model")}
+    assert {"lenet-zhu", "convnet", "resnet18", "cnn-mnist", "cnn-cifar", "mlp-sme", "resnet8", "vit"} <= names
 
 
 @pytest.mark.parametrize(
@@ -246,6 +363,12 @@ TINY: dict[str, Callable[[torch.Generator | None], nn.Module]] = {
     "resnet_group": lambda g: models.resnet((1, 1), 16, shape=(1, 8, 8), classes=3, norm="group", generator=g),
     "resnet_none": lambda g: models.resnet((1, 1), 4, shape=(1, 8, 8), classes=3, norm="none", generator=g),
     "resnet_imagenet": lambda g: models.resnet((1, 1), 4, shape=(1, 16, 16), classes=3, stem="imagenet", generator=g),
+    "cnn_mnist": lambda g: models.cnn_mnist(shape=(1, 8, 8), classes=3, generator=g),
+    "mlp_sme": lambda g: models.mlp_sme(shape=(1, 8, 8), classes=3, generator=g),
+    "mlp_sme_quirks": lambda g: models.mlp_sme(shape=(1, 8, 8), classes=3, paper_quirks=True, generator=g),
+    "resnet8": lambda g: models.resnet8(shape=(1, 8, 8), classes=3, generator=g),
+    "vit": lambda g: models.vit(shape=(1, 8, 8), classes=3, width=16, depth=2, generator=g),
+    "vit_sme": lambda g: models.vit_sme(shape=(1, 8, 8), classes=3, generator=g),
 }
 SIDE = {"lenet5": 16, "lenet5_lewis": 16, "mlp": 4, "cnn_lewis": 6, "cnn_lewis_avg": 27, "resnet_imagenet": 16}
 
@@ -321,3 +444,40 @@ def test_lanes_with_batch_norm_in_training_mode(name: str) -> None:
 def test_lanes_with_every_activation(activation: str) -> None:
     model = models.lenet_zhu(shape=(1, 8, 8), classes=3, activation=activation, generator=seeded()).double()
     check_lanes(model, images("lenet_zhu", 3, 2), images("lenet_zhu", 3, 2, seed=2))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_forward_mode_over_the_gradient_is_the_transpose_of_double_backward(name: str) -> None:
+    """<J t, c> = <t, J' c> for J = d gradient / d x, in two lanes of tangents: what second-order attacks ask for."""
+    model, x, y = TINY[name](seeded()).double().eval(), images(name, 2), torch.tensor([0, 2])
+    state = {key: value.detach() for key, value in model.state_dict().items()}
+    weights = {key: state[key] for key, _ in model.named_parameters()}
+
+    def gradient(x: Tensor) -> Params:
+        return grad(lambda weights: cross_entropy(functional_call(model, {**state, **weights}, (x,)), y))(weights)
+
+    def weighted(x: Tensor) -> Tensor:  # with c = the gradient itself, held fixed
+        return torch.stack([(value * value.detach()).sum() for value in gradient(x).values()]).sum()
+
+    tangents = torch.randn(2, *x.shape, generator=seeded(3), dtype=torch.float64)
+    pushed = vmap(lambda tangent: jvp(gradient, (x,), (tangent,))[1])(tangents)
+    held = gradient(x)
+    forward = torch.stack([(pushed[key] * held[key]).flatten(1).sum(1) for key in held]).sum(0)
+    backward = (grad(weighted)(x) * tangents).flatten(1).sum(1)
+    assert backward.abs().min() > 0
+    torch.testing.assert_close(forward, backward, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["cnn_mnist", "resnet8", "vit"])
+def test_an_attack_in_lanes_and_one_by_one(name: str) -> None:
+    model, y = TINY[name](seeded()).double().eval(), torch.tensor([0, 2])
+    task = Task.supervised(model, cross_entropy, like=(images(name, 1), y))
+    training = LocalTraining(lr=0.1, epochs=2, batch_size=1)
+    seen = [observe(task, {"x": images(name, 2, seed=seed), "y": y}, training, key=str(seed)) for seed in (1, 2)]
+    attack = attacks.get("ig", steps=3, restarts=2)
+    found = [
+        attack.run(task, seen, engine=Engine(device="cpu", precision="double", batched=batched))
+        for batched in (True, False)
+    ]
+    assert found[0].candidates["x"].isfinite().all()
+    torch.testing.assert_close(found[0].objective, found[1].objective, rtol=1e-6, atol=1e-9)

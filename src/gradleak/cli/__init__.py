@@ -243,7 +243,7 @@ def train(
         float | None, typer.Option(min=0.0, max=1.0, metavar="RATE", help="Instead: each client with this probability.")
     ] = None,
     partition: Annotated[
-        str, typer.Option(help="iid, iid_balanced, dir_class:alpha=0.5,min_size=10 or dir_client:alpha=0.5.")
+        str, typer.Option(help="iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5 or in_order.")
     ] = "iid",
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round; default: all.")] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Rounds in all; more than before goes on.")] = 20,

@@ -2,7 +2,8 @@
 
 Where a name is looked for, first hit wins: `cifar10-samples`, `faces`, `photographs`, `digits` and the like are files
 that an installed package brings (the package itself is not imported); every other name is `$GRADLEAK_DATA/NAME.npz`,
-then the full set that `get` fetched into `cache_folder()`, then `$GRADLEAK_DATA/mini/NAME_mini.npz`.
+then the full set that `get` fetched into `cache_folder()`, then `$GRADLEAK_DATA/mini/NAME_mini.npz`. Images by writer,
+as the clients of the multi-step papers have them: `writers`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradleak.data.fetch import DataError, cache_folder, get
+from gradleak.data.leaf import Writers, enhanced, is_leaf, open_leaf, pseudo_writers, writers
 from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
 from gradleak.registry import UnknownName, did_you_mean
 
@@ -27,13 +29,17 @@ __all__ = [
     "Images",
     "Listing",
     "Source",
+    "Writers",
     "available",
     "cache_folder",
+    "enhanced",
     "from_dataset",
     "from_huggingface",
     "from_torchvision",
     "get",
     "load",
+    "pseudo_writers",
+    "writers",
 ]
 
 
@@ -125,7 +131,7 @@ def load(
     size: Size | None = None,
     limit: int | None = None,
 ) -> Images:
-    """Images by name (see `available`), from a `.npz` (train_x/train_y/test_x/test_y or x/y) or a folder of images.
+    """Images by name (see `available`), from a `.npz` (train_x/train_y/test_x/test_y or x/y), from a folder, or LEAF's.
 
     split: "train" or "test". None is the training part where the source has parts, else everything. Where it has none,
         every fifth image is "test".
@@ -144,6 +150,8 @@ def load(
         provenance = f"{given}: {source.description}, from {place.parent.name}/{place.name}"
         return _images(source.open(place, split), provenance, split, source.size if size is None else size, limit)
     path = Path(given).expanduser()
+    if is_leaf(path):
+        return _images(open_leaf(path, split), given, split, size, limit)
     if path.is_dir():
         return _images(open_folder(path, split), given, split, size, limit)
     if path.is_file() and path.suffix == ".npz":

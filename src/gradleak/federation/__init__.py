@@ -74,7 +74,7 @@ class Federation:
     examples       of its share, that a client trains on in a round, in turn; None: all of it, in every round
     seed           of the split, of who takes part, and of the clients' shuffles and noise
     wire           "update" or "weights": see `observe`
-    split          who holds what: iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5
+    split          who holds what: iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5, in_order
     participation  who takes part in a round: all, fixed:number=5 (without replacement), poisson:rate=0.1
     server_lr      1 is FedAvg
     weighting      p_i of a client: "examples", its share of the round's examples; "uniform", one over the clients

@@ -241,6 +241,19 @@ class RowMinimum(Rule):
         return _in_turn(lowest, len(lowest), scene.num_examples)
 
 
+@named("lowest-sums", kind="labels", paper=f"{IDLG}; its rule for several examples")
+@dataclass(frozen=True)
+class LowestSums(Rule):
+    """The B classes with the smallest sum_m dL/dW_cm: iDLG's rule for several. Assumes sum_m h_m > 0, no label twice.
+
+    With more examples than classes every class is named in turn, lowest first, as `row-minimum` does.
+    """
+
+    def read(self, scene: Scene) -> Reading:
+        sums = last_layer(scene).rows.sum(1)
+        return _in_turn(sums, len(sums), scene.num_examples)
+
+
 @named("bias-sign", kind="labels", paper="the rule 'analytic' of the breaching library")
 @dataclass(frozen=True)
 class BiasSign(Rule):
@@ -478,3 +491,7 @@ class Auto(Rule):
 
     def read(self, scene: Scene) -> Reading:
         return self.rule(scene).read(scene)
+
+
+# Rules for updates of many steps register themselves. Last, since they build on what is above.
+from gradleak.parts import label_counts as _label_counts  # noqa: E402, F401
