@@ -826,7 +826,8 @@ Written by `python tests/test_cli.py` from the commands' own help; a test checks
 Exit codes: 0 done; 1 a stated threshold was crossed (`audit --fail-above`) or `check` found errors; 2 it could not run,
 and one message on standard error says why; 70 a defect of gradleak; 130 interrupted. `GRADLEAK_DEBUG=1` shows
 tracebacks, `NO_COLOR=1` turns bars into plain lines. Results go to standard output, everything else to standard error.
-On a CPU, `audit`, `attack`, `train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number of threads.
+On a CPU, `audit`, `attack`, `train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number
+of threads.
 """
 
 
