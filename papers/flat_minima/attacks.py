@@ -1,0 +1,252 @@
+"""What the server does with what it sees: three modes of observation, the attacks, scores and image grids.
+
+A single client with B images takes one step at the global model of a round, and its gradient is what the server sees:
+learning rate and weight decay, which the server knows, are taken off. Modes:
+
+(a)   the client's gradient at the weights of the round: what is left of a method once its step is taken away is the
+      weights that it led to, flatness included
+(b)   the client's step is the method's, and the attacker takes it for a plain gradient (A0)
+(c)   the client's step is the method's, and the attacker predicts that step (A2)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from flat_minima.training import TEN, Course, Effort, task_of
+from record import summary
+from torch import Tensor
+
+import gradleak as gl
+from gradleak.analysis.association import paired_difference
+from gradleak.defences import FedSAM
+from gradleak.metrics.perceptual import LPIPS, WeightsMissing
+from gradleak.report.pictures import png, sheet
+from gradleak.results.configuration import digest
+from gradleak.task import Batch
+
+GRADIENT = gl.LocalTraining(lr=1.0)
+SHOWN = 8  # images in a row of a grid
+EXACT = 60.0  # dB, above which no eye and no 8-bit file tells the difference
+
+
+@dataclass(frozen=True)
+class Mode:
+    defended: bool  # is the client's step the method's?
+    known: bool  # does the attacker predict that step?
+
+
+MODES = {"a": Mode(False, False), "b": Mode(True, False), "c": Mode(True, True)}
+
+
+def modes(course: Course, effort: Effort) -> dict[str, Mode]:
+    """FedAvg's step is a plain gradient: its modes do not differ."""
+    return {"a": MODES["a"]} if course.defence(effort) is None else MODES
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+def _second_order(effort: Effort) -> Any:
+    return gl.attacks.get("second-order", certify=False)
+
+
+def _idlg(effort: Effort) -> Any:
+    return gl.attacks.get("idlg", steps=5 * effort.steps // 4)
+
+
+SPECIAL: dict[str, Callable[[Effort], Any]] = {"idlg": _idlg, "second-order": _second_order}
+
+
+def attack(name: str, effort: Effort) -> Any:
+    """By its registered name. Everything but the number of steps is the attack's own default."""
+    return SPECIAL[name](effort) if name in SPECIAL else gl.attacks.get(name, steps=effort.steps)
+
+
+def told(name: str, effort: Effort) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(attack(name, effort)))
+
+
+@cache
+def perceptual(device: str) -> LPIPS | str:
+    """LPIPS-VGG, or why there is none."""
+    try:
+        return LPIPS("vgg").to(device)
+    except WeightsMissing as problem:
+        return str(problem).splitlines()[0]
+
+
+# --- one cell ---------------------------------------------------------------------------------------------------------
+
+
+def observed(course: Course, effort: Effort, number: int, truth: Batch, mode: Mode) -> list[gl.Observation]:
+    """What the server sees of each target at a round. Targets keep their names, and with them the attacks' starts."""
+    sent, task = course.sent(effort, number), task_of(effort)
+    releasing = replace(course.federation(effort), training=GRADIENT)
+    defence = course.defence(effort) if mode.defended else None
+    return [
+        releasing.observe(
+            task,
+            {name: value[row] for name, value in truth.items()},
+            sent.weights,
+            defence,
+            key=f"target {row}",
+            round=number,
+            seed=effort.seed,
+            held=dict(sent.server) or None,
+        )
+        for row in range(len(truth["y"]))
+    ]
+
+
+def knowledge(course: Course, effort: Effort, mode: Mode) -> gl.Knowledge:
+    return gl.Knowledge(training=GRADIENT, defence=course.defence(effort) if mode.known else None)
+
+
+def radius(course: Course, effort: Effort, number: int, truth: Batch) -> float:
+    """How far from the weights the targets' gradients are taken, in the mean: for FedASAM that is not its rho."""
+    defence, sent, task = course.defence(effort), course.sent(effort, number), task_of(effort)
+    if not isinstance(defence, FedSAM):
+        return 0.0
+    rows = ({name: value[row] for name, value in truth.items()} for row in range(len(truth["y"])))
+    return sum(float(defence.radius(task, batch, sent.weights)) for batch in rows) / len(truth["y"])
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Attacks on one set of targets; what would be the very same attack on the same updates is run once."""
+
+    effort: Effort
+    truth: Batch
+    done: dict[str, tuple[dict[str, Any], Tensor]] = field(default_factory=dict)
+    shown: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # attack -> what of -> images
+
+    def cells(self, course: Course, number: int, attacks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """attack -> mode -> scores, at one round."""
+        found: dict[str, dict[str, Any]] = {name: {} for name in attacks}
+        for letter, mode in modes(course, self.effort).items():
+            seen = observed(course, self.effort, number, self.truth, mode)
+            knows = knowledge(course, self.effort, mode)
+            for name in attacks:
+                found[name][letter] = self.cell(name, seen, knows, f"{course.name} ({letter})")
+        return found
+
+    def cell(self, name: str, seen: Sequence[gl.Observation], knows: gl.Knowledge, label: str) -> dict[str, Any]:
+        extras = [each.extras for each in seen] if knows.defence is not None else []
+        mark = digest([name, repr(knows.defence), seen[0].weights, [each.update for each in seen], extras])
+        if mark not in self.done:
+            self.done[mark] = self._measured(name, seen, knows)
+        scores, images = self.done[mark]
+        self.shown.setdefault(name, {})[label] = images
+        return dict(scores)
+
+    def _measured(
+        self, name: str, seen: Sequence[gl.Observation], knows: gl.Knowledge
+    ) -> tuple[dict[str, Any], Tensor]:
+        effort, task = self.effort, task_of(self.effort)
+        chosen = attack(name, effort)
+        found = chosen.run(task, list(seen), knows, seed=effort.seed, engine=effort.engine)
+        measure = perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
+        scores = gl.metrics.compare(found, self.truth, lpips=measure if isinstance(measure, LPIPS) else None)
+        each = {"psnr": scores.psnr, "ssim": scores.ssim, "mse_x100": 100 * scores.mse}
+        each |= {} if scores.lpips is None else {"lpips": scores.lpips}
+        images = task.fields["x"].unit(found.batch["x"]).clamp(0, 1).cpu()
+        figures: dict[str, Any] = {score: summary(values) for score, values in each.items()}
+        figures |= {
+            "ten": {score: values[:TEN].mean().item() for score, values in each.items()},
+            "psnr_of_each": scores.psnr.flatten().tolist(),
+            "above_60": (scores.psnr > EXACT).double().mean().item(),
+            "label_accuracy": scores.labels["matched"].double().mean().item(),
+            "diverged": scores.diverged.double().mean().item(),
+            "match": summary(found.match.min(1).values.nan_to_num(torch.inf).clamp_max(1e30)),
+            "seconds": found.seconds,
+        }
+        if len(seen) > 1:  # what an update of another image gives, as a level of no knowledge
+            real = task.fields["x"].unit(self.truth["x"]).cpu()
+            other = gl.metrics.psnr(images.roll(1, 0).flatten(0, 1), real.flatten(0, 1))
+            figures["psnr_of_another_image"] = other.mean().item()
+        return figures, images[:SHOWN, 0]
+
+    def draw(self, title: str) -> list[str]:
+        """One grid per attack: the truth, then each method and mode. Returns the files' names."""
+        if not self.effort.pictures:
+            return []
+        home = Path(self.effort.pictures)
+        home.mkdir(parents=True, exist_ok=True)
+        real = task_of(self.effort).fields["x"].unit(self.truth["x"][:SHOWN, 0]).cpu()
+        written = []
+        for name, rows in self.shown.items():
+            path = home / f"{re.sub(r'[^a-z0-9.]+', '-', title.lower())}-{name}.png"
+            path.write_bytes(
+                png(sheet([("private", list(real)), *((label, list(row)) for label, row in rows.items())]))
+            )
+            written.append(path.name)
+        return written
+
+
+# --- what a table says ------------------------------------------------------------------------------------------------
+
+Cells = Mapping[str, Mapping[str, Mapping[str, Any]]]  # method -> attack -> mode -> scores
+
+
+def mean(cell: Mapping[str, Any]) -> float:
+    return float(cell["psnr"]["mean"])
+
+
+def orders(cells: Cells) -> dict[str, dict[str, float]]:
+    """By how many dB the attacker without knowledge (A0) does better on one method than on the next."""
+    found = {}
+    for name in cells["FedAvg"]:
+        ladder = {"FedAvg": mean(cells["FedAvg"][name]["a"])}
+        ladder |= {method: mean(cells[method][name]["b"]) for method in ("FedSAM", "FedASAM") if method in cells}
+        pairs = zip(list(ladder)[:-1], list(ladder)[1:])
+        found[name] = {f"{upper} over {lower}": ladder[upper] - ladder[lower] for upper, lower in pairs}
+    return found
+
+
+def adaptive(cells: Cells) -> dict[str, Any]:
+    """What knowing the step (A2) brings back, of the attack that does best on FedAvg; the others beside it.
+
+    share_of_undefended    PSNR in mode (c) over that of FedAvg's clients at the same round
+    share_of_plain         the same over the method's own mode (a): what its step hides, whatever its weights do
+    share_above_another    the same of what lies above the PSNR of an unrelated update: decibels flatter a failure
+    """
+    plain = cells["FedAvg"]
+    best = max(plain, key=lambda name: mean(plain[name]["a"]))
+    found: dict[str, Any] = {"best_attack": best}
+    for method, attacks in cells.items():
+        if method == "FedAvg":
+            continue
+        shares = {}
+        for name, by_mode in attacks.items():
+            reference, none = mean(plain[name]["a"]), plain[name]["a"].get("psnr_of_another_image")
+            gained = None if none is None or reference <= none else (mean(by_mode["c"]) - none) / (reference - none)
+            shares[name] = {
+                "share_of_undefended": mean(by_mode["c"]) / reference,
+                "share_of_plain": mean(by_mode["c"]) / mean(by_mode["a"]),
+                "share_above_another": gained,
+                "naive_share": mean(by_mode["b"]) / reference,
+                "gain_of_knowing": mean(by_mode["c"]) - mean(by_mode["b"]),
+                "exact": by_mode["c"]["above_60"],
+            }
+        found[method] = {"best": shares[best], **shares}
+    return found
+
+
+def flatness(cells: Cells) -> dict[str, Any]:
+    """Mode (a): by how much FedAvg's own weights leak more than the method's, target by target, in dB of PSNR."""
+    found: dict[str, Any] = {}
+    for method, attacks in cells.items():
+        if method == "FedAvg":
+            continue
+        for name, by_mode in attacks.items():
+            ours, theirs = (held["a"]["psnr_of_each"] for held in (cells["FedAvg"][name], by_mode))
+            if len(ours) > 1:
+                found.setdefault(method, {})[name] = paired_difference(ours, theirs).record()
+    return found
