@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from gradleak.analysis.association import partial_spearman, spearman
@@ -21,9 +23,11 @@ from gradleak.analysis.hessian import dense, exact, hessian
 from gradleak.cli import loading
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.report.curves import Series, chart
+from gradleak.report.study import _psnr
+from gradleak.results import AuditResult
 from gradleak.results.configuration import from_toml
 from gradleak.study import Information, Lanczos, Leakage, Study, StudyError, StudyResult, associated
-from gradleak.study.measure import Measured
+from gradleak.study.measure import Measured, settled
 from test_cli import Answer, refused
 from test_report import HOSTILE, Reader
 
@@ -174,6 +178,43 @@ def test_several_trainings_are_resampled_as_wholes(here: Path) -> None:
     assert plain.value == pytest.approx(sum(each) / 2)
 
 
+def test_two_audits_of_one_kind_keep_their_own_psnr(here: Path) -> None:
+    """The second's curve is held against its own scores, and every heading says whose they are."""
+    shutil.copytree("audit", "later")
+    path = Path("later/rows.jsonl")
+    scored = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in scored:
+        row["scores"]["psnr"] = [value + (row["round"] * 5) % 8 for value in row["scores"]["psnr"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in scored))
+    result = StudyResult.load("study", ["audit", "later", "./audit"])
+    half = len(result.leakages) // 2
+    assert [one.audit for one in result.leakages] == ["audit"] * half + ["later"] * half
+    trace = result.curves["trace"].values
+    for one, found in zip(result.leakages, result.associated, strict=True):
+        assert found.leakage == f"{one.name} ({one.audit})"
+        plain = found.found["trace"].plain
+        assert plain is not None
+        assert plain.value == spearman(trace, one.psnr).value
+    first, second = (result.associated[place].found["trace"].plain for place in (0, half))
+    assert first != second
+    result.report("both.html")
+    headings = Path("both.html").read_text().split('id="associations"')[1].split("</section>")[0]
+    assert "B = 1 (audit)</h3>" in headings
+    assert "B = 1 (later)</h3>" in headings
+    assert "B = 1 (later)" in result.table()
+    alone = StudyResult.load("study", ["audit"])
+    assert len(associated([result, alone])) == 2 * half
+    with pytest.raises(ValueError, match=r"from 2 audits \(audit, later\).*Load it with one audit of the kind"):
+        associated([alone, result])
+
+
+def test_audits_in_folders_of_one_name_are_told_apart_by_their_paths(here: Path) -> None:
+    shutil.copytree("audit", "other/audit")
+    result = StudyResult.load("study", ["audit", "other/audit"])
+    assert {one.audit for one in result.leakages} == {"audit", "other/audit"}
+    assert len({found.leakage for found in result.associated}) == len(result.leakages)
+
+
 # --- what people see -------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +268,39 @@ def test_caveats_of_an_audit_stand_at_the_head_of_the_page(here: Path) -> None:
     assert "quick is a quick run: its PSNR means nothing." in answer.out
     assert "Read with care" in Path("study/analysis.html").read_text()
     assert "2 rounds: too few" in answer.out
+
+
+def test_attacks_that_did_not_converge_are_marked_and_named(here: Path) -> None:
+    audit = AuditResult.load("audit")
+    for row in audit.rows:
+        row["converged"] = row["defence"] != "pruning" or row["round"] not in (2, 5)
+    held = StudyResult.load("study")
+    result = StudyResult.of(held.rows, held.settings, held.environment, held.folder, [audit])
+    poor = [one for one in result.leakages if one.defence == "pruning"]
+    assert poor
+    assert {one.name: one.doubtful for one in result.leakages if one.doubtful} == {one.name: (2, 5) for one in poor}
+    for one in poor:
+        (note,) = [note for note in result.notes if note.startswith(one.name)]
+        assert "converged on fewer than 80% of its targets at rounds 2, 5" in note
+        assert re.search(rf"^{re.escape(one.name)} +[\d.]+ +[\d.]+ +~[\d.]+ +[\d.]+ +[\d.]+ +~", result.table(), re.M)
+    result.report("poor.html")
+    text = Path("poor.html").read_text()
+    drawn = text.split("<h3>PSNR of the attacks")[1].split("</li>")[0]
+    whole = chart("PSNR", list(_psnr(result.leakages)))
+    assert sum(mark.hollow for line in whole.lines for mark in line.marks) == 2 * len(poor)
+    assert drawn.count("hollow") == 2 * len(poor)
+    assert text.count("converged on 0%") == 2 * len(poor)
+    assert "Read with care" in text
+    assert result.to_json()["leakage"][-1]["doubtful"] == [2, 5]
+
+
+def test_controls_are_said_to_be_controlled_for_the_other_one_only(here: Path) -> None:
+    held = json.loads(Path("study/analysis.json").read_text())
+    norm = [row["curvature"]["gradient_norm"] for row in held["rounds"]]
+    own = held["associations"][0]["curves"]["gradient_norm"]["partial"]
+    assert own["value"] == partial_spearman(norm, held["leakage"][0]["psnr"], [list(ROUNDS)]).value
+    assert "given the other one only" in Path("told.txt").read_text()
+    assert "each given the other one only" in Path("study/analysis.html").read_text()
 
 
 def test_hostile_text_stays_text(here: Path) -> None:
@@ -364,6 +438,9 @@ def test_information_is_labelled_for_what_it_is(here: Path) -> None:
         assert held["channel"]["counts"][-1] == 30
         assert held["channel"]["nats"][-1][0] > held["channel"]["nats"][-1][2] > 0
         assert held["sharpness"]["worst"] >= held["sharpness"]["one_step"]
+        top = held["sharpness"]["top"]
+        assert top["accepted"]
+        assert top["residual"] <= 1e-3 * row["curvature"]["extremes"]["highest"]
         assert held["sharpness"]["curvature_bound"] > 0.9 * row["curvature"]["extremes"]["highest"]
         assert set(held["covariance"]) == {"hessian", "gauss_newton"}
         assert held["covariance"]["hessian"]["samples"] == 20
@@ -382,6 +459,85 @@ def test_a_defence_changes_what_is_released_and_not_the_curvature(here: Path) ->
     assert sam["curvature"]["log_determinant"] == plain["curvature"]["log_determinant"]
     assert sam["information"]["channel"]["nats"] != plain["information"]["channel"]["nats"]
     assert sam["information"]["covariance"] == plain["information"]["covariance"]
+
+
+def network(*last: nn.Module, norm: bool = False) -> gl.Task:
+    """A small network on the images of the user's file."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, stride=2), *([nn.BatchNorm2d(4)] if norm else []), nn.Sigmoid(), nn.Flatten()]
+    like = (torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(nn.Sequential(*layers, nn.Linear(36, 3), *last), cross_entropy, like=like)
+
+
+def informed(task: gl.Task) -> Study:
+    asked = Information(releases=16)
+    return Study(task, loading.images("train.py:images"), examples=12, lanczos=Lanczos(2, 20), information=asked)
+
+
+def test_the_covariance_is_held_against_the_curvature_of_one_mode_the_channel_is_the_clients(here: Path) -> None:
+    training, calm = network(norm=True), network(norm=True)
+    calm.model.eval()
+    assert training.model.training
+    own, other = informed(training).run().rows[0], informed(calm).run().rows[0]
+    assert own["curvature"]["trace"] == other["curvature"]["trace"]
+    assert own["information"]["covariance"] == other["information"]["covariance"]
+    assert own["information"]["channel"]["nats"] != other["information"]["channel"]["nats"]
+    batch = informed(training).measured.batch
+    plain = gl.analysis.releases(calm, calm.weights(), batch)
+    assert own["information"]["covariance"]["hessian"]["traces"][0] == pytest.approx(float(plain.spectrum.sum()))
+    assert training.model.training, "the task is left alone"
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (nn.BatchNorm1d(3), "A client with one example cannot train this model: BatchNorm in training mode"),
+        (nn.Dropout(0.5), "What clients release cannot be measured. The model draws random numbers"),
+    ],
+)
+def test_what_one_example_cannot_train_is_found_out_before_anything_is_measured(
+    here: Path, last: nn.Module, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = informed(network(last))
+    with monkeypatch.context() as patch:
+        patch.setattr(Measured, "at", lambda *_: pytest.fail("it was measured"))
+        with pytest.raises(StudyError, match=re.escape(told)):
+            study.run("out")
+        assert not Path("out").exists()
+    replace(study, information=None).check()
+    study.task.model.eval()
+    assert replace(study).run().rows[0]["information"]["channel"]["nats"]
+
+
+def test_a_defence_that_steers_the_training_must_be_the_one_that_was_trained_with(here: Path) -> None:
+    words = ("train", "train.py:task", "--data", "train.py:images", "--holdout", 0, "--clients", 2, "--per-round", 2)
+    words += ("--steps", 1, "--batch-size", 6, "--lr", 0.5, "--rounds", 2, "--checkpoints", "0,2")
+    answer = Answer(*words, "--defence", "fedgf", "-o", "guided")
+    assert answer.code == 0, answer
+    few = ("--examples", 10, "--probes", 2, "--steps", 5, "--most-steps", 5, "--releases", 10, "--information")
+    analysed = ("analyse", "--from", "guided", *few)
+    right = Answer(*analysed, "--defence", "fedgf", "-o", "right")
+    assert right.code == 0, right
+    assert [row["round"] for row in rows("right")] == [0, 2]
+    for place, defence in (("trained", "fedgf"), ("guided", "fedgf:rho=0.123")):
+        told = refused("analyse", "--from", place, *few, "--defence", defence, "-o", "wrong")
+        assert "or what the server sends along in a round" in told
+        assert f"{place} was trained with" in told
+        assert not Path("wrong").exists()
+    assert Answer(*analysed, "--defence", "fedsam", "-o", "local").code == 0, (
+        "what a client does alone fits any weights"
+    )
+
+
+def test_an_eigenvector_that_has_not_settled_is_told(here: Path) -> None:
+    held = study_of(rounds=[0], information=Information(releases=12)).run()
+    row = held.rows[0]
+    assert row["information"]["sharpness"]["top"]["accepted"] is True
+    row["information"]["sharpness"]["top"] = {"accepted": False, "residual": 0.25}
+    held.report("far.html")
+    assert "eigenvector not settled: 0.2" in Path("far.html").read_text()
+    assert not settled(1.0, 0.25, (-1.0, 1.0))
+    assert settled(1.0, 1e-4, (-1.0, 1.0))
 
 
 def test_without_a_training_the_own_weights_are_round_0(here: Path) -> None:
@@ -432,6 +588,8 @@ def test_a_training_that_was_started_from_python_needs_to_be_told_its_task(here:
         (("--from", "trained", "--audit", "own"), "attacked weights of its own, not those of trained"),
         (("--from", "trained", "--audit", "audit1"), "attacked other weights than those of trained"),
         (("--from", "trained", "--defence", "fedsam"), "--information looks at: give both"),
+        (("--from", "trained", "--rho", "0.3"), "--rho 0.3 is a setting of --information"),
+        (("--from", "trained", "--releases", "9"), "--releases 9 is a setting of --information"),
         (("--from", "trained", "--information", "--defence", "fedsma"), "Did you mean 'fedsam'"),
         (("--from", "trained", "--information", "--one-by-one"), "leave --information or --one-by-one out"),
         (("--from", "trained", "--damping", "0"), "damping must be above 0"),

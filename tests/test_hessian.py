@@ -218,15 +218,48 @@ def test_the_error_is_within_the_one_that_is_reported(kind: str, steps: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "relu"])
-def test_the_quadrature_error_is_never_understated_and_asks_for_more_steps(kind: str) -> None:
+def test_from_24_steps_on_the_quadrature_error_covers_the_bias_on_these_networks(kind: str) -> None:
+    """Over four seeds. It is an estimate and no bound: after fewer steps it may fall short."""
+    known = network(kind)
+    for seed in range(4):
+        alone = known.excess(signs(known.matrix, 6, seed))
+        for steps in (24, 40, 80):
+            found = log_determinant(known.matrix, probes=6, steps=steps, most_steps=steps, seed=seed)
+            assert abs(found.excess - alone) <= found.quadrature_error, (seed, steps)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "relu"])
+def test_where_the_quadrature_error_is_the_larger_one_more_steps_are_asked_for(kind: str) -> None:
     known = network(kind)
     alone = known.excess(signs(known.matrix, 20, 0))
-    found = [log_determinant(known.matrix, probes=20, steps=steps, most_steps=steps) for steps in (16, 40, 80, 160)]
-    for each in found:
-        assert abs(each.excess - alone) <= each.quadrature_error
-    assert abs(found[0].excess - alone) > found[0].probe_error  # of few steps it is what misleads
-    assert not found[0].converged
-    assert found[-1].converged
+    few, many = (log_determinant(known.matrix, probes=20, steps=steps, most_steps=steps) for steps in (16, 160))
+    assert abs(few.excess - alone) > few.probe_error  # of few steps it is what misleads
+    assert not few.converged
+    assert many.converged
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "relu"])
+def test_the_count_is_within_three_of_its_stated_errors_over_several_seeds(kind: str) -> None:
+    """At 80 steps the standard error alone is far too small, and gaps with their signs cancel by chance."""
+    known = network(kind)
+    truth, alone = int((known.eigenvalues.abs() > math.sqrt(1e-3)).sum()), []
+    for seed in range(5):
+        for steps in (24, 80):
+            found = log_determinant(known.matrix, probes=10, steps=steps, most_steps=steps, seed=seed).count
+            assert abs(found.value - truth) < 3 * found.error, (seed, steps)
+            assert found.error == pytest.approx(math.hypot(found.standard_error, found.quadrature_error))
+            alone.append(abs(found.value - truth) / found.standard_error)
+    if kind == "relu":
+        assert max(alone) > 5, "the quadrature error is what it needs"
+    assert found.to_json()["error"] == found.error
+    assert found.error < 0.5 * truth, "an error that says something"
+
+
+def test_a_spectrum_without_its_earlier_steps_states_no_error_of_quadrature() -> None:
+    spectrum = log_determinant(Operator.of(symmetric(spread(50))), probes=3, steps=10, most_steps=10).spectrum
+    assert [each.steps for each in spectrum.earlier] == [5, 7]
+    with pytest.raises(ValueError, match="without its earlier steps"):
+        spectrum.earlier[0].count()
 
 
 def test_the_standard_error_covers() -> None:
@@ -440,7 +473,7 @@ def test_the_record_of_a_checkpoint_holds_what_the_spectrum_says() -> None:
     assert abs(found.log_determinant.value - whole.log_determinant()) < 3 * found.log_determinant.error
     assert found.log_determinant.error < 0.5 * whole.excess()
     assert found.excess == pytest.approx(found.log_determinant.value - 91 / 2 * math.log(1e-3))
-    assert abs(found.count.value - whole.count()) < 4 * found.count.standard_error + 1
+    assert abs(found.count.value - whole.count()) < 3 * found.count.error + 1
     assert (found.extremes.lowest, found.extremes.highest) == pytest.approx(
         (float(whole.eigenvalues[0]), float(whole.eigenvalues[-1])), rel=1e-3
     )

@@ -28,6 +28,7 @@ from gradleak.analysis.information import (
     sharpness,
 )
 from gradleak.defence import Compute
+from gradleak.engine import EngineError
 from gradleak.scene import Scene
 from gradleak.task import Batch, Field, TaskError
 from gradleak.tree import Params
@@ -115,6 +116,28 @@ def test_what_sam_releases_is_not_the_gradient() -> None:
     plain, disturbed = (releases(task, task.weights(), batch, defence, engine=CPU) for defence in (None, Sam()))
     assert not torch.allclose(plain.spectrum, disturbed.spectrum, rtol=1e-2)
     assert torch.allclose(releases(task, task.weights(), batch, Sam(0.0), engine=CPU).spectrum, plain.spectrum)
+
+
+@pytest.mark.parametrize("call", [releases, sharpness])
+def test_weights_that_are_not_all_of_the_models_are_refused(call: Any) -> None:
+    task, batch = tiny(), private(4)
+    weights = task.weights()
+    name = next(iter(weights))
+    with pytest.raises(TaskError, match=f"weights are not of this model: they differ at {name}"):
+        call(task, {other: value for other, value in weights.items() if other != name}, batch, engine=CPU)
+    with pytest.raises(TaskError, match="The batch lacks y"):
+        call(task, weights, {"x": batch["x"]}, engine=CPU)
+
+
+@pytest.mark.parametrize("call", [releases, sharpness])
+def test_dropout_is_refused_in_words_and_taken_in_evaluation_mode(call: Any) -> None:
+    model = nn.Sequential(tiny().model, nn.Dropout(0.5))
+    like = (torch.zeros(1, 1, *private(1)["x"].shape[2:]), torch.zeros(1, dtype=torch.long))
+    task, batch = gl.Task.supervised(model, cross_entropy, like=like), private(4)
+    with pytest.raises(EngineError, match=r"draws random numbers.*dropout.*model\.eval\(\)"):
+        call(task, task.weights(), batch, engine=CPU)
+    task.model.eval()
+    call(task, task.weights(), batch, engine=CPU)
 
 
 @pytest.mark.parametrize(("block", "hold"), [(1, 1), (2, 3), (64, 5)])

@@ -33,6 +33,7 @@ from torch.func import grad, jvp, vjp, vmap
 from gradleak import tree
 from gradleak.analysis.lanczos import (
     DAMPING,
+    Counted,
     Density,
     Estimate,
     Exact,
@@ -53,6 +54,7 @@ from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Params
 
 __all__ = [
+    "Counted",
     "Curvature",
     "Density",
     "Estimate",
@@ -147,7 +149,7 @@ class Curvature:
         return self.log_determinant.excess
 
     @property
-    def count(self) -> Estimate:
+    def count(self) -> Counted:
         return self.log_determinant.count
 
     @property
@@ -243,7 +245,7 @@ class _Point:
         for name, value in (("block", block), ("chunk", chunk)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; given {value}.")
-        _demand_fitting(task, weights, batch)
+        demand_fitting(task, weights, batch)
         work = task.to(engine.where, torch.float64)
         work.model.eval()  # the copy's: the statistics of a checkpoint, not those of this batch
         like, held, rest = (
@@ -413,7 +415,7 @@ def _workable(function: Scalar, x: Tensor) -> Slope:
     ) from refused[0]
 
 
-def _demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
+def demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
     """Weights and batch must be of this task."""
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
     given = {name: tuple(value.shape) for name, value in weights.items()}

@@ -17,7 +17,8 @@ logarithms are natural, all of it is computed in float64. A model with BatchNorm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,12 +28,13 @@ from torch.func import grad_and_value, vmap
 
 from gradleak import draws as randomness
 from gradleak import tree
+from gradleak.analysis.hessian import demand_fitting
 from gradleak.analysis.identifiability import PIXEL_STD
 from gradleak.analysis.local import SHARE, Floor, Local
 from gradleak.analysis.rounding import rounding_of
 from gradleak.defence import Chain, Defence
 from gradleak.draws import Draws
-from gradleak.engine import Engine, memory_of
+from gradleak.engine import Engine, EngineError, memory_of
 from gradleak.linear import gram
 from gradleak.local import ClientState, LocalTraining
 from gradleak.observation import Knowledge, Observation
@@ -154,6 +156,7 @@ def releases(
     engine, defence = engine or Engine(), defence or Defence()
     if block < 1 or (hold is not None and hold < 1):
         raise ValueError(f"block and hold must be at least 1; given {block} and {hold}.")
+    demand_fitting(task, weights, batch)
     sent_out = defence.broadcast(weights, server or {})
     extras = {name: tree.to(params, engine.where, torch.float64) for name, params in sent_out.items()}
     work, weights, batch, buffers = _double(task, weights, batch, buffers, engine)
@@ -192,7 +195,7 @@ def releases(
     squares = torch.zeros(count, dtype=torch.float64, device=engine.where)
     sums = torch.zeros(size, dtype=torch.float64, device=engine.where)
     centre = sums
-    with torch.no_grad(), engine.settings():
+    with torch.no_grad(), engine.settings(), _explained():
         for i, (begin, end) in enumerate(edges):
             own = rows(begin, end)
             if i == 0:
@@ -393,6 +396,7 @@ def sharpness(
     """
     if not rho > 0 or steps < 1:
         raise ValueError(f"rho must be above 0 and steps at least 1; given {rho} and {steps}.")
+    demand_fitting(task, weights, batch)
     engine = engine or Engine()
     work, weights, batch, buffers = _double(task, weights, batch, buffers, engine)
     size = tree.size(weights)
@@ -404,7 +408,7 @@ def sharpness(
         moved = tree.add(weights, tree.unflatten(delta, weights))
         return work.loss(moved, batch, {**shared, **statistics})[0]
 
-    with torch.no_grad(), engine.settings():
+    with torch.no_grad(), engine.settings(), _explained():
         slope, loss = grad_and_value(value)(torch.zeros(size, dtype=torch.float64, device=engine.where), statistics)
         if not bool(loss.isfinite()) or not bool(slope.isfinite().all()):
             raise ValueError("The loss or its gradient is not finite here, so there is no sharpness.")
@@ -572,6 +576,30 @@ def against_curvature(
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """What torch cannot do under vmap, in words that say what to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as problem:
+        told = str(problem).partition("\n")[0]
+        raise EngineError(
+            f"Out of memory: pass a smaller block, of clients at a time, or fewer starts. ({told})"
+        ) from problem
+    except RuntimeError as problem:
+        told = str(problem).partition("\n")[0]
+        if "random" in told:
+            raise EngineError(
+                "The model draws random numbers in its forward pass (dropout?), which vmap rejects, and no two passes "
+                f"would agree. Put those layers into evaluation mode: model.eval() before the task is made. ({told})"
+            ) from problem
+        if any(word in told for word in ("vmap", "atching rule", "functorch", "data-dependent")):
+            raise EngineError(
+                f"This model or defence cannot run under vmap, under which all clients and starts go at once: {told}"
+            ) from problem
+        raise
 
 
 def _spectra(products: Tensor) -> Tensor:

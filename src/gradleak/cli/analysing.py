@@ -15,6 +15,8 @@ from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.study import Information, Lanczos, Study, StudyResult
 
+RHO, RELEASES = Information.rho, Information.releases  # where nothing was said
+
 
 @dataclass(frozen=True)
 class StudyRequest:
@@ -30,13 +32,16 @@ class StudyRequest:
     gauss_newton: bool = False
     information: bool = False
     defence: str = "none"
-    rho: float = 0.2
-    releases: int = 512
+    rho: float = RHO
+    releases: int = RELEASES
     engine: Engine = Engine()
 
     def study(self) -> Study:
         if self.defence != "none" and not self.information:
             raise LoadError("--defence says what clients release, which only --information looks at: give both.")
+        for option, given, usual in (("--rho", self.rho, RHO), ("--releases", self.releases, RELEASES)):
+            if given != usual and not self.information:
+                raise LoadError(f"{option} {given} is a setting of --information, which was not asked for: give both.")
         asked = Information(defence_of(self.defence), self.rho, self.releases) if self.information else None
         trained, origin, held = self._found()
         return Study(

@@ -112,7 +112,7 @@ def _charts(result: StudyResult) -> Iterator[Chart]:
     first = result.rows[0]["curvature"]["log_determinant"] if result.rows else None
     floor = None if first is None else (first["floor"], f"floor {first['floor']:,.1f}: no curvature at all")
     psnr, few = list(_psnr(result.leakages)), len(result.leakages) <= FEW
-    targets = "Mean over targets. " + (
+    targets = "Mean over targets. Hollow: the attack converged on fewer than 80 % of them. " + (
         f"{BANDS} Dotted: an unrelated update." if few else "Errors: in the table below."
     )
     bounds = {"channel_low": "noise 1e-4", "channel": "noise 1e-3", "channel_high": "noise 1e-2"}
@@ -126,7 +126,8 @@ def _charts(result: StudyResult) -> Iterator[Chart]:
     edges = (
         "Both ends of the spectrum. Bands: the residual, within which an eigenvalue lies. Hollow: residual too large."
     )
-    counted = "About how many exceed sqrt(damping) in magnitude: what the log-determinant mostly counts. " + BANDS
+    counted = "About how many exceed sqrt(damping) in magnitude: what the log-determinant mostly counts. "
+    counted += "Bands: two standard errors, of random vectors and quadrature together."
     noise = "Nats, for noise of that share of the release. It grows with the number of releases."
     plans: list[tuple[str, Sequence[Series], str, Any]] = [
         ("Log-determinant", _series(result, hessian), damped, floor),
@@ -153,13 +154,14 @@ def _series(result: StudyResult, names: Mapping[str, str]) -> list[Series]:
 
 
 def _psnr(leakages: Sequence[Leakage]) -> Iterator[Series]:
-    several = len({one.audit for one in leakages}) > 1
-    for one in leakages:
-        name = f"{one.name} ({one.audit})" if several else one.name
+    from gradleak.study.leakage import told_apart
+
+    for one, name in zip(leakages, told_apart(leakages), strict=True):
         margins = [2 * (error or 0.0) for error in one.error]
         low, high = ([v + sign * m for v, m in zip(one.psnr, margins, strict=True)] for sign in (-1, 1))
         few = len(leakages) <= FEW
-        yield Series(name, one.rounds, one.psnr, low if few else (), high if few else ())
+        hollow = [n in one.doubtful for n in one.rounds]
+        yield Series(name, one.rounds, one.psnr, low if few else (), high if few else (), hollow)
         blind = [(n, value) for n, value in zip(one.rounds, one.baseline, strict=True) if value is not None]
         if blind and few:
             yield Series(f"unrelated update, {name}", [n for n, _ in blind], [v for _, v in blind], faint=True)
@@ -199,7 +201,7 @@ def _figures(result: StudyResult) -> Table:
                 Value(_short(ends["highest"]), high, f"residual {residuals[1]:.1g}"),
                 Value(_short(ends["lowest"]), low, f"residual {residuals[0]:.1g}"),
                 Value(_short(held["trace"]["value"]), "", f"± {_short(held['trace']['standard_error'])}"),
-                Value(number(log_det["count"]["value"], 0), "", f"± {number(log_det['count']['standard_error'], 0)}"),
+                Value(number(log_det["count"]["value"], 0), "", f"± {number(log_det['count']['error'], 0)}"),
                 Value(
                     str(log_det["steps"]),
                     "",
@@ -226,7 +228,10 @@ def _leakage(leakages: Sequence[Leakage]) -> Table | None:
         place = one.rounds.index(n)
         error = one.error[place]
         told = f"{one.targets[place]} target{'s' * (one.targets[place] != 1)}"
-        return Value(number(one.psnr[place]), "", f"± {number(error)}, {told}" if error is not None else told)
+        poor = n in one.doubtful
+        told += f", converged on {one.converged[place]:.0%}" if poor else ""
+        note = f"± {number(error)}, {told}" if error is not None else told
+        return Value(number(one.psnr[place]), "warn" if poor else "", note)
 
     lines = (
         Line(
@@ -235,7 +240,10 @@ def _leakage(leakages: Sequence[Leakage]) -> Table | None:
         for one in leakages
     )
     columns = (Column("attack, defence, attacker", False), *(Column(f"round {n}") for n in rounds))
-    return Table("Mean PSNR in dB over targets, ± its standard error.", columns, tuple(lines))
+    caption = (
+        "Mean PSNR in dB over targets, ± its standard error. A tag marks where the attack converged on fewer than 80 % "
+    )
+    return Table(f"{caption}of them.", columns, tuple(lines))
 
 
 def _information(rows: Sequence[Row]) -> Table:
@@ -256,7 +264,11 @@ def _information(rows: Sequence[Row]) -> Table:
                 ),
                 Value(str(channel["counts"][-1])),
                 Value(_short(worst["sharpness"]), "", f"one step {_short(worst['one_step'] - worst['loss'])}"),
-                Value(_short(worst["curvature_bound"])),
+                Value(
+                    _short(worst["curvature_bound"]),
+                    "" if worst["top"]["accepted"] else "warn",
+                    "" if worst["top"]["accepted"] else f"eigenvector not settled: {worst['top']['residual']:.1g}",
+                ),
                 Value(number(index["determinant"], 0)),
                 Value(number(index["ball"], 0), "", f"sharper {number(index['sharper'], 0)}"),
             )
@@ -311,7 +323,10 @@ def _associations(found: Associated) -> tuple[str, str, Table]:
     names = (("curve", False), ("Spearman", True), ("partial", True), ("n", True), ("", False))
     rounds = f"{len(found.rounds)} round{'s' * (len(found.rounds) != 1)} that were both attacked and analysed"
     size = f"{sample(found)}, of {rounds}." if sample(found) else f"{rounds}: too few to correlate."
-    caption = "In brackets 95 % intervals. Partial: given the ranks of gradient norm and round."
+    caption = (
+        "In brackets 95 % intervals. Partial: given the ranks of gradient norm and round; of these two, each given "
+    )
+    caption += "the other one only."
     return found.leakage, size, Table(caption, tuple(Column(*each) for each in names), lines)
 
 

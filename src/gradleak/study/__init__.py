@@ -25,14 +25,15 @@ from gradleak.analysis.hessian import ggn
 from gradleak.analysis.lanczos import signs
 from gradleak.audit import Interrupted, Progress, Silent
 from gradleak.audit.private import Read, Stored, examples_of
-from gradleak.engine import Engine
+from gradleak.defence import Defence, overrides
+from gradleak.engine import Engine, EngineError
 from gradleak.environment import about, describe
 from gradleak.federation import Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.results.configuration import digest, from_toml, to_toml
 from gradleak.results.store import FolderInUse
 from gradleak.study.folder import StudyFolder, rows_in
-from gradleak.study.leakage import Leakage, OtherAudit, leakages, opened
+from gradleak.study.leakage import Leakage, OtherAudit, leakages, once, opened
 from gradleak.study.measure import Information, Lanczos, Measured, Row, fingerprint
 from gradleak.study.result import Associated, Curve, StudyResult, associated
 from gradleak.task import Batch, Task, TaskError
@@ -40,7 +41,7 @@ from gradleak.task import Batch, Task, TaskError
 __all__ = ["Associated", "Curve", "Information", "Lanczos", "Leakage", "OtherAudit", "Study", "StudyError"]
 __all__ += ["StudyResult", "associated", "estimate", "leakages"]
 
-VERSION = 1
+VERSION = 2
 EXAMPLES = 100
 
 
@@ -172,13 +173,37 @@ class Study:
                     raise StudyError(
                         f"{self.trained.folder} is a training of another {name}: analyse what was trained there."
                     )
-        if self.information is not None and not self.engine.batched:
-            raise StudyError("What clients release is computed under vmap: leave --information or --one-by-one out.")
+        if self.information is not None:
+            if not self.engine.batched:
+                raise StudyError(
+                    "What clients release is computed under vmap: leave --information or --one-by-one out."
+                )
+            if self.trained is not None and self.information.defence is not None:
+                demand_trained_with(self.trained, self.information.defence)
+            self._try_releases()
         if self.gauss_newton:
             try:
                 ggn(self.task, self.task.weights(), self.measured.batch, engine=self.engine)
             except TaskError as problem:
                 raise StudyError(f"This task has no Gauss-Newton matrix. {problem}") from problem
+
+    def _try_releases(self) -> None:
+        """Two clients at the first round: what cannot be released is told before curvature is measured for hours."""
+        number = self.planned[0]
+        try:
+            self.measured.channel(number, self.sent(number), clients=2)
+        except EngineError as problem:
+            raise StudyError(
+                f"What clients release cannot be measured. {problem} Or leave --information out."
+            ) from problem
+        except ValueError as problem:
+            if "more than 1 value per channel" not in str(problem):
+                return  # of these weights alone, as where they have diverged: told with the round
+            raise StudyError(
+                "A client with one example cannot train this model: BatchNorm in training mode takes its statistics "
+                "from the examples of a batch, and here one example leaves one value per channel. Put the model into "
+                "evaluation mode before the task is made, or leave --information out."
+            ) from problem
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -196,7 +221,7 @@ class Study:
         progress, folder = progress or Silent(), None if out is None else Path(out)
         rounds = self.planned
         self.check()
-        found = [opened(each, self.task, self.trained) for each in audits]
+        found = [opened(each, self.task, self.trained) for each in once(audits)]
         settings, environment = self.settings(), describe()
         keeper = None if folder is None else StudyFolder(folder)
         rows: list[Row] = []
@@ -249,6 +274,21 @@ class Study:
             raise StudyError(
                 f"Round {number} cannot be measured. {problem} To leave it out, name the others with --rounds."
             ) from problem
+
+
+def demand_trained_with(trained: Checkpoints, defence: Defence) -> None:
+    """A defence that steers a training from the server is at its checkpoints only if these were trained with it.
+
+    The rule of an audit: what such a server remembers is kept with the weights, and another defence's is not its own.
+    """
+    steers = any(overrides(defence, hook) for hook in ("initial", "advance"))
+    if steers and trained.settings.get("fingerprint", {}).get("defence") != digest(defence):
+        there = str(trained.settings.get("defence", "none"))
+        raise StudyError(
+            f"{defence!r} changes the weights before training, or what the server sends along in a round, and "
+            f"{trained.folder} was trained with {'no defence' if there == 'none' else there}: analyse a training with "
+            "the same one, or leave the defence out."
+        )
 
 
 def told(row: Row) -> str:

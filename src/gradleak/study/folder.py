@@ -76,7 +76,9 @@ def rows_in(path: Path) -> list[Row]:
     rows = [read_object(line, f"{path / 'analysis.jsonl'}:{number}") for number, line in enumerate(lines, start=1)]
     for number, row in enumerate(rows, start=1):
         if row.get("version") != VERSION or type(row.get("round")) is not int or "curvature" not in row:
-            raise BadRun(f"{path / 'analysis.jsonl'}:{number} is not a row that this gradleak wrote.")
+            raise BadRun(
+                f"{path / 'analysis.jsonl'}:{number} is not a row that this gradleak wrote. Choose another folder."
+            )
     return rows
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -18,7 +18,7 @@ from gradleak.federation.partition import FederationError
 from gradleak.results import AuditResult, Summary
 from gradleak.results.configuration import digest
 from gradleak.results.rows import FORMS
-from gradleak.results.summary import SMALL
+from gradleak.results.summary import CONVERGED, SMALL
 from gradleak.task import Task
 
 
@@ -65,11 +65,41 @@ class Leakage:
     def small(self) -> bool:
         return min(self.targets) < SMALL
 
+    @property
+    def doubtful(self) -> tuple[int, ...]:
+        """Rounds at which the attack ended well on fewer than 80 % of the targets: its PSNR is no upper end."""
+        return tuple(n for n, share in zip(self.rounds, self.converged, strict=True) if share < CONVERGED)
+
     def at(self, number: int) -> float | None:
         return self.psnr[self.rounds.index(number)] if number in self.rounds else None
 
     def record(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+        return {"name": self.name, **asdict(self), "doubtful": list(self.doubtful)}
+
+
+def told_apart(every: Sequence[Leakage]) -> list[str]:
+    """Their names; with that of the audit where there are several."""
+    several = len({one.audit for one in every}) > 1
+    return [f"{one.name} ({one.audit})" if several else one.name for one in every]
+
+
+def once(folders: Sequence[str | Path]) -> list[str | Path]:
+    """Each folder once, however it was written: the same scores are no second curve."""
+    kept: dict[Path, str | Path] = {}
+    for each in folders:
+        kept.setdefault(Path(each).resolve(), each)
+    return list(kept.values())
+
+
+def read(audits: Sequence[AuditResult]) -> list[Leakage]:
+    """The curves of several audits. Folders of one name are told apart by their paths."""
+    names = [audit.folder.name for audit in audits if audit.folder is not None]
+    found = []
+    for audit in audits:
+        twice = audit.folder is not None and names.count(audit.folder.name) > 1
+        own = leakages(audit)
+        found += [replace(one, audit=str(audit.folder)) for one in own] if twice else own
+    return found
 
 
 def leakages(audit: AuditResult) -> list[Leakage]:
@@ -148,3 +178,14 @@ def caveats(audit: AuditResult) -> Iterator[str]:
     if audit.failed:
         count = len({row["cell"] for row in audit.failed})
         yield f"{name}: {count} cell{'s' * (count != 1)} failed and left gaps."
+
+
+def unsettled(every: Sequence[Leakage]) -> Iterator[str]:
+    """Attacks that did not converge, and where: that they got little out says little."""
+    for one, name in zip(every, told_apart(every), strict=True):
+        if one.doubtful:
+            rounds = f"round{'s' * (len(one.doubtful) > 1)} {', '.join(map(str, one.doubtful))}"
+            yield (
+                f"{name}: converged on fewer than {CONVERGED:.0%} of its targets at {rounds}, where a low PSNR may be "
+                "the attack's failure; correlations count these rounds."
+            )

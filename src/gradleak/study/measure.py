@@ -2,13 +2,14 @@
 
 A row, as analysis.jsonl holds it; numbers are finite or null:
 
-version       1
+version       2
 round         so many rounds are done
 weights       a hash of what the server sends
 curvature     `analysis.hessian.Curvature.to_json`: loss, gradient norm, log det, extremes, trace, density
 gauss_newton  the same of the Gauss-Newton matrix, without loss and gradient
 information   channel      `ChannelCurve.record`: the bound in nats, for the releases of clients with one example each
-              sharpness    `Sharpness.record`: the worst loss in a ball around the weights
+              sharpness    `Sharpness.record`: the worst loss in a ball around the weights; top: the residual of the
+                           eigenvector among its starts, and whether it counts as found (curvature_bound rests on it)
               index        `CurvatureIndex.record`: printed as bounds on information, and none
               covariance   `CovarianceTest.record`: Sigma_G against H / B; gauss_newton: against that matrix
 """
@@ -39,7 +40,7 @@ from gradleak.task import Batch, Task
 from gradleak.tree import Params
 
 Row: TypeAlias = dict[str, Any]
-VERSION = 1
+VERSION = 2
 POINTS = 128  # of the density
 TOPS = 5  # largest eigenvalues that are held against those of the covariance
 TOLERANCE = 1e-3  # relative residual up to which an eigenvalue counts as found
@@ -137,12 +138,13 @@ class Measured:
         seed, damping = self.lanczos.seed, self.lanczos.damping
         calm = self.task.to(self.engine.where, torch.float64)  # a copy, in evaluation mode as for the curvature
         calm.model.eval()
-        top = extremes(self.operator(sent), seed=seed).top
-        worst = sharpness(calm, weights, self.batch, asked.rho, top=top, buffers=buffers, seed=seed, engine=self.engine)
+        ends = extremes(self.operator(sent), seed=seed, tolerance=TOLERANCE)
+        worst = sharpness(
+            calm, weights, self.batch, asked.rho, top=ends.top, buffers=buffers, seed=seed, engine=self.engine
+        )
         index = curvature_index(found.size, 1, log_det=found.log_determinant.value, sharpness=worst)
-        server = Federation().server("broadcast", number, dict(sent.server))
-        channel = self._releases(weights, self.released or self.batch, buffers, asked.defence, server)
-        plain = self._releases(weights, self.batch, buffers)
+        channel = self.channel(number, sent)
+        plain = self._releases(calm, weights, self.batch, buffers)  # in the mode of the curvature it is held against
 
         def against(matrix: Curvature | _Matrix) -> dict[str, Any]:
             log_det = matrix.log_determinant
@@ -151,13 +153,28 @@ class Measured:
 
         return {
             "channel": channel.curve(seed=seed).record(),
-            "sharpness": worst.record(),
+            "sharpness": {
+                **worst.record(),
+                "top": {
+                    "residual": ends.residuals[1],
+                    "accepted": settled(ends.highest, ends.residuals[1], (ends.lowest, ends.highest)),
+                },
+            },
             "index": index.record(),
             "covariance": {"hessian": against(found), **({} if psd is None else {"gauss_newton": against(psd)})},
         }
 
+    def channel(self, number: int, sent: Snapshot, clients: int | None = None) -> Releases:
+        """What clients with one example each release at a round, in the mode that they train in; of all, or so many."""
+        weights, buffers = self._placed(sent)
+        batch = {name: values[:clients] for name, values in (self.released or self.batch).items()}
+        defence = None if self.information is None else self.information.defence
+        server = Federation().server("broadcast", number, dict(sent.server))
+        return self._releases(self.task, weights, batch, buffers, defence, server)
+
     def _releases(
         self,
+        task: Task,
         weights: Params,
         batch: Batch,
         buffers: Params,
@@ -165,7 +182,7 @@ class Measured:
         server: tree.Tree | None = None,
     ) -> Releases:
         return releases(
-            self.task,
+            task,
             weights,
             batch,
             defence,
@@ -201,6 +218,11 @@ class _Matrix:
 def fingerprint(sent: Snapshot) -> str:
     """A hash of weights and buffers that were sent."""
     return digest([dict(sent.weights), dict(sent.buffers)])
+
+
+def settled(value: float, residual: float, ends: tuple[float, float]) -> bool:
+    """As `Extremes.accepted`, of one end: the other may be near zero, and settle late."""
+    return residual <= TOLERANCE * max(abs(value), 1e-3 * max(map(abs, ends)))
 
 
 def _tops(spectrum: Spectrum, ends: Extremes, most: int) -> torch.Tensor:

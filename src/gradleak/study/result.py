@@ -13,10 +13,11 @@ from gradleak.analysis.association import Association, associations
 from gradleak.analysis.association import Estimate as Correlation
 from gradleak.results import AuditResult
 from gradleak.results.rows import finite
+from gradleak.results.summary import CONVERGED
 from gradleak.results.tables import text_of
 from gradleak.study.folder import environment_in, rows_in, settings_in
-from gradleak.study.leakage import Leakage, caveats, leakages
-from gradleak.study.measure import TOLERANCE, Row
+from gradleak.study.leakage import Leakage, caveats, once, read, told_apart, unsettled
+from gradleak.study.measure import Row, settled
 
 CONTROLS = ("gradient_norm", "round")
 MEANING = (
@@ -95,10 +96,8 @@ def _of(matrix: str, title: str) -> tuple[Quantity, ...]:
     of = lambda quantity: f"{quantity}{title}"  # noqa: E731
 
     def far(row: Row, which: str, position: int) -> bool:
-        """As `Extremes.accepted`, of one end: the other may be near zero, and settle late."""
         held = row[matrix]["extremes"]
-        size = max(abs(held[which]), 1e-3 * max(abs(held["lowest"]), abs(held["highest"])))
-        return bool(held["residuals"][position] > TOLERANCE * size)
+        return not settled(held[which], held["residuals"][position], (held["lowest"], held["highest"]))
 
     def ends(which: str, position: int, told: str) -> Quantity:
         return Quantity(
@@ -138,7 +137,7 @@ def _of(matrix: str, title: str) -> tuple[Quantity, ...]:
             f"{start}count",
             of("eigenvalues beyond sqrt(damping)"),
             lambda row: row[matrix]["log_determinant"]["count"]["value"],
-            lambda row: 2 * row[matrix]["log_determinant"]["count"]["standard_error"],
+            lambda row: 2 * row[matrix]["log_determinant"]["count"]["error"],
             lambda row: 0.0,
         ),
     )
@@ -171,7 +170,11 @@ ISSUED = ("log_determinant", "highest", "trace", "gradient_norm")  # those that 
 
 @dataclass(frozen=True)
 class Associated:
-    """Every curve against the PSNR of one attack, over the rounds that have both."""
+    """Every curve against the PSNR of one attack, over the rounds that have both.
+
+    `leakage` is its name, with that of the audit where the first result has several. Gradient norm and round are
+    controls: the partial correlation of either is given the other one only.
+    """
 
     leakage: str
     runs: int
@@ -187,16 +190,22 @@ def associated(results: Sequence[StudyResult]) -> list[Associated]:
     """Rank correlations of every curve with every PSNR, plain and given gradient norm and round.
 
     Several results are runs of the same kind (other seeds): then whole runs are resampled, which are independent, and
-    the interval speaks of trainings. Of one result blocks of its rounds are.
+    the interval speaks of trainings. Of one result blocks of its rounds are. In a later result an attack, defence,
+    attacker and batch size must be found once: of two audits of one kind it is not known which of them is meant.
     """
     if not results:
         raise ValueError("There is nothing to associate: pass at least one result.")
-    shared = [one for one in results[0].leakages if all(one.key in other.keys for other in results[1:])]
-    return [_associated(results, leakage) for leakage in shared]
+    first = results[0].leakages
+    shared = [
+        (one, name)
+        for one, name in zip(first, told_apart(first), strict=True)
+        if all(one.key in other.keys for other in results[1:])
+    ]
+    return [_associated(results, *each) for each in shared]
 
 
-def _associated(results: Sequence[StudyResult], leakage: Leakage) -> Associated:
-    own = [next(one for one in result.leakages if one.key == leakage.key) for result in results]
+def _associated(results: Sequence[StudyResult], leakage: Leakage, title: str) -> Associated:
+    own = [leakage, *(_only(result, leakage) for result in results[1:])]
     names = [name for name in HELD_AGAINST if all(name in result.curves for result in results)]
     common = set.intersection(
         *(set(one.rounds) for one in own),
@@ -210,11 +219,22 @@ def _associated(results: Sequence[StudyResult], leakage: Leakage) -> Associated:
         return rows[0] if len(rows) == 1 else rows
 
     if not rounds:
-        return Associated(leakage.name, len(results), (), {})
+        return Associated(title, len(results), (), {})
     curves = {name: series(lambda run, n, name=name: results[run].curves[name].at(n)) for name in names}  # type: ignore[misc]
     curves["round"] = series(lambda run, n: n)
     curves["psnr"] = series(lambda run, n: own[run].at(n))
-    return Associated(leakage.name, len(results), rounds, associations(curves, "psnr", CONTROLS))
+    return Associated(title, len(results), rounds, associations(curves, "psnr", CONTROLS))
+
+
+def _only(result: StudyResult, like: Leakage) -> Leakage:
+    found = [one for one in result.leakages if one.key == like.key]
+    if len(found) > 1:
+        raise ValueError(
+            f"{result.folder or 'A result'} has {like.name} from {len(found)} audits "
+            f"({', '.join(one.audit for one in found)}), and which of them belongs to this is not known. Load it with "
+            "one audit of the kind: StudyResult.load(folder, [audit])."
+        )
+    return found[0]
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -244,15 +264,15 @@ class StudyResult:
     ) -> StudyResult:
         planned = settings["plan"]["rounds"]
         kept = sorted((row for row in rows if row["round"] in planned), key=lambda row: int(row["round"]))
-        notes = [note for audit in audits for note in caveats(audit)]
-        found = tuple(each for audit in audits for each in leakages(audit))
+        found = tuple(read(audits))
+        notes = [*(note for audit in audits for note in caveats(audit)), *unsettled(found)]
         return StudyResult(kept, settings, environment, folder, found, tuple(notes))
 
     @staticmethod
     def load(folder: str | Path, audits: Sequence[str | Path] = ()) -> StudyResult:
         """Read a folder that `Study.run` wrote; what it holds is not measured again, nor compared with the audits."""
         folder = Path(folder)
-        opened = [AuditResult.load(each) for each in audits]
+        opened = [AuditResult.load(each) for each in once(audits)]
         return StudyResult.of(rows_in(folder), settings_in(folder), environment_in(folder), folder, opened)
 
     @cached_property
@@ -295,10 +315,13 @@ class StudyResult:
             parts[-1] += "\nThe curvature index is not a bound on information. The channel bound grows with releases."
         if self.leakages:
             parts.append(text_of(self._leakage_grid()))
+            if any(one.doubtful for one in self.leakages):
+                parts[-1] += f"\n~: the attack converged on fewer than {CONVERGED:.0%} of its targets."
         if self.associated:
             parts.append(text_of(association_grid(self.associated)))
             parts[-1] += (
-                "\nRank correlations with the PSNR; partial: given gradient norm and round. More of them: on the page."
+                "\nRank correlations with the PSNR; partial: given gradient norm and round (either of these: given the "
+                "other one only). More of them: on the page."
             )
             parts[-1] += "\nThat curves move together while a network trains is no evidence."
         return "\n\n".join([*parts, *self.notes])
@@ -306,7 +329,12 @@ class StudyResult:
     def _leakage_grid(self) -> list[list[str]]:
         rounds = sorted({number for one in self.leakages for number in one.rounds})
         head = ["mean PSNR, dB", *(f"round {number}" for number in rounds), "targets"]
-        return [head, *([one.name, *(_shown(one.at(n), 1) for n in rounds), _range(one)] for one in self.leakages)]
+
+        def point(one: Leakage, n: int) -> str:
+            return ("~" if n in one.doubtful else "") + _shown(one.at(n), 1)
+
+        named = zip(self.leakages, told_apart(self.leakages), strict=True)
+        return [head, *([name, *(point(one, n) for n in rounds), _range(one)] for one, name in named)]
 
     def to_json(self) -> dict[str, Any]:
         held: dict[str, Any] = finite(
@@ -386,6 +414,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "trace": _plain(".4g", "curvature", "trace", "value"),
     "+- ": _plain(".2g", "curvature", "trace", "standard_error"),
     "beyond sqrt(damping)": _plain(".0f", "curvature", "log_determinant", "count", "value"),
+    "+-  ": _plain(".0f", "curvature", "log_determinant", "count", "error"),
 }
 INFORMATION: dict[str, Callable[[Row], str]] = {
     "round": lambda row: str(row["round"]),
