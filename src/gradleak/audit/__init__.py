@@ -308,7 +308,7 @@ BUILTIN_ATTACKS = ("second-order", "cpl:steps=300")
 BUILTIN_DEFENCES = (None, "fedsam")  # blurs what attackers find who do not know it, and nothing for one who does
 
 
-def builtin(targets: int = 4, engine: Engine | None = None) -> Audit:
+def builtin(targets: int = 3, engine: Engine | None = None) -> Audit:
     """The audit that runs without any argument: real images, the LeNet of DLG, one example per update."""
     images = data.load(BUILTIN_DATA)
     colours, height, width = images.x.shape[1:]
