@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gradleak.environment import describe
+
+Row = TypeVar("Row")
 
 
 def arguments(description: str, **settings: Any) -> argparse.Namespace:
@@ -20,6 +26,39 @@ def arguments(description: str, **settings: Any) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args()
+
+
+def row_by_row(
+    options: argparse.Namespace,
+    rows: Mapping[str, Row],
+    measure: Callable[[Row], dict[str, Any]],
+    told: Callable[[dict[str, Any]], str],
+) -> dict[str, Any]:
+    """The rows whose name `only` finds, until `budget` seconds are spent; each is told, and written, as it comes."""
+    began, figures = time.perf_counter(), dict[str, Any]()
+    for name, row in rows.items():
+        if not re.search(options.only, name):
+            continue
+        started = time.perf_counter()
+        if started - began > options.budget:
+            print(f"Out of time before {name}.")
+            break
+        found = without_infinities(measure(row))
+        figures[name] = {"seconds": time.perf_counter() - started, **found}  # a row may have seconds of its own
+        print(f"[{time.perf_counter() - began:.0f}s] {name}: {told(figures[name])}", flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
+    return figures
+
+
+def without_infinities(value: Any) -> Any:
+    """JSON has neither infinities nor NaN: they become none."""
+    if isinstance(value, dict):
+        return {name: without_infinities(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_infinities(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(values: torch.Tensor) -> dict[str, float]:

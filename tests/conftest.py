@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +26,7 @@ SHAPE, CLASSES = (1, 4, 4), 3
 
 
 def network(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Convolution, sigmoid, linear: 99 weights, smooth, with bias. `norm`: None, "eval" or "train" BatchNorm."""
+    """Convolution, sigmoid, linear: 91 weights, smooth, with bias. `norm`: None, "eval" or "train" BatchNorm."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, stride=2, padding=1)]
@@ -90,3 +95,35 @@ def skip_unless_granted(attack: gl.Attack) -> None:
 @pytest.fixture
 def double() -> gl.Engine:
     return gl.Engine(device="cpu", precision="double")
+
+
+# --- reproductions ----------------------------------------------------------------------------------------------------
+
+
+def reproduction(folder: str, name: str = "run") -> ModuleType:
+    """A script of papers/, as a module."""
+    path = Path(__file__).parents[1] / "papers" / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"papers_{folder}_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def blobs(path: Path, side: int, train: int, test: int = 8) -> Path:
+    """Images of four classes, made here: blobs in colours that tell the class."""
+    source = np.random.default_rng(0)
+    where = np.linspace(-1, 1, side)
+
+    def some(count: int) -> tuple[Any, Any]:
+        y = np.arange(count) % 4
+        middle = source.uniform(-0.5, 0.5, (count, 2, 1, 1))
+        blob = np.exp(-4 * ((where[:, None] - middle[:, 0]) ** 2 + (where - middle[:, 1]) ** 2))
+        tint = np.eye(4)[y][:, None, None, :3] * 0.5 + 0.4
+        return (255 * blob[..., None] * tint).astype(np.uint8), y
+
+    (x, y), (test_x, test_y) = some(train), some(test)
+    np.savez(path, train_x=x, train_y=y, test_x=test_x, test_y=test_y)
+    return path

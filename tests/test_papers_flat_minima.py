@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import gradleak as gl
-from conftest import largest_difference
+from conftest import blobs, largest_difference, reproduction
 from gradleak import tree
 
 FOLDER = Path(__file__).parents[1] / "papers" / "flat_minima"
@@ -24,13 +23,7 @@ FOLDER = Path(__file__).parents[1] / "papers" / "flat_minima"
 
 @pytest.fixture(scope="module")
 def paper() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("papers_flat_minima_run", FOLDER / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return reproduction("flat_minima")
 
 
 def part(paper: ModuleType, name: str) -> ModuleType:
@@ -41,20 +34,8 @@ def part(paper: ModuleType, name: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def effort(paper: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Eight pixels a side, made here: blobs in colours that tell the class."""
-    source = np.random.default_rng(0)
-    where = np.linspace(-1, 1, 8)
-
-    def some(count: int) -> tuple[Any, Any]:
-        y = np.arange(count) % 4
-        middle = source.uniform(-0.5, 0.5, (count, 2, 1, 1))
-        blob = np.exp(-4 * ((where[:, None] - middle[:, 0]) ** 2 + (where - middle[:, 1]) ** 2))
-        tint = np.eye(4)[y][:, None, None, :3] * 0.5 + 0.4
-        return (255 * blob[..., None] * tint).astype(np.uint8), y
-
-    (x, y), (test_x, test_y) = some(60), some(8)
     home = tmp_path_factory.mktemp("flat")
-    path = home / "blobs.npz"
-    np.savez(path, train_x=x, train_y=y, test_x=test_x, test_y=test_y)
+    path = blobs(home / "blobs.npz", 8, 60)
     return paper.Effort(
         images=2,
         exact=1,
@@ -173,7 +154,7 @@ def test_a_curve_has_curvature_beside_leakage(paper: ModuleType, effort: Any) ->
         assert point["gradient_norm"] > 0
         assert list(point["cells"]["ig"]) == ["a", "b", "c"]
     assert "need at least 4 rounds" in found["associations"]["ig"]["c"]["excess"]["reason"]
-    json.dumps(paper.without_infinities(found), allow_nan=False)
+    json.dumps(importlib.import_module("record").without_infinities(found), allow_nan=False)
     assert "lambda max" in part(paper, "table").curves(found)
 
 
@@ -204,7 +185,7 @@ def test_several_seeds_are_correlated_as_runs(paper: ModuleType) -> None:
 
 def test_the_printed_index_and_the_bounds_that_hold_are_computed(paper: ModuleType, effort: Any) -> None:
     row = replace(paper.rows()["information, round 100"], names=("FedGF",))
-    found = paper.without_infinities(row.measure(effort))
+    found = importlib.import_module("record").without_infinities(row.measure(effort))
     held = found["methods"]["FedGF"]
     assert held["index"]["1"]["determinant"] > held["index"]["64"]["determinant"]
     assert held["channel"].keys() == {"plain", "sent"}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import gradleak as gl
-from conftest import largest_difference
+from conftest import blobs, largest_difference, reproduction
 from gradleak import draws, tree
 from gradleak.defences import TIP
 from gradleak.local import ClientState
@@ -25,37 +22,15 @@ from gradleak.local import ClientState
 FOLDER = Path(__file__).parents[1] / "papers" / "tip"
 
 
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"papers_tip_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def paper() -> ModuleType:
-    return loaded("run")
+    return reproduction("tip", "run")
 
 
 @pytest.fixture(scope="module")
 def effort(paper: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Sixteen pixels a side, made here: blobs in colours that tell the class."""
-    source = np.random.default_rng(0)
-    where = np.linspace(-1, 1, 16)
-
-    def some(count: int) -> tuple[Any, Any]:
-        y = np.arange(count) % 4
-        middle = source.uniform(-0.5, 0.5, (count, 2, 1, 1))
-        blob = np.exp(-4 * ((where[:, None] - middle[:, 0]) ** 2 + (where - middle[:, 1]) ** 2))
-        tint = np.eye(4)[y][:, None, None, :3] * 0.5 + 0.4
-        return (255 * blob[..., None] * tint).astype(np.uint8), y
-
-    (x, y), (test_x, test_y) = some(48), some(8)
-    path = tmp_path_factory.mktemp("tip") / "blobs.npz"
-    np.savez(path, train_x=x, train_y=y, test_x=test_x, test_y=test_y)
+    path = blobs(tmp_path_factory.mktemp("tip") / "blobs.npz", 16, 48)
     return paper.Effort(
         images=2, steps=3, rounds=1, trained=2, noises=1, small=1, data=str(path), precision="strict", device="cpu"
     )
@@ -123,7 +98,7 @@ def test_rows_are_written_as_they_come_and_none_after_the_budget(
     assert list(figures) == ["table lenet"]
     assert json.loads(out.with_suffix(".part.json").read_text()).keys() == figures.keys()
     assert paper.run(Namespace(**{**vars(options), "budget": -1})) == {}
-    shown = loaded("table").attacks(figures["table lenet"])
+    shown = reproduction("tip", "table").attacks(figures["table lenet"])
     assert "| beta 0.1 |" in shown
     capsys.readouterr()
 

@@ -10,10 +10,7 @@ The three modes of observation, (a), (b) and (c): see attacks.py. The paper: see
 from __future__ import annotations
 
 import json
-import math
-import re
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +33,7 @@ from flat_minima.training import (
     private,
     targets,
 )
-from record import arguments, record
+from record import arguments, record, row_by_row
 
 from gradleak.metrics.perceptual import LPIPS
 
@@ -227,34 +224,11 @@ def told_in_a_line(row: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def without_infinities(value: Any) -> Any:
-    """JSON has neither infinities nor NaN: they become none."""
-    if isinstance(value, dict):
-        return {name: without_infinities(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_infinities(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def run(options: Namespace) -> dict[str, Any]:
     """The rows that `only` picks, until the budget is spent."""
     effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
     effort = replace(effort, device=str(effort.engine.where))
-    began, figures = time.perf_counter(), dict[str, Any]()
-    for name, row in rows().items():
-        if not re.search(options.only, name):
-            continue
-        if time.perf_counter() - began > options.budget:
-            print(f"Out of time before {name}.")
-            break
-        started = time.perf_counter()
-        figures[name] = without_infinities(row.measure(effort))
-        figures[name]["seconds"] = time.perf_counter() - started
-        print(f"[{time.perf_counter() - began:.0f}s] {name}: {told_in_a_line(figures[name])}", flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
-    return figures
+    return row_by_row(options, rows(), lambda row: row.measure(effort), told_in_a_line)
 
 
 def main() -> None:

@@ -7,10 +7,7 @@ Two rows (trained sigmoid, FedAvg) first failed on these test images; what mends
 from __future__ import annotations
 
 import copy
-import json
-import re
 import sys
-import time
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import arguments, record, summary
+from record import arguments, record, row_by_row, summary
 
 import gradleak as gl
 from gradleak import tree
@@ -246,25 +243,22 @@ def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowle
     return {name: values for name, values in told.items() if values}
 
 
+def told_in_a_line(row: dict[str, Any]) -> str:
+    """What a row found, for whoever waits."""
+    psnr = row["psnr"]
+    return (
+        f"mean {psnr['mean']:.1f} median {psnr['median']:.1f} lowest {psnr['lowest']:.1f}, above 60 dB "
+        f"{row['above_60']:.2f}, above 100 dB {row['above_100']:.2f}, {row['seconds_per_image']:.2f} s an image; "
+        f"gain {row.get('gain')} {row.get('certificate', '')}"
+    )
+
+
 def main() -> None:
     options = arguments(__doc__ or "", only="", images=0, skip=0, seed=0, budget=600, device="auto")
     device = str(gl.Engine(device=options.device).where)
-    began, figures = time.perf_counter(), {}
-    for name, row in rows().items():
-        if not re.search(options.only, name):
-            continue
-        if time.perf_counter() - began > options.budget:
-            break
-        figures[name] = measure(row, options.seed, device, options.images, options.skip)
-        told, psnr = figures[name], figures[name]["psnr"]
-        print(
-            f"[{time.perf_counter() - began:.0f}s] {name}: mean {psnr['mean']:.1f} median {psnr['median']:.1f} "
-            f"lowest {psnr['lowest']:.1f}, above 60 dB {told['above_60']:.2f}, above 100 dB {told['above_100']:.2f}, "
-            f"{told['seconds_per_image']:.2f} s an image; gain {told.get('gain')} {told.get('certificate', '')}",
-            flush=True,
-        )
-        if options.out is not None:
-            options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
+    figures = row_by_row(
+        options, rows(), lambda row: measure(row, options.seed, device, options.images, options.skip), told_in_a_line
+    )
     record(options, Path(__file__).with_name("expected.json"), figures)
 
 

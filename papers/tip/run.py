@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import arguments, record, summary
+from record import arguments, record, row_by_row, summary
 
 import gradleak as gl
 from gradleak import draws, gradcam, tree
@@ -704,21 +703,7 @@ def run(options: Namespace) -> dict[str, Any]:
     """The rows that `only` picks, until the budget is spent."""
     effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
     effort = replace(effort, device=str(effort.engine.where))
-    began, figures = time.perf_counter(), dict[str, Any]()
-    for name, row in rows().items():
-        if not re.search(options.only, name):
-            continue
-        if time.perf_counter() - began > options.budget:
-            print(f"Out of time before {name}.")
-            break
-        started = time.perf_counter()
-        figures[name] = row.measure(effort)
-        figures[name]["seconds"] = time.perf_counter() - started
-        print(f"[{time.perf_counter() - began:.0f}s] {name}: {told_in_a_line(figures[name])}", flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
-    return figures
+    return row_by_row(options, rows(), lambda row: row.measure(effort), told_in_a_line)
 
 
 def main() -> None:
