@@ -32,15 +32,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 from gradleak import tree
 from gradleak.analysis.lanczos import (
-    DAMPING,
-    Counted,
-    Density,
-    Estimate,
     Exact,
-    Extremes,
-    LogDeterminant,
     Operator,
-    Spectrum,
     dense,
     density,
     exact,
@@ -49,6 +42,7 @@ from gradleak.analysis.lanczos import (
     trace,
     traces,
 )
+from gradleak.analysis.spectrum import DAMPING, Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Params

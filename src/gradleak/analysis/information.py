@@ -32,6 +32,7 @@ from gradleak.analysis.hessian import demand_fitting
 from gradleak.analysis.identifiability import PIXEL_STD
 from gradleak.analysis.local import SHARE, Floor, Local
 from gradleak.analysis.rounding import rounding_of
+from gradleak.analysis.spectrum import DAMPING
 from gradleak.defence import Chain, Defence
 from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, memory_of
@@ -44,7 +45,6 @@ from gradleak.tree import Params, Tree
 
 SHARES = (1e-4, 1e-3, 1e-2)  # noise levels, as shares of the root mean square of a release
 SMALLEST = 64  # releases at which a curve begins
-DAMPING = 1e-3
 
 # --- what is released, and its covariance -----------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ from gradleak.analysis.information import (
     releases,
     sharpness,
 )
-from gradleak.analysis.lanczos import Extremes, LogDeterminant, Operator, Spectrum, extremes, log_determinant, traces
+from gradleak.analysis.lanczos import Operator, extremes, log_determinant, traces
+from gradleak.analysis.spectrum import DAMPING, Extremes, LogDeterminant, Spectrum
 from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot
@@ -53,7 +54,7 @@ class Lanczos:
     probes: int = 10
     steps: int = 100
     most_steps: int = 400
-    damping: float = 1e-3
+    damping: float = DAMPING
     seed: int = 0
 
     def __post_init__(self) -> None:
