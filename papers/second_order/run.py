@@ -83,8 +83,8 @@ def rows() -> dict[str, Row]:
         for name in ("convnet", "resnet18")
         for activation, method, count, settings in (
             ("gelu", "matrix-free", 2, "krylov,steps=24,vectors=60"),
-            ("gelu", "dense", 2, "dense"),
-            ("relu", "dense", 1, "dense,restarts=1,steps=20"),
+            ("gelu", "after IG", 1, "krylov,steps=12,vectors=60,after=ig:steps=1000"),
+            ("relu", "matrix-free", 1, "krylov,steps=12,vectors=40"),
         )
     }
     found |= {
