@@ -10,19 +10,21 @@ from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, private, tiny
+from gradleak import tree
 from gradleak.attack import MOST_ENTRIES, Stage
 from gradleak.defence import Client, Guarantee
-from gradleak.engine import Engine, EngineError, chunk_size, lanes_of
+from gradleak.engine import Engine, EngineError, activations, chunk_size, lanes_of
 from gradleak.local import LocalTraining, observe
-from gradleak.observation import BadObservation, Knowledge, MissingKnowledge
+from gradleak.observation import BadObservation, Knowledge, MissingKnowledge, Track
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, Lion, sign
 from gradleak.parts.peeling import Peeled
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.spaces import Pixels, Uniform
+from gradleak.parts.surrogates import Line, Rescaled
 from gradleak.rules import SGD
-from gradleak.scene import Scene
+from gradleak.scene import Footprint, Prediction, Scene
 from gradleak.task import TaskError
 
 TRAINING = LocalTraining(lr=0.5)
@@ -221,6 +223,83 @@ def test_a_start_that_takes_memory_makes_chunks_smaller() -> None:
         for start in (Uniform(), Peeled(Uniform()))
     ]
     assert sizes[0] > sizes[1]
+
+
+def wide() -> tuple[gl.Task, Scene]:
+    """A million parameters, and hardly any activations."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 250), nn.ReLU(), nn.Linear(250, 4000))
+    task = gl.Task.supervised(model, nn.functional.cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
+    return task, Scene.of(task, observe(task, private(1, dtype=torch.float32), TRAINING), Knowledge())
+
+
+def test_unknowns_of_a_prediction_make_chunks_smaller() -> None:
+    """A control point has as many entries as the network, each with Adam's moments: counted like any unknown."""
+    task, scene = wide()
+    entries, engine = tree.size(scene.update), Engine(device="cpu")
+    forms = ({"curved": False, "factors": "off"}, {"factors": "off"}, {"factors": "element"})
+    line, curve, factors = (gl.attacks.get("nl-sme", **form).stages for form in forms)  # type: ignore[attr-defined]
+    sizes = [chunk_size(stages, scene, engine) for stages in (line, curve, factors)]
+    # Two of the update and six of the gradient in all three; eight copies of an unknown, and four of Adam's.
+    expected = [2.0e9 / (4 * held * entries) for held in (8, 8 + 12, 8 + 24)]
+    assert sizes == pytest.approx(expected, rel=0.05)
+    seen = observe(task, private(1, dtype=torch.float32), TRAINING)
+    track = Track((seen, replace(seen, round=1)))
+    assert chunk_size(curve, Scene.of(task, track, Knowledge()), engine) == pytest.approx(sizes[1] / 2, rel=0.1)
+
+
+@dataclass(frozen=True, eq=False)
+class Steps(Replay):
+    """A replay that says how much it holds."""
+
+    held: Footprint = Footprint()
+
+    def footprint(self, scene: Scene) -> Footprint:
+        return self.held
+
+
+def test_gradients_that_are_held_at_once_make_chunks_smaller() -> None:
+    _, scene = wide()
+    engine, entries = Engine(device="cpu"), tree.size(scene.update)
+    outputs = activations(scene.task, scene.weights, scene.task.blank(1), scene.buffers)
+
+    def lanes(predict: Prediction) -> int:
+        return chunk_size([Stage(Pixels(), predict, Cosine(), (), Adam())], scene, engine)
+
+    assert lanes(Line(nodes=1)) == lanes(Replay()) == lanes(Steps())
+    for count in (2, 10, 50):
+        held = 2 * entries + count * (6 * entries + 24 * outputs)
+        assert lanes(Line(nodes=count)) == pytest.approx(2.0e9 / (4 * held), abs=1)
+    assert lanes(Rescaled(Line(nodes=10))) == lanes(Line(nodes=10)) == lanes(Steps(held=Footprint(10, 10)))
+    assert lanes(Steps(held=Footprint(passes=1.0e9 / (4 * 24 * outputs)))) == 1  # two gigabytes hold one such lane
+
+
+def test_a_replay_holds_a_graph_for_every_step() -> None:
+    scene = Scene.of(tiny(), seen_of(tiny(), 5), Knowledge(training=LocalTraining(lr=0.1, epochs=3, batch_size=2)))
+    assert Replay().footprint(scene) == Footprint(passes=3.0, gradients=9)
+    assert Replay(LocalTraining(lr=1.0)).footprint(scene) == Footprint()
+    assert Replay(order=[None, torch.tensor([0, 3]), slice(0, 3)]).footprint(scene) == Footprint(2.0, 3)
+    _, large = wide()
+    known = (Knowledge(training=LocalTraining(lr=0.1, steps=steps)) for steps in (1, 10))
+    one, ten = (
+        chunk_size([Stage(Pixels(), Replay(), Cosine(), (), Adam())], replace(large, knows=knows), Engine(device="cpu"))
+        for knows in known
+    )
+    assert one / ten == pytest.approx((2 + 60) / (2 + 6), rel=0.2)
+
+
+def test_a_space_of_copies_makes_chunks_smaller() -> None:
+    _, scene = wide()
+
+    @dataclass(frozen=True)
+    class Copies(Pixels):
+        def unknowns(self, scene: Scene) -> int:
+            return 10**6
+
+    sizes = [
+        chunk_size([Stage(s, Replay(), Cosine(), (), Adam())], scene, Engine(device="cpu"))
+        for s in (Pixels(), Copies())
+    ]
+    assert sizes[0] / sizes[1] == pytest.approx((8 + 12) / 8, rel=0.1)
 
 
 def test_the_last_iterate_of_lbfgs_is_one_that_was_accepted() -> None:

@@ -135,7 +135,7 @@ def test_a_residual_solver_reaches_the_truth_where_first_order_does_not(match: A
 class Rescaled:
     """The gradient times an unknown factor for each parameter: exp(scale[name])."""
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {"scale": {name: value.new_zeros(()) for name, value in scene.weights.items()}}
 
     def target(self, scene: Scene) -> Params:
@@ -159,6 +159,23 @@ def test_a_prediction_brings_nested_unknowns_with_their_own_rate(double: Engine)
     for name, factor in factors.items():
         assert float(search.v["scale"][name][0].exp()) == pytest.approx(factor, rel=1e-3)
     assert largest_difference(search.v["x"][0], batch["x"]) == 0
+
+
+@pytest.mark.parametrize("setting", ["rates", "every", "epsilons"])
+def test_a_setting_of_an_unknown_that_is_not_there_is_refused(setting: str, double: Engine) -> None:
+    task, seen, batch = observed()
+    stage = stage_of(predict=Rescaled(), optimiser=Adam(steps=2, **{setting: {"scales": 1}}))
+    with pytest.raises(ValueError, match=f"{setting} names 'scales', which is no unknown.*scale"):
+        attack_of(stage).run(task, seen, knowing(batch), engine=double)
+
+
+def test_an_unknown_has_one_owner(double: Engine) -> None:
+    task, seen, batch = observed()
+    twice = Together((Pixels(Uniform()), Pixels(Uniform(), field="scale")))
+    with pytest.raises(ValueError, match="both name an unknown scale"):
+        attack_of(stage_of(space=twice, predict=Rescaled())).run(
+            replace(task, fields={**task.fields, "scale": task.fields["x"]}), seen, knowing(batch), engine=double
+        )
 
 
 def test_an_interval_holds_a_variable_back(double: Engine) -> None:

@@ -332,6 +332,7 @@ def test_auto_chooses_by_what_there_is() -> None:
     model, source = lenet5(generator=Generator().manual_seed(4)), Generator().manual_seed(5)
     plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10, bias=False))
     ilrg, several = rules.ILRG(ridge=1.0), LocalTraining(lr=0.01, steps=2, optimiser=SGD(momentum=0.9))
+    along = label_counts.PathBias()
     cases = [
         (scene_of(model, x[:1], y[:1]), rules.BiasMinimum()),
         (scene_of(plain, x[:1], y[:1]), rules.RowProducts()),
@@ -340,7 +341,11 @@ def test_auto_chooses_by_what_there_is() -> None:
         (scene_of(model, x, y, told=False), rules.BiasCounts()),
         (scene_of(model, x, y, defence=Defence()), rules.BiasCounts()),  # it may have clipped
         (scene_of(model, x, y, LocalTraining(lr=0.1, optimiser=Adam())), rules.BiasCounts()),
-        (scene_of(model, x, y, several), rules.BiasCounts()),  # momentum over steps: the scale is not lr times steps
+        (scene_of(model, x, y, several), along),
+        (scene_of(plain, x, y, several), rules.LLG()),
+        (scene_of(model, x[:1], y[:1], several), rules.BiasMinimum()),  # always exact
+        (scene_of(model, x, y, several, told=False), rules.BiasCounts()),
+        (scene_of(model, x, y, several, defence=Defence()), rules.BiasCounts()),
     ]
     assert [auto.rule(scene) for scene, _ in cases] == [rule for _, rule in cases]
     # A network that is sure of itself: sharp probabilities make iLRG's solution senseless.
@@ -557,6 +562,36 @@ def test_path_rules_say_what_they_cannot_do() -> None:
     for wrong in ({"at": "middle"}, {"dummy": "zeros"}, {"dummies": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             label_rule("path-bias", **wrong)
+
+
+def test_path_rules_are_for_several_steps_of_a_known_recipe() -> None:
+    x, y = images(4), torch.tensor([0, 1, 5, 8])
+    model = lenet5(generator=Generator().manual_seed(4))
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10, bias=False))
+    several = LocalTraining(lr=0.01, epochs=2, batch_size=2, optimiser=SGD(momentum=0.9))
+    chosen = [
+        label_counts.path_rule(scene)
+        for scene in (
+            scene_of(model, x, y, several),
+            scene_of(plain, x, y, several),
+            scene_of(model, x, y, several, public=Public(x, y)),
+            scene_of(model, x, y),  # one step
+            scene_of(model, x, y, several, told=False),
+            scene_of(model, x, y, several, defence=Defence()),
+            scene_of(model, x, y, LocalTraining(lr=0.1, steps=3, optimiser=Adam())),
+        )
+    ]
+    bias, public = label_counts.PathBias(), label_counts.PathBias(dummy="public")
+    assert chosen == [bias, None, public, None, None, None, None]
+
+
+def test_auto_reads_a_long_training_better_than_a_rule_for_one_step_would() -> None:
+    """A client of few classes: counts of single gradients spread its labels over the others."""
+    y = skewed(26, 40, 0)
+    model = cnn_mnist(classes=26, widths=(8, 16), generator=Generator().manual_seed(0))
+    scene = scene_of(model, images(40, (1, 28, 28)), y, LocalTraining(lr=0.03, epochs=15, batch_size=10))
+    assert misplaced("auto", scene, y) <= 4
+    assert misplaced("bias-counts", scene, y) > 8
 
 
 def test_lowest_sums_by_hand() -> None:

@@ -13,6 +13,7 @@ import gradleak as gl
 from conftest import largest_difference, private, tiny
 from gradleak import draws, tree
 from gradleak.draws import Draws
+from gradleak.dropout import Dropping
 from gradleak.local import ClientState, LocalTraining
 from gradleak.rules import SGD, Adam, cosine_decay
 from gradleak.task import Batch
@@ -255,3 +256,73 @@ def test_other_weights_can_be_sent() -> None:
     sent = tree.scale(task.weights(), 0.5)
     seen = gl.observe(task, private(2), LocalTraining(lr=1.0), weights=sent)
     assert largest_difference(seen.update, task.gradient(sent, private(2))) < 1e-16
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def dropping(layer: nn.Module) -> gl.Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), layer, nn.Flatten(), nn.Linear(144, 3))
+    like = (torch.zeros(1, 1, 8, 8).double(), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(model.double().eval(), F.cross_entropy, like=like)
+
+
+def pictures(examples: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.rand(examples, 1, 8, 8, generator=source, dtype=torch.float64),
+        "y": torch.arange(examples) % 3,
+    }
+
+
+def test_dropout_masks_belong_to_the_client_and_to_the_pass() -> None:
+    task, batch = dropping(nn.Dropout(0.5)), pictures(2)
+    plain, dropped = LocalTraining(lr=0.1, steps=2), LocalTraining(lr=0.1, steps=2, dropout=True)
+    first, again = (gl.observe(task, batch, dropped, key="a").update for _ in range(2))
+    other, none = gl.observe(task, batch, dropped, key="b").update, gl.observe(task, batch, plain, key="a").update
+    assert largest_difference(first, again) == 0
+    assert largest_difference(first, other) > 1e-4
+    assert largest_difference(first, none) > 1e-4
+    # Two steps of one and the same mask would give twice the first; each pass has its own.
+    once = gl.observe(task, batch, LocalTraining(lr=1e-9, dropout=True), key="a").update
+    twice = gl.observe(task, batch, LocalTraining(lr=1e-9, steps=2, dropout=True), key="a").update
+    assert largest_difference(twice, tree.scale(once, 2.0)) > 1e-2 * float(tree.norm(once))
+    with pytest.raises(ValueError, match="dropout draws"):
+        dropped.run(task, task.weights(), batch)
+
+
+def test_dropout_keeps_the_right_share_and_the_mean() -> None:
+    source = draws.Draws(draws.key("mask"))
+    ones = torch.ones(64, 8, 6, 6)
+    with Dropping(source):
+        entries, channels = F.dropout(ones, 0.3), F.dropout2d(ones, 0.3)
+        gone = F.dropout(ones, 1.0)
+    for shown in (entries, channels):
+        assert shown.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert (entries == 0).float().mean() == pytest.approx(0.3, abs=0.02)
+    assert (channels.flatten(2).std(-1) == 0).all()  # a channel is kept or dropped as a whole
+    assert (channels[:, :, 0, 0] == 0).float().mean() == pytest.approx(0.3, abs=0.07)
+    assert (gone == 0).all()
+    with Dropping(source), pytest.raises(NotImplementedError, match="alpha_dropout"):
+        F.alpha_dropout(ones)
+
+
+def test_dropout_drops_lane_by_lane_under_vmap() -> None:
+    task, batch = dropping(nn.Dropout2d(0.5)), pictures(2)
+    weights, training = task.weights(), LocalTraining(lr=0.1, dropout=True)
+    keys = torch.stack([draws.key("a"), draws.key("b")])
+
+    def update(key: Tensor) -> dict[str, Tensor]:
+        return training.run(task, weights, batch, None, ClientState(key=key))[0].payload["update"]
+
+    together = torch.func.vmap(update)(keys)
+    for lane, key in enumerate(keys):
+        assert largest_difference({name: value[lane] for name, value in together.items()}, update(key)) < 1e-15
+
+
+def test_a_replay_follows_what_is_public_of_a_recipe() -> None:
+    noisy = LocalTraining(lr=0.5, augmentation=lambda batch, draws, step: batch, dropout=True)
+    assert noisy.public.augmentation is None
+    assert not noisy.public.dropout
+    assert noisy.public.lr == 0.5

@@ -173,7 +173,16 @@ def test_label_scores_by_hand() -> None:
 def test_label_scores_ignore_order_and_read_a_simplex() -> None:
     truth = torch.tensor([2, 0, 1])
     simplex = torch.eye(3)[torch.tensor([0, 1, 2])] * 0.8 + 0.1
-    assert all(float(value) == 1 for value in metrics.label_scores(simplex, truth).values())
+    scores = metrics.label_scores(simplex, truth)
+    assert scores.pop("misplaced") == 0
+    assert all(float(value) == 1 for value in scores.values())
+
+
+def test_misplaced_labels_are_counted() -> None:
+    scores = metrics.label_scores(
+        torch.tensor([[0, 0, 1, 2], [3, 3, 3, 3]]), torch.tensor([[0, 1, 1, 1], [0, 1, 2, 3]])
+    )
+    assert scores["misplaced"].tolist() == [2.0, 3.0]
 
 
 # --- baselines -------------------------------------------------------------------------------------------------------
@@ -212,7 +221,8 @@ def test_compare_matches_per_target_and_scores_in_pixel_space() -> None:
     torch.testing.assert_close(scores.psnr, torch.full((2, 3), 20.0, dtype=torch.float64))
     torch.testing.assert_close(scores.assignment, order.argsort(1))
     assert {name: value.tolist() for name, value in scores.labels.items()} == {
-        name: [1.0, 1.0] for name in ("multiset_accuracy", "leacc", "lnacc", "lnacc_present", "irec", "matched")
+        **{name: [1.0, 1.0] for name in ("multiset_accuracy", "leacc", "lnacc", "lnacc_present", "irec", "matched")},
+        "misplaced": [0.0, 0.0],
     }
     assert not scores.diverged.any()
     assert scores.finite.all()

@@ -162,6 +162,15 @@ def test_nested_variables_take_the_rate_of_their_name() -> None:
     assert end["scale"]["b"].item() == 1  # no gradient, no move
 
 
+def test_adam_has_an_eps_for_each_variable() -> None:
+    """Gradients of 1e-10 are lost beside the usual eps, and move a variable whose eps is smaller by its rate."""
+    v = {"control": {"a": torch.zeros(2).double()}, "x": torch.zeros(2).double()}
+    adam = Adam(lr=0.1, steps=1, epsilons={"control": 1e-14})
+    end = walk(adam, v, 1, of=lambda v: 1e-10 * (v["x"].sum() + v["control"]["a"].sum()))
+    torch.testing.assert_close(end["control"]["a"], torch.full((2,), -0.1).double(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(end["x"], torch.full((2,), -0.1 / 101).double(), rtol=1e-3, atol=0)
+
+
 def test_noise_has_the_size_of_the_move_and_differs_by_step_and_variable() -> None:
     flat = Function(lambda v: 0 * (v["x"].sum() + v["z"].sum()))
     v = {"x": torch.zeros(4000, dtype=torch.float64), "z": torch.zeros(4000, dtype=torch.float64)}

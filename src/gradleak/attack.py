@@ -83,7 +83,12 @@ class Attack(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """What an attack found. Shapes: T targets, R restarts, B examples (padded with NaN / -1 where targets differ)."""
+    """What an attack found. Shapes: T targets, R restarts, B examples (padded with NaN / -1 where targets differ).
+
+    `unknowns`: what the last stage found besides the fields of the batch, at the kept iterate, such as alpha; parts of
+    nested ones are called NAME/PART. Of those too large to keep (a control point is as large as the network) the root
+    mean square, NAME_rms.
+    """
 
     batch: Batch  # (T, B, ...) of the chosen restart
     candidates: Batch  # (T, R, B, ...) of every restart
@@ -100,6 +105,7 @@ class Reconstruction:
     settings: dict[str, Any] = field(default_factory=dict)
     certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
     noise: Tensor | None = None  # (T, R) the match that the known defence's noise leaves at the truth, about
+    unknowns: dict[str, Tensor] = field(default_factory=dict)  # each (T, R, ...), padded with NaN
 
     @property
     def checks(self) -> Any:
@@ -193,7 +199,8 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
     if dropout:
         raise TaskError(
             f"Dropout is active ({', '.join(dropout[:3])}): the client's masks are its own secret, and a replay with "
-            "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval()."
+            "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval(); a "
+            "client that trains with dropout all the same is LocalTraining(dropout=True)."
         )
     entries = sum(math.prod(held.shape) for held in task.fields.values() if held.classes is None)
     others = {name: tuple(b.shape) for name, b in task.buffers().items()}
@@ -298,6 +305,7 @@ def _collect(
     return Reconstruction(
         batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
+        unknowns=_unknowns(pieces, count, restarts),
         objective=numbers["objective"],
         match=numbers["match"],
         noise=numbers["noise"],
@@ -316,3 +324,20 @@ def _collect(
             "chunks": [p.lanes for p in pieces],
         },
     )
+
+
+def _unknowns(pieces: list[Any], count: int, restarts: int) -> dict[str, Tensor]:
+    """The unknowns of all pieces in the order of the targets; NaN where a target has none, or a shorter one."""
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for piece in pieces:
+        for name, value in piece.unknowns.items():  # (lanes, ...)
+            own = value.reshape(-1, restarts, *value.shape[1:])
+            parts.setdefault(name, []).append((torch.tensor(piece.targets), own))
+    found: dict[str, Tensor] = {}
+    for name, held in parts.items():
+        most = [max(sizes) for sizes in zip(*(value.shape[2:] for _, value in held), strict=True)]
+        found[name] = held[0][1].new_full((count, restarts, *most), torch.nan)
+        for rows, value in held:
+            corner: list[Any] = [rows, slice(None), *(slice(size) for size in value.shape[2:])]
+            found[name][tuple(corner)] = value
+    return found

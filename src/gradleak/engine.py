@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.attack import Progress, Stage
 from gradleak.convolution import LaneConvolutions
+from gradleak.draws import Draws
 from gradleak.observation import stack
-from gradleak.scene import Scene, Scored
+from gradleak.scene import Footprint, Scene, Scored
 from gradleak.search import EngineError, Search
 from gradleak.task import Batch, Task, double_backward_safe, float32_products
 from gradleak.tree import Params, Tree
@@ -79,6 +81,7 @@ class Solved:
     targets: tuple[int, ...]
     lanes: int
     batch: Batch
+    unknowns: dict[str, Tensor]  # (lanes, ...): those that are no field of the batch
     objective: Tensor
     match: Tensor
     each: Tensor | None  # (lanes, examples): the match of every example, where it separates
@@ -147,21 +150,20 @@ def _equal(a: Tree, b: Tree) -> bool:
 def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
     """Lanes per chunk from the sizes of the model and of the machine: fixed by the configuration, so a run repeats.
 
-    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), and what
-    the optimiser remembers of every unknown.
+    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), for every
+    gradient that the prediction takes, and what the optimiser remembers of every unknown, the prediction's included.
     """
-    unknowns = unknowns_of(scene.task, scene.num_examples)
     equations = len(scene.rounds) * tree.size(scene.update)
-    remembered = max(_entries(stage, scene.task, unknowns, equations) for stage in stages)
-    least = 2 * equations + 8 * unknowns + remembered + 2 * tree.size(_buffers(scene, running=True))
     size = torch.finfo(engine.dtype).bits // 8
-    if least * size > memory_of(engine):
+    always = 2 * equations + 2 * tree.size(_buffers(scene, running=True))
+    least = [always + _searched(stage, scene, equations) for stage in stages]
+    if max(least) * size > memory_of(engine):
         raise EngineError(
-            f"One lane of this attack needs more than {least * size / 2**30:.0f} GB: {scene.num_examples} examples, "
-            f"{equations:,} parameters. Is the number of examples right? Attack fewer, or lower what the optimiser "
-            "remembers (history of L-BFGS; method=krylov of second-order)."
+            f"One lane of this attack needs more than {max(least) * size / 2**30:.0f} GB: {scene.num_examples} "
+            f"examples, {equations:,} parameters. Is the number of examples right? Attack fewer, or lower what the "
+            "optimiser remembers (history of L-BFGS; method=krylov of second-order)."
         )
-    per_lane = least * size + _evaluation(scene, engine)
+    per_lane = max(held * size + each for held, each in zip(least, _evaluations(stages, scene, engine), strict=True))
     if engine.where.type == "cuda":
         budget, most = 0.6 * memory_of(engine), 1024
     else:
@@ -173,16 +175,26 @@ def sized(stages: Sequence[Stage], scene: Scene, engine: Engine, lanes: int) -> 
     """The stages, with optimisers that evaluate a lane many times at once told how often there is room for."""
     cuda = engine.where.type == "cuda"
     room, most = (0.25 * memory_of(engine), 8192) if cuda else (1.0e9, 128)
-    each = int(max(1, min(most, room // _evaluation(scene, engine)) // lanes))
-    told = [getattr(stage.optimiser, "sized", None) for stage in stages]
-    return [stage if size is None else replace(stage, optimiser=size(each)) for stage, size in zip(stages, told)]
+
+    def told(stage: Stage, each: int) -> Stage:
+        size = getattr(stage.optimiser, "sized", None)
+        return stage if size is None else replace(stage, optimiser=size(int(max(1, min(most, room // each) // lanes))))
+
+    return [told(stage, each) for stage, each in zip(stages, _evaluations(stages, scene, engine), strict=True)]
 
 
-def _evaluation(scene: Scene, engine: Engine) -> int:
-    """Bytes of one evaluation: all activations, forward, backward, and backward of both; and the gradient."""
+def _evaluations(stages: Sequence[Stage], scene: Scene, engine: Engine) -> list[int]:
+    """Bytes of one evaluation in each stage: activations, forward, backward, and backward of both; and gradients."""
     task, blank = scene.task, scene.task.blank(scene.num_examples)
-    each = 24 * activations(task, scene.weights, blank, scene.buffers) + 6 * tree.size(scene.update)
-    return len(scene.rounds) * each * torch.finfo(engine.dtype).bits // 8
+    pass_, gradient = activations(task, scene.weights, blank, scene.buffers), tree.size(scene.update)
+
+    def of_stage(stage: Stage) -> int:
+        footprint = getattr(stage.predict, "footprint", None)
+        held = Footprint() if footprint is None else footprint(scene)
+        each = 24 * held.passes * pass_ + 6 * held.gradients * gradient
+        return int(len(scene.rounds) * each * torch.finfo(engine.dtype).bits // 8)
+
+    return [of_stage(stage) for stage in stages]
 
 
 def unknowns_of(task: Task, examples: int) -> int:
@@ -190,12 +202,22 @@ def unknowns_of(task: Task, examples: int) -> int:
     return examples * sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
 
 
-def _entries(stage: Stage, task: Task, unknowns: int, equations: int) -> int:
-    """Numbers that a lane holds besides its evaluation: the optimiser's, or what its start needs where that is more."""
+def _searched(stage: Stage, scene: Scene, equations: int) -> int:
+    """Numbers that a lane holds of its unknowns: copies, and the optimiser's, or what its start needs where more."""
     step, start = getattr(stage.optimiser, "entries", None), getattr(stage.space, "entries", None)
-    rows = getattr(stage.match, "rows", equations)
+    rows, unknowns = getattr(stage.match, "rows", equations), _unknowns(stage, scene)
     held = 4 * unknowns if step is None else int(step(unknowns, rows))  # a first-order method: a few of the unknowns
-    return held if start is None else max(held, int(start(task)))
+    return 8 * unknowns + (held if start is None else max(held, int(start(scene.task))))
+
+
+def _unknowns(stage: Stage, scene: Scene) -> int:
+    """How many unknowns a lane has. Those of the prediction are made once to be counted: they need no search."""
+    count = getattr(stage.space, "unknowns", None)
+    of_space = unknowns_of(scene.task, scene.num_examples) if count is None else int(count(scene))
+    source = Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+    scene = replace(scene, draws=source)
+    own = stage.predict.variables(scene if stage.view is None else stage.view(scene), source, None)
+    return of_space + tree.size(own)
 
 
 def memory_of(engine: Engine) -> float:
@@ -266,6 +288,7 @@ def _solve_chunk(
         targets=rows,
         lanes=groups[0] * groups[1],
         batch={name: value.detach().cpu() for name, value in search.decode(best.at).items()},
+        unknowns=search.unknowns(best.at),
         objective=best.objective.detach().cpu(),
         match=best.match.detach().cpu(),
         each=search.each_example(best.at),

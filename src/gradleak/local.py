@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.defence import Client, Defence, Upload
 from gradleak.draws import Draws
+from gradleak.dropout import Dropping
 from gradleak.observation import Observation
 from gradleak.rules import SGD, Rule, Schedule, constant
 from gradleak.task import Batch, Task, TaskError, float32_products
@@ -39,6 +41,8 @@ class LocalTraining:
 
     steps        that many steps; with `batch_size` they cycle through the examples
     epochs       passes over the examples in batches of `batch_size` (None: all at once)
+    augmentation what the client does to the examples of a step, at random
+    dropout      the model's dropout layers drop, with masks of the client's own; keep the model in evaluation mode
     """
 
     lr: float | Tensor
@@ -48,6 +52,7 @@ class LocalTraining:
     optimiser: Rule = SGD()
     schedule: Schedule = constant
     augmentation: Callable[[Batch, Draws, int], Batch] | None = None
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
@@ -60,6 +65,11 @@ class LocalTraining:
             raise ValueError("batch_size needs steps or epochs: one step on one batch would leave examples unused.")
         if not isinstance(self.lr, Tensor) and not self.lr > 0:
             raise ValueError(f"lr must be positive; given {self.lr}.")
+
+    @property
+    def public(self) -> LocalTraining:
+        """The recipe without the client's own randomness: what a replay can follow."""
+        return replace(self, augmentation=None, dropout=False)
 
     def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
         """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
@@ -98,17 +108,21 @@ class LocalTraining:
         buffers = task.buffers() if client.buffers is None else client.buffers
         source = None if client.key is None else Draws(client.key)
         moved: Params = {}
+        passes = 0
         view = Client(task, weights, moved, batch, state, client.extras, client.memory, source)
 
         for step, rows in enumerate(plan):
-            part = batch if rows is None else {name: _rows(value, rows) for name, value in batch.items()}
+            part = part_of(batch, rows)
             if self.augmentation is not None:
                 # A child: a defence that draws from the client's source must not meet the same numbers.
                 part = self.augmentation(part, _required(source, "augmentation").child(1 << 16), step)
 
             def compute(at: Params, on: Batch, *, statistics: bool = True) -> Params:
-                nonlocal buffers  # every forward pass of a real client updates the running statistics, if it may
-                gradient, after = task.gradient_and_buffers(at, on, buffers)
+                # Every forward pass of a real client updates the running statistics, if it may, and draws new masks.
+                nonlocal buffers, passes
+                passes += 1
+                with self._masks(source, passes):
+                    gradient, after = task.gradient_and_buffers(at, on, buffers)
                 buffers = after if statistics else buffers
                 return gradient
 
@@ -125,6 +139,10 @@ class LocalTraining:
         sent = defence.upload(plain, view)
         memory = defence.remember(plain, sent, view)
         return sent, replace(client, optimiser=state, memory=memory, buffers=buffers)
+
+    def _masks(self, source: Draws | None, number: int) -> AbstractContextManager[Any]:
+        """Under which the client's `number`-th pass runs."""
+        return Dropping(_required(source, "dropout").child((1 << 18) + number)) if self.dropout else nullcontext()
 
 
 def observe(
@@ -196,8 +214,11 @@ def _fits(task: Task, batch: Batch) -> None:
             )
 
 
-def _rows(value: Tensor, rows: Tensor | slice) -> Tensor:
-    return value[rows] if isinstance(rows, slice) else value[rows.to(value.device)]
+def part_of(batch: Batch, rows: Tensor | slice | None) -> Batch:
+    """The rows of a batch that one step uses; None: all of them."""
+    if rows is None:
+        return batch
+    return {name: value[rows if isinstance(rows, slice) else rows.to(value.device)] for name, value in batch.items()}
 
 
 def _required(source: Draws | None, what: str) -> Draws:

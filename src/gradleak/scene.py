@@ -103,7 +103,12 @@ class Scene:
 
 
 class Space(Protocol):
-    """Where the unknowns live, and how they become a batch."""
+    """Where the unknowns live, and how they become a batch.
+
+    `before`: all unknowns that the last stage ended with; None in the first. Optional: `unknowns(scene)`, how many
+    there are, where that is not the number of entries of the batch; `entries(task)`, the numbers that the start of a
+    lane needs at its peak.
+    """
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
 
@@ -115,13 +120,45 @@ class Space(Protocol):
 
 
 class Prediction(Protocol):
-    """What the client would have uploaded for a batch; `target` says what of the observation to compare it with."""
+    """What the client would have uploaded for a batch; `target` says what of the observation to compare it with.
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree: ...
+    `variables` are unknowns of its own, such as a place between two models; `before` as for a `Space`: a later stage
+    goes on with what an earlier one found (`resumed`). Optional: `footprint(scene)`, where an evaluation is more than
+    one gradient of the whole batch.
+    """
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
 
     def target(self, scene: Scene) -> Params: ...
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params: ...
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """How much an evaluation of a prediction holds at once: a replay of T steps has T graphs. Chunks are sized by it.
+
+    passes      over all examples, with their activations: E epochs in small batches are E passes
+    gradients   with the weights each is taken at: T steps are T of them
+    """
+
+    passes: float = 1.0
+    gradients: float = 1.0
+
+
+def resumed(begin: Tree, before: Tree | None) -> Tree:
+    """The unknowns of `begin`, each with the value that the last stage left under its name, where it left one."""
+    left = {name: value for name, value in (before or {}).items() if name in begin}
+    for name, value in left.items():
+        if _shapes(value) != _shapes(begin[name]):
+            raise ValueError(
+                f"The last stage left an unknown {name!r} of other shapes than this one has: rename one of them."
+            )
+    return {**begin, **left}
+
+
+def _shapes(value: Tensor | Tree) -> object:
+    return {n: _shapes(v) for n, v in value.items()} if isinstance(value, dict) else tuple(value.shape)
 
 
 class Match(Protocol):

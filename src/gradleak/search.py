@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TRACE_POINTS = 100
 GRAPH_WARMUP = 3  # eager steps before capture, as torch asks; undone afterwards
+MOST_KEPT = 4096  # entries, in a lane, of an unknown that a result keeps whole; of a larger one it keeps the RMS
 
 
 class EngineError(RuntimeError):
@@ -126,9 +127,9 @@ class Search:
             return stage.space.constants(scene, _draws(scene), lane["before"] or None)
 
         def variables(lane: Tree) -> Tree:
-            scene = self.scene(lane)
-            space = stage.space.variables(scene, _draws(scene), lane["before"] or None)
-            prediction = stage.predict.variables(scene, _draws(scene))
+            scene, last = self.scene(lane), lane["before"] or None
+            space = stage.space.variables(scene, _draws(scene), last)
+            prediction = stage.predict.variables(scene, _draws(scene), last)
             if twice := space.keys() & prediction.keys():
                 raise ValueError(f"Space and prediction both name an unknown {', '.join(sorted(twice))}; rename one.")
             return {**space, **prediction}
@@ -143,7 +144,7 @@ class Search:
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
         self.moving["v"] = _own(self.lift(variables)(begin))
-        for setting in ("rates", "every"):
+        for setting in ("rates", "every", "epsilons"):
             for name in getattr(stage.optimiser, setting, {}):
                 if name not in self.v:
                     raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
@@ -309,6 +310,22 @@ class Search:
 
         return next(tree.leaves(self.lift(residual)(v, self.lane))).cpu()
 
+    def unknowns(self, v: Tree) -> dict[str, Tensor]:
+        """What unknowns that are no field of the batch came to, such as those of the prediction, each (lanes, ...).
+
+        Parts of a nested one are called NAME/PART. Of one with more than MOST_KEPT entries, such as a control point as
+        large as the network, only the root mean square is told, NAME_rms.
+        """
+        told: dict[str, Tensor] = {}
+        for name in sorted(v.keys() - self.template.task.fields.keys()):
+            parts = _by_path(name, v[name])
+            entries = sum(part[0].numel() for part in parts.values())
+            if entries > MOST_KEPT:
+                norms = [torch.linalg.vector_norm(part.flatten(1), dim=1).double() for part in parts.values()]
+                parts = {f"{name}_rms": torch.stack(norms).square().sum(0).div(entries).sqrt()}
+            told |= {path: part.detach().cpu() for path, part in parts.items()}
+        return told
+
     def noise(self) -> Tensor:
         """(lanes,): the match that the noise of the known defence leaves at the truth, about; 0 where there is none."""
         known, disturb = self.template.knows.defence, getattr(self.stage.predict, "disturbed", None)
@@ -340,6 +357,13 @@ def _seen(template: Scene, lane: Tree) -> Scene:
         buffers={**(template.buffers or {}), **lane["buffers"]},
         returned_buffers=lane["returned_buffers"] or None,
     )
+
+
+def _by_path(name: str, value: Tensor | Tree) -> dict[str, Tensor]:
+    """The tensors of an unknown: {name: value}, or of a nested one {name/part: value}."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    return {path: leaf for part, held in value.items() for path, leaf in _by_path(f"{name}/{part}", held).items()}
 
 
 def _draws(scene: Scene) -> Draws:

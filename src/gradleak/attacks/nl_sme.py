@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from gradleak.attack import Attack, Composed, Stage
-from gradleak.attacks.sme import PIXELS
+from gradleak.attack import Attack, Composed
+from gradleak.attacks.sme import stage_on_updates
 from gradleak.parts.fields import Labels, label_rule
-from gradleak.parts.matches import Cosine
-from gradleak.parts.optimisers import Adam, StepDecay, constant
-from gradleak.parts.priors import TotalVariation
-from gradleak.parts.spaces import Together
 from gradleak.parts.surrogates import (
     Bezier,
     CentredControl,
@@ -24,7 +20,7 @@ from gradleak.parts.surrogates import (
 from gradleak.registry import named
 from gradleak.scene import Prediction, Prior, Space
 
-# Adam's eps, 1e-8 elsewhere: in its own units a control point of a million entries has gradients down to 1e-10.
+# Adam's eps for the control point, 1e-8 elsewhere: one of a million entries has gradients down to 1e-10.
 EPS = 1e-12
 
 PAPER = "Non-Linear Surrogate Model Extension (NL-SME), arXiv 2509.22082"
@@ -71,25 +67,34 @@ def nl_sme(
         raise ValueError(f"factors must be 'tensor', 'element' or 'off'; given {factors!r}.")
     path = Bezier(start=alpha, spread=spread, nodes=nodes) if curved else Line(start=alpha, spread=spread, nodes=nodes)
     predict: Prediction = path
-    spaces: list[Space] = [PIXELS]
-    priors: list[Prior] = [TotalVariation(tv / 2)]  # half: SME takes the mean of the two directions
+    bounds: list[Space] = []
+    priors: list[Prior] = []
     rates: dict[str, float] = {}
     if nodes == 1:
         rates["alpha"] = alpha_lr
-        spaces.append(Within("alpha", 0.05, 0.95) if curved else Within("alpha", 0.0, 1.0))
+        bounds.append(Within("alpha", 0.05, 0.95) if curved else Within("alpha", 0.0, 1.0))
     if curved:
         rates["control"] = control_lr
         priors += [CentredControl(control)] if control else []
-        spaces += [Reach("control", reach)] if reach is not None else []
+        bounds += [Reach("control", reach)] if reach is not None else []
     if factors != "off":
         predict = Rescaled(path, per=factors)
         rates["scaling"] = scaling_lr
         priors += [UnitScaling(scaling)] if scaling else []
-        spaces.append(Within("scaling", 0.1, 10.0))
+        bounds.append(Within("scaling", 0.1, 10.0))
     if classification:
         priors.append(SurrogateLoss(classification, path))
-    optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay() if decay else constant, rates=rates, eps=EPS)
-    stage = Stage(Together(tuple(spaces)), predict, Cosine(), tuple(priors), optimiser)
+    stage = stage_on_updates(
+        predict,
+        steps=steps,
+        lr=lr,
+        decay=decay,
+        tv=tv,
+        priors=priors,
+        bounds=bounds,
+        rates=rates,
+        epsilons={"control": EPS} if curved else {},
+    )
     return Composed("nl-sme", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from gradleak.attack import Attack, Composed, Stage
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine, SquaredError
@@ -10,10 +12,41 @@ from gradleak.parts.priors import TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, Together
 from gradleak.parts.surrogates import Inside, Line, Sent, Within
 from gradleak.registry import named
+from gradleak.scene import Match, Prediction, Prior, Space
 
 PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 
-PIXELS = Pixels(Inside(Normal()), boxed=True)
+PIXELS, COSINE = Pixels(Inside(Normal()), boxed=True), Cosine()
+
+
+def stage_on_updates(
+    predict: Prediction,
+    *,
+    steps: int,
+    lr: float,
+    decay: bool,
+    tv: float = 0.0,
+    match: Match = COSINE,
+    priors: Sequence[Prior] = (),
+    bounds: Sequence[Space] = (),
+    rates: Mapping[str, float] | None = None,
+    epsilons: Mapping[str, float] | None = None,
+) -> Stage:
+    """The stage that attacks on updates share, SME's: boxed pixels from clamped noise, total variation, Adam.
+
+    They differ in what they predict: in its unknowns (`rates`, `epsilons`), and what holds these (`bounds`, `priors`).
+    All rates are times 0.1 at 3/8, 5/8 and 7/8 of the steps where `decay` is set.
+    """
+    schedule = StepDecay() if decay else constant
+    # Half: SME takes the mean of the two directions, TotalVariation their sum.
+    smooth = (TotalVariation(tv / 2),) if tv else ()
+    return Stage(
+        Together((PIXELS, *bounds)) if bounds else PIXELS,
+        predict,
+        match,
+        (*smooth, *priors),
+        Adam(lr=lr, steps=steps, schedule=schedule, rates=rates or {}, epsilons=epsilons or {}),
+    )
 
 
 @named("sme", kind="attack", paper=PAPER)
@@ -43,13 +76,15 @@ def sme(
     last iterate (keep="last").
     """
     moving = nodes == 1
-    optimiser = Adam(
-        lr=lr, steps=steps, schedule=StepDecay() if decay else constant, rates={"alpha": alpha_lr} if moving else {}
+    stage = stage_on_updates(
+        Line(start=alpha, spread=spread, nodes=nodes),
+        steps=steps,
+        lr=lr,
+        decay=decay,
+        tv=tv,
+        bounds=[Within("alpha", 0.0, 1.0)] if moving else [],
+        rates={"alpha": alpha_lr} if moving else {},
     )
-    space = Together((PIXELS, Within("alpha", 0.0, 1.0))) if moving else PIXELS
-    predict = Line(start=alpha, spread=spread, nodes=nodes)
-    # Half: SME takes the mean of the two directions, TotalVariation their sum.
-    stage = Stage(space, predict, Cosine(), (TotalVariation(tv / 2),), optimiser)
     return Composed("sme", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
@@ -69,8 +104,7 @@ def ig_ms(
     The lower bound that attacks on updates are measured against. Differs from `ig`: it never replays the client's
     steps, even where they are known; Adam on the plain gradient, with SME's rates and weights. `lr` as in `sme`.
     """
-    optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay() if decay else constant)
-    stage = Stage(PIXELS, Sent(), Cosine(), (TotalVariation(tv / 2),), optimiser)
+    stage = stage_on_updates(Sent(), steps=steps, lr=lr, decay=decay, tv=tv)
     return Composed("ig-ms", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
@@ -90,6 +124,5 @@ def dlg_ms(
     Differs from `dlg`: it never replays the steps, takes labels as they were read off or given, and uses SME's Adam and
     box. `lr` as in `sme`.
     """
-    optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay() if decay else constant)
-    stage = Stage(PIXELS, Sent(), SquaredError(), (), optimiser)
+    stage = stage_on_updates(Sent(), steps=steps, lr=lr, decay=decay, match=SquaredError())
     return Composed("dlg-ms", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -171,7 +171,7 @@ def recipe(training: LocalTraining) -> dict[str, Any]:
     """The client's recipe as plain values; rules beyond plain SGD only as text, for people."""
     return {
         "lr": float(training.lr),
-        **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size")},
+        **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size", "dropout")},
         **{name: text(getattr(training, name)) for name in ("optimiser", "schedule", "augmentation")},
     }
 

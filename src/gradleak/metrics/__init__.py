@@ -56,7 +56,8 @@ def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> di
 
     With counts n and found counts m per class: `multiset_accuracy` = sum_c min(m_c, n_c) / B, which iLRG calls `irec`;
     `leacc`: share of classes whose presence is right; `lnacc`: share of classes with the right count, over all
-    classes, and `lnacc_present` over those that are present (iLRG: Ma et al. 2023).
+    classes, and `lnacc_present` over those that are present (iLRG: Ma et al. 2023); `misplaced`: how many labels are
+    wrong, sum_c |m_c - n_c| / 2 (DLFA: Dimitrov et al. 2022).
     """
     found, truth = _indices(found), _indices(truth)
     classes = max(classes or 0, int(found.max()) + 1, int(truth.max()) + 1)
@@ -69,6 +70,7 @@ def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> di
         "lnacc": exact.double().mean(-1),
         "lnacc_present": (exact & present).sum(-1) / present.sum(-1),
         "irec": recovered,
+        "misplaced": (guessed - true).abs().sum(-1) / 2,
     }
 
 

@@ -465,8 +465,9 @@ class BiasCounts(Rule):
 class Auto(Rule):
     """The strongest rule that applies, by what the observation and the threat model offer.
 
-    One example: bias-minimum; without a bias row-products (row-sum for two classes). Several: iLRG where the scale is
-    known and its solution makes sense, with a ridge; otherwise bias-counts; without a bias LLG.
+    One example: bias-minimum; without a bias row-products (row-sum for two classes). Several, and several steps by a
+    recipe that is known: path-bias (`label_counts.path_rule`). Several otherwise: iLRG where the scale is known and its
+    solution makes sense, with a ridge; else bias-counts; without a bias LLG.
 
     iLRG makes sense where hardly any of its real counts are negative. They sum to less than 0.002 B on untrained
     networks, where it is exact, and to 0.02 B and far more on trained ones, where it fails (8 to 1024 examples). In
@@ -481,6 +482,8 @@ class Auto(Rule):
         layer = last_layer(scene)
         if scene.num_examples == 1:
             return BiasMinimum() if layer.deltas is not None else RowProducts() if len(layer.rows) > 2 else RowSum()
+        if along := _label_counts.path_rule(scene):
+            return along
         if layer.deltas is None:
             return LLG()
         sensible = _scale_is_known(scene) and self.sensible(ILRG().solution(scene), scene.num_examples)

@@ -80,6 +80,46 @@ class Relative(_Difference):
 
 
 @dataclass(frozen=True)
+class LayerWeighted:
+    """sum over layers l = 1, 2, ... of exp(-(l - 1) fall) ||predicted - observed||^2: the first layer counts most.
+
+    A layer's weight and bias share their factor. Layers in the order in which the model names its parameters, which is
+    that of the forward pass where modules are built in the order of their use.
+    """
+
+    fall: float = 1.0
+    squares: bool = True
+    scale_free: bool = False
+
+    def prepare(self, observed: Params) -> Params:
+        return observed
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        layers = layers_of(predicted)
+        return {
+            name: math.exp(-0.5 * self.fall * layers[name]) * (value - observed[name])
+            for name, value in predicted.items()
+        }
+
+    def reduce(self, residual: Params) -> Tensor:
+        return tree.squared_norm(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.reduce(self.residual(predicted, observed))
+
+
+def layers_of(params: Params) -> dict[str, int]:
+    """The number of the layer that each parameter belongs to, from 0; of several rounds each counts for itself."""
+    order: dict[str, dict[str, int]] = {}
+    found = {}
+    for name in params:
+        a_round, _, own = name.rpartition("/")
+        layers = order.setdefault(a_round, {})
+        found[name] = layers.setdefault(own.rpartition(".")[0], len(layers))
+    return found
+
+
+@dataclass(frozen=True)
 class LayerNorms(_Difference):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 

@@ -23,6 +23,17 @@ def constant(now: Now) -> float:
 
 
 @dataclass(frozen=True)
+class ExponentialDecay:
+    """The learning rate times `factor` for every so many steps, continuously: factor^(step / every)."""
+
+    factor: float
+    every: int = 1
+
+    def __call__(self, now: Now) -> Tensor:
+        return torch.exp(now.step * (math.log(self.factor) / self.every))
+
+
+@dataclass(frozen=True)
 class StepDecay:
     """Times `factor` at each of the given fractions of the budget (IG: 3/8, 5/8, 7/8 as N / 2.667, 1.6, 1.142)."""
 
@@ -102,8 +113,11 @@ class FirstOrder:
     def memory(self, v: Tensor) -> Tree:
         raise NotImplementedError
 
-    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
-        """The step of one tensor before the learning rate; `count` is how often it has moved, this time included."""
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor, name: str = "") -> tuple[Tensor, Tree]:
+        """The step of one tensor before the learning rate.
+
+        `count`: how often it has moved, this time included; `name`: the unknown it is, or is part of.
+        """
         raise NotImplementedError
 
     def init(self, problem: Problem, v: Tree) -> Tree:
@@ -118,7 +132,7 @@ class FirstOrder:
             rate, interval = self.rates.get(name, self.lr) * factor, self.every.get(name, 1)
             count = torch.floor(now.step / interval) + 1
             moved[name], memory[name] = self._move(
-                v[name], gradient[name], state["memory"][name], rate, count, now, (state["key"], position)
+                name, v[name], gradient[name], state["memory"][name], rate, count, now, (state["key"], position)
             )
             if interval > 1:
                 due = torch.remainder(now.step, interval) == 0
@@ -127,17 +141,25 @@ class FirstOrder:
         return problem.project(moved), {"memory": memory, "key": state["key"]}, scored
 
     def _move(
-        self, v: Any, gradient: Any, memory: Any, rate: Any, count: Tensor, now: Now, source: tuple[Tensor, int]
+        self,
+        unknown: str,
+        v: Any,
+        gradient: Any,
+        memory: Any,
+        rate: Any,
+        count: Tensor,
+        now: Now,
+        source: tuple[Tensor, int],
     ) -> tuple[Any, Any]:
         if isinstance(v, Mapping):  # nested unknowns, such as a control point by parameter name
             pairs = {
                 name: self._move(
-                    v[name], gradient[name], memory[name], rate, count, now, (source[0], source[1] + 16 * i)
+                    unknown, v[name], gradient[name], memory[name], rate, count, now, (source[0], source[1] + 16 * i)
                 )
                 for i, name in enumerate(v, start=1)
             }
             return {name: pair[0] for name, pair in pairs.items()}, {name: pair[1] for name, pair in pairs.items()}
-        step, memory = self.move(self.transform(gradient, now), memory, count)
+        step, memory = self.move(self.transform(gradient, now), memory, count, unknown)
         if self.weight_decay:
             step = step + self.weight_decay * v
         if self.noise:
@@ -151,22 +173,28 @@ class FirstOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(FirstOrder):
-    """Adam. Reference: Kingma and Ba, ICLR 2015."""
+    """Adam. Reference: Kingma and Ba, ICLR 2015.
+
+    eps         added to the root of the second moment: entries whose gradient is far below it hardly move
+    epsilons    eps of a named variable, where it differs
+    """
 
     lr: float = 0.1
     steps: int = 1000
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    epsilons: Mapping[str, float] = field(default_factory=dict)
 
     def memory(self, v: Tensor) -> Tree:
         return {"first": torch.zeros_like(v), "second": torch.zeros_like(v)}
 
-    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor, name: str = "") -> tuple[Tensor, Tree]:
         b1, b2 = self.betas
         first = b1 * memory["first"] + (1 - b1) * gradient
         second = b2 * memory["second"] + (1 - b2) * gradient * gradient
         c1, c2 = 1 - torch.pow(b1, count.double()), 1 - torch.pow(b2, count.double())  # float32 would lose 5e-5 of c2
-        step = (first / c1.to(first.dtype)) / ((second / c2.to(second.dtype)).sqrt() + self.eps)
+        eps = self.epsilons.get(name, self.eps)
+        step = (first / c1.to(first.dtype)) / ((second / c2.to(second.dtype)).sqrt() + eps)
         return step, {"first": first, "second": second}
 
 
@@ -188,7 +216,7 @@ class Lion(FirstOrder):
     def memory(self, v: Tensor) -> Tree:
         return {"momentum": torch.zeros_like(v)}
 
-    def move(self, gradient: Tensor, memory: Tree, count: Tensor) -> tuple[Tensor, Tree]:
+    def move(self, gradient: Tensor, memory: Tree, count: Tensor, name: str = "") -> tuple[Tensor, Tree]:
         b1, b2 = self.betas
         momentum = memory["momentum"]
         step = _sign(b1 * momentum + (1 - b1) * gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,7 @@ from gradleak.defence import Defence
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining, Order
 from gradleak.rules import SGD
-from gradleak.scene import Needs, Now, Scene
+from gradleak.scene import Footprint, Needs, Now, Scene
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 
@@ -32,17 +32,24 @@ class Replay:
     def needs_for_scale(self) -> Needs:
         return frozenset() if self.training is not None else frozenset({"training"})
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
+    def footprint(self, scene: Scene) -> Footprint:
+        training, examples = self.training or scene.knows.training or LocalTraining(lr=1.0), scene.num_examples
+        plan = training.order(examples) if self.order is None else self.order
+        whole = range(examples)
+        rows = [examples if own is None else len(whole[own] if isinstance(own, slice) else own) for own in plan]
+        return Footprint(passes=sum(rows) / examples, gradients=len(plan))
+
     def target(self, scene: Scene) -> Params:
-        return _together([_assumed(each).visible(each.update, each) for each in scene.rounds])
+        return all_rounds([assumed_in(each).visible(each.update, each) for each in scene.rounds])
 
     def disturbed(self, scene: Scene, draws: Draws) -> Params:
         """The target with the noise of the known defence drawn anew: about as far from it as the truth itself is."""
 
         def of_round(number: int, scene: Scene) -> Params:
-            defence, own = _assumed(scene), draws.child(number)
+            defence, own = assumed_in(scene), draws.child(number)
             variance = defence.noise_variance(scene)
             noisy = {
                 name: value
@@ -52,30 +59,29 @@ class Replay:
             }
             return defence.visible(noisy, scene)
 
-        return _together([of_round(number, each) for number, each in enumerate(scene.rounds)])
+        return all_rounds([of_round(number, each) for number, each in enumerate(scene.rounds)])
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
-        training = self.training or scene.knows.training or LocalTraining(lr=1.0)
-        # The client's random augmentations are not known: the replay trains on the images as they are.
-        training = replace(training, augmentation=None)
+        # The client's augmentations and masks are not known: the replay trains on the images as they are.
+        training = (self.training or scene.knows.training or LocalTraining(lr=1.0)).public
 
         def of_round(scene: Scene) -> Params:
-            defence = _assumed(scene)
+            defence = assumed_in(scene)
             client = ClientState(buffers=scene.buffers, extras=scene.extras)
             upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
             return defence.visible(defence.reveal([upload], [upload.num_examples]), scene)
 
-        return _together([of_round(each) for each in scene.rounds])
+        return all_rounds([of_round(each) for each in scene.rounds])
 
 
-def _together(rounds: Sequence[Params]) -> Params:
+def all_rounds(rounds: Sequence[Params]) -> Params:
     """The updates of several rounds as one; a single one keeps its names."""
     if len(rounds) == 1:
         return rounds[0]
     return {f"{number}/{name}": value for number, update in enumerate(rounds) for name, value in update.items()}
 
 
-def _assumed(scene: Scene) -> Defence:
+def assumed_in(scene: Scene) -> Defence:
     """The defence as the attacker believes it. Inside the lane: masks read off the observation are this lane's own."""
     known = scene.knows.defence
     return Defence() if known is None else known.assumed(scene, scene.task)
@@ -91,7 +97,7 @@ class Representation:
 
     signed: bool = True
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
     def target(self, scene: Scene) -> Params:

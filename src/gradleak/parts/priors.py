@@ -27,6 +27,17 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
 
 
+def stacked(batch: Batch, scene: Scene, field: str) -> Tensor:
+    """All images, of all copies where the batch has several, (rows, C, H, W)."""
+    x, shape = batch[field], scene.task.fields[field].shape
+    if len(shape) != 3:
+        raise TaskError(
+            f"This attack's image prior needs examples of shape (channels, height, width); given {shape}. Use an "
+            "attack without one, such as dlg-ms."
+        )
+    return x.reshape(-1, *shape)
+
+
 def _apart(batch: Batch, scene: Scene, field: str) -> Tensor:
     """All differences of neighbours, in units of the field's width, as one vector."""
     low, high = scene.limits[field]
@@ -130,15 +141,33 @@ class ReweightedVariation:
 
 @dataclass(frozen=True)
 class Box(_Squares):
-    """weight * mean squared distance to the field's bounds, in units of their width; zero inside."""
+    """weight * mean squared distance to the field's bounds, in units of their width; zero inside.
+
+    `summed`: over the entries of an example, and the mean of examples (DLFA).
+    """
 
     weight: float = 1.0
     field: str = "x"
+    summed: bool = False
 
     def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
         x, (low, high) = batch[self.field], scene.limits[self.field]
         outside = ((x - x.clamp(low, high)) / (high - low)).flatten()
-        return math.sqrt(self.weight / outside.shape[0]) * outside
+        parts = outside.shape[0] / (math.prod(scene.task.fields[self.field].shape) if self.summed else 1)
+        return math.sqrt(self.weight / parts) * outside
+
+
+@dataclass(frozen=True)
+class CircularVariation:
+    """weight * mean over images of the sum over entries of dx^2 + dy^2 + 1e-7, around the edges (DLFA)."""
+
+    weight: float
+    field: str = "x"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        x = stacked(batch, scene, self.field)
+        squares = (x.roll(-1, -1) - x).square() + (x.roll(-1, -2) - x).square() + 1e-7
+        return self.weight * squares.sum() / x.shape[0]
 
 
 @dataclass(frozen=True)

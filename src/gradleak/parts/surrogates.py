@@ -10,8 +10,9 @@ Unknowns of the predictions, by name:
 alpha       (rounds,) where on the path, 0 at w0 and 1 at wT
 control     by round and parameter: control point minus midpoint of the segment, in units of the update's RMS
 scaling     (tensors,), or by parameter: factors on the predicted gradient; 1 to begin with
-They are held in bounds by `Within` and `Reach`, which are spaces without unknowns of their own (join them by
-`Together`), and pulled back by the priors `CentredControl` and `UnitScaling`.
+A later stage goes on with what the last one found under the same name. They are held in bounds by `Within` and `Reach`,
+which are spaces without unknowns of their own (join them by `Together`), and pulled back by the priors `CentredControl`
+and `UnitScaling`.
 
 References: Zhu, Yao, Blaschko, ICML 2023 (SME); arXiv 2509.22082 (NL-SME).
 """
@@ -35,7 +36,7 @@ from gradleak.parts.predictions import Replay
 from gradleak.parts.spaces import Start
 from gradleak.registry import did_you_mean
 from gradleak.rules import SGD
-from gradleak.scene import Needs, Now, Prediction, Scene
+from gradleak.scene import Footprint, Needs, Now, Prediction, Scene, resumed
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
 
@@ -55,7 +56,7 @@ class Sent:
     def needs_for_scale(self) -> Needs:
         return frozenset({"training"})
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
     def target(self, scene: Scene) -> Params:
@@ -116,14 +117,17 @@ class Line(Sent):
         if self.nodes < 1:
             raise ValueError(f"nodes must be at least 1; given {self.nodes}.")
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         if self.nodes > 1:
             return {}
         like, shape = next(tree.leaves(scene.update)), (len(scene.rounds),)
         begin = torch.full(shape, self.start, device=like.device, dtype=like.dtype)
         if self.spread:
             begin = begin + self.spread * (2 * draws.child(_OWN).uniform(shape, dtype=like.dtype) - 1)
-        return {"alpha": begin}
+        return resumed({"alpha": begin}, before)
+
+    def footprint(self, scene: Scene) -> Footprint:
+        return Footprint(passes=self.nodes, gradients=self.nodes)
 
     def points(self, v: Tree) -> Sequence[tuple[float, Tensor | float]]:
         return [(1.0, v["alpha"])] if self.nodes == 1 else gauss_legendre(self.nodes)
@@ -142,9 +146,9 @@ class Bezier(Line):
     gradient, so hold alpha inside (`Within`).
     """
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         control = {str(number): tree.zeros_like(each.update) for number, each in enumerate(scene.rounds)}
-        return {**super().variables(scene, draws), "control": control}
+        return {**super().variables(scene, draws, before), **resumed({"control": control}, before)}
 
     def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
         bend = 2 * alpha * (1 - alpha) * unit_of_control(scene)
@@ -171,11 +175,15 @@ class Rescaled:
         needs: Needs = getattr(self.predict, "needs_for_scale", frozenset())
         return needs
 
-    def variables(self, scene: Scene, draws: Draws) -> Tree:
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         seen = self.predict.target(scene)
         like = next(tree.leaves(seen))
         factors = tree.map(torch.ones_like, seen) if self.per == "element" else like.new_ones(len(seen))
-        return {**self.predict.variables(scene, draws), "scaling": factors}
+        return {**self.predict.variables(scene, draws, before), **resumed({"scaling": factors}, before)}
+
+    def footprint(self, scene: Scene) -> Footprint:
+        inner = getattr(self.predict, "footprint", None)
+        return Footprint() if inner is None else inner(scene)
 
     def target(self, scene: Scene) -> Params:
         return self.predict.target(scene)

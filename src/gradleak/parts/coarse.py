@@ -1,0 +1,392 @@
+"""Coarse replay: a few large steps on all examples in place of a client's many small ones on batches of them.
+
+A client that makes T steps follows a curved path, over batches in an order that the attacker does not know. `Coarse`
+follows it with K gradients of ALL examples:
+
+    v_0 = w0,    v_{k+1} = v_k - what the client's rule makes of g(v_k; x) in T / K of its steps,    u = w0 - v_K.
+
+For plain SGD that is v_k - (lr T / K) g(v_k; x). The order of the batches does not enter, and where the recipe is known
+nothing is free: what matches, matches by the images. K = 1 is the gradient at w0 (`surrogates.Sent`); K = T is the
+client itself (`predictions.Replay`) where it trains on full batches.
+
+Where the recipe is not known one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
+the client's learning rates, taken for a plain SGD. It belongs to the space `Total`, whose start is a small search, and
+is carried from stage to stage.
+
+The method is gradleak's own. Dimitrov et al., TMLR 2022, replay one full-batch step for each epoch as a baseline, with
+the gradient times the batches of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, singledispatch
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.draws import Draws
+from gradleak.local import LocalTraining
+from gradleak.parts.matches import Cosine
+from gradleak.parts.optimisers import Schedule, require_positive
+from gradleak.parts.predictions import Replay, all_rounds
+from gradleak.recompute import recomputed
+from gradleak.rules import SGD, Adam, Rule
+from gradleak.scene import Footprint, Now, Scene
+from gradleak.task import Batch, Task
+from gradleak.tree import Params, Tree
+
+FINE = 100  # steps that a client of an unknown recipe is taken to make for each coarse one: many
+
+# --- a client's rule over several of its steps at once ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Steps of a client that follow one another: their factors on the learning rate, and how many came before."""
+
+    factors: tuple[float, ...]
+    before: int
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A client's rule in coarse steps: each makes all steps of an interval, with one gradient held (a `Rule` itself).
+
+    SGD with momentum, dampening, Nesterov, weight decay and any schedule is linear in weights, velocity and gradient:
+    the factors are computed once, by the rule itself, and a coarse step costs what one step does. The result is that of
+    all the steps. For other rules see `over`.
+
+    `extrapolate`: instead of held, the gradient goes on along the line through the last two, which makes the error
+    second order in the length of an interval at no cost (as the method of Adams and Bashforth does; Hairer, Norsett,
+    Wanner, Solving Ordinary Differential Equations I, III.1). The first interval holds its gradient, and so does one of
+    a single step. Long intervals become unstable earlier.
+    """
+
+    rule: Rule
+    plan: tuple[Interval, ...]
+    extrapolate: bool = False
+
+    def init(self, weights: Params) -> Tree:
+        return {**self.rule.init(weights), "interval": 0}
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
+        number: int = state["interval"]
+        steps, slope, kept = self.plan[number], None, {}
+        own = {name: value for name, value in state.items() if name not in ("interval", "gradient")}
+        if self.extrapolate:
+            kept = {"gradient": gradient}
+            if number and len(steps) > 1:
+                slope = tree.scale(tree.subtract(gradient, state["gradient"]), 1 / len(self.plan[number - 1]))
+        decrease, own = over(self.rule, weights, gradient, slope, own, lr, steps)
+        return decrease, {**own, **kept, "interval": number + 1}
+
+
+@singledispatch
+def over(
+    rule: Any,
+    weights: Params,
+    gradient: Params,
+    slope: Params | None,
+    state: Tree,
+    lr: float | Tensor,
+    steps: Interval,
+) -> tuple[Params, Tree]:
+    """What a rule subtracts in the steps of an interval, and its state after them. Register the rules of your own.
+
+    The gradient of the j-th step is gradient + j slope; no slope: held.
+
+    Here, for a rule that nothing better is known of: one step of it, with the mean gradient and the sum of the learning
+    rates. Its memory then reaches back over coarse steps instead of fine ones. Exact for an interval of one step.
+    """
+    moved: tuple[Params, Tree] = rule.step(weights, _mean(gradient, slope, steps), state, lr * sum(steps.factors))
+    return moved
+
+
+@over.register
+def _sgd(
+    rule: SGD,
+    weights: Params,
+    gradient: Params,
+    slope: Params | None,
+    state: Tree,
+    lr: float | Tensor,
+    steps: Interval,
+) -> tuple[Params, Tree]:
+    """Exact for the gradients as given, in one combination of them, the weights and the velocity."""
+    started = "velocity" in state
+    moved: Sequence[Any]
+    velocity: Sequence[Any]
+    if not rule.weight_decay:  # linear in the learning rate too, which then may be a tensor at no cost
+        moved, velocity = _cached(rule, steps.factors, started)
+        moved = [lr * factor if factor else 0.0 for factor in moved]
+    elif isinstance(lr, Tensor):
+        rows = torch.eye(4, dtype=lr.dtype, device=lr.device).unbind()
+        moved, velocity = (row.unbind() for row in coefficients(rule, [lr * f for f in steps.factors], started, rows))
+    else:
+        moved, velocity = _cached(rule, tuple(lr * factor for factor in steps.factors), started)
+    terms = (weights, state.get("velocity"), gradient, slope)
+    return _combined(moved, terms), {"velocity": _combined(velocity, terms)} if rule.momentum else {}
+
+
+@over.register
+def _adam(
+    rule: Adam,
+    weights: Params,
+    gradient: Params,
+    slope: Params | None,
+    state: Tree,
+    lr: float | Tensor,
+    steps: Interval,
+) -> tuple[Params, Tree]:
+    """Both moments after the steps, and the sum of their bias-corrected first ones, are exact for a held gradient.
+
+    Approximated: the steps share one denominator, from the mean of their bias-corrected second moments; an extrapolated
+    gradient counts by its mean; weight decay sees the weights that the interval began with.
+    """
+    gradient = _mean(gradient, slope, steps)
+    if rule.weight_decay and not rule.decoupled:
+        gradient = tree.add(gradient, weights, rule.weight_decay)
+    (b1, b2), count = rule.betas, len(steps)
+    old, new, old_square, new_square = _adam_factors(rule.betas, steps)
+
+    def move(m: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return lr * (old * m + new * g) / (tree.safe_sqrt(old_square * v + new_square * g * g) + rule.eps)
+
+    decrease = tree.map(move, state["first"], state["second"], gradient)
+    if rule.weight_decay and rule.decoupled:
+        decrease = tree.add(decrease, weights, lr * sum(steps.factors) * rule.weight_decay)
+    return decrease, {
+        "first": tree.map(lambda m, g: b1**count * m + (1 - b1**count) * g, state["first"], gradient),
+        "second": tree.map(lambda v, g: b2**count * v + (1 - b2**count) * g * g, state["second"], gradient),
+        "count": state["count"] + count,
+    }
+
+
+def coefficients(rule: SGD, rates: Sequence[Any], started: bool, rows: Sequence[Any]) -> tuple[Any, Any]:
+    """(decrease, velocity) after steps of these rates, each as factors of (weights, velocity, gradient, slope).
+
+    The rule itself makes the steps, on the rows of a unit matrix (4, 4) in place of these four.
+    """
+    weights, velocity, gradient, slope = rows
+    state: Tree = {"velocity": {"": velocity}} if started else {}
+    total: Any = 0 * weights
+    for number, rate in enumerate(rates):
+        decrease, state = rule.step({"": weights}, {"": gradient + number * slope}, state, rate)
+        total, weights = total + decrease[""], weights - decrease[""]
+    return total, state["velocity"][""] if state else 0 * total
+
+
+@lru_cache(maxsize=4096)
+def _cached(rule: SGD, rates: tuple[float, ...], started: bool) -> tuple[list[float], list[float]]:
+    # numpy: inside a step torch may be tracing, and would give tensors without values.
+    moved, velocity = coefficients(rule, rates, started, list(np.eye(4)))
+    return moved.tolist(), velocity.tolist()
+
+
+@lru_cache(maxsize=4096)
+def _adam_factors(betas: tuple[float, float], steps: Interval) -> tuple[float, float, float, float]:
+    """Of the first moment and the gradient in the sum of the steps; of the second and its square in their mean."""
+    j = np.arange(1, len(steps) + 1)
+    rates = np.asarray(steps.factors)
+    shares = rates / rates.sum() if rates.sum() else np.full(len(steps), 1 / len(steps))
+
+    def pair(beta: float, weights: Any) -> tuple[float, float]:
+        corrected = weights / (1 - beta ** (steps.before + j))
+        return float((corrected * beta**j).sum()), float((corrected * (1 - beta**j)).sum())
+
+    return (*pair(betas[0], rates), *pair(betas[1], shares))
+
+
+def _mean(gradient: Params, slope: Params | None, steps: Interval) -> Params:
+    return gradient if slope is None else tree.add(gradient, slope, (len(steps) - 1) / 2)
+
+
+def _combined(factors: Sequence[Any], terms: Sequence[Params | None]) -> Params:
+    """The sum of factor times term, without those that add nothing: every term is a pass over the weights."""
+    total: Params | None = None
+    for factor, term in zip(factors, terms, strict=True):
+        if term is not None and (isinstance(factor, Tensor) or factor):
+            total = tree.scale(term, factor) if total is None else tree.add(total, term, factor)
+    return tree.zeros_like(next(term for term in terms if term is not None)) if total is None else total
+
+
+def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: bool = False) -> LocalTraining:
+    """The recipe in so many coarse steps on all examples, none shorter than one of the client's."""
+    fine = len(training.order(examples))
+    steps = min(steps, fine)
+    cuts = [number * fine // steps for number in range(steps + 1)]
+    plan = tuple(
+        Interval(tuple(training.schedule(step, fine) for step in range(begin, end)), begin)
+        for begin, end in zip(cuts, cuts[1:])
+    )
+    return LocalTraining(lr=training.lr, steps=steps, optimiser=Held(training.optimiser, plan, extrapolate))
+
+
+# --- the prediction, and its unknown ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Coarse:
+    """The update that `steps` large steps on all examples make, from the weights sent, by the client's own rule.
+
+    steps           K; never more than the client makes
+    training        a recipe of its own; else that of the threat model; else plain SGD of the length that `Total` learns
+    extrapolate     as in `Held`: worth about twice the steps, where these are short enough
+    recompute       keep K points of the path instead of K graphs, and run each step again for its derivatives: the
+                    memory of one graph, and about twice the time
+
+    In units of the update, through the defence as far as it is known, all rounds of a target together.
+    """
+
+    steps: int = 20
+    training: LocalTraining | None = None
+    extrapolate: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps",))
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def footprint(self, scene: Scene) -> Footprint:
+        known = self.training or scene.knows.training
+        steps = self.steps if known is None else min(self.steps, len(known.order(scene.num_examples)))
+        # Recomputed: one graph at a time, and the points of the path, each with its adjoint.
+        return Footprint(passes=1 if self.recompute else steps, gradients=steps)
+
+    def target(self, scene: Scene) -> Params:
+        return Replay().target(scene)
+
+    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+        return Replay().disturbed(scene, draws)
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        if self.recompute:
+            scene = replace(scene, task=_recomputing(scene.task))
+        return all_rounds(
+            [
+                Replay(self.recipe(each, v, number))(batch, v, replace(each, earlier=()), now)
+                for number, each in enumerate(scene.rounds)
+            ]
+        )
+
+    def recipe(self, scene: Scene, v: Tree, number: int) -> LocalTraining:
+        """What is replayed of one round, the `number`-th of the target."""
+        known = self.training or scene.knows.training
+        if known is None:
+            if "total" not in v:
+                raise ValueError(
+                    "Coarse needs to know how far the client goes: pass Knowledge(training=...), or let it be learned "
+                    "by joining Total() to the space: Together((Pixels(), Total()))."
+                )
+            fine = FINE * self.steps
+            known = LocalTraining(lr=v["total"][number].exp() / fine, steps=fine)
+        return coarsened(known, scene.num_examples, self.steps, self.extrapolate)
+
+
+@dataclass(frozen=True)
+class Total:
+    """The unknown `total` of `Coarse`, (rounds,): the log of the sum of the client's learning rates.
+
+    Join it to another space by `Together`. It begins where a flat image matches best by cosine, among `trials` totals
+    up to `reach` times more or less than |update| / |gradient|, with `steps` coarse steps each. Where the recipe is
+    known it has that value; nothing depends on it then, and it stays.
+    """
+
+    steps: int = 5
+    trials: int = 17
+    reach: float = 16.0
+    extrapolate: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "trials"), real=("reach",))
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and "total" in before:
+            return {"total": before["total"]}
+        return {"total": torch.stack([self.start(replace(each, fields=scene.fields)) for each in scene.rounds])}
+
+    def start(self, scene: Scene) -> Tensor:
+        """The total that a round begins with."""
+        training, like = scene.knows.training, next(tree.leaves(scene.update))
+        if training is not None:
+            steps = len(training.order(scene.num_examples))
+            total = training.lr * sum(training.schedule(step, steps) for step in range(steps))
+            return torch.as_tensor(total, dtype=like.dtype, device=like.device).log()
+        alone, flat, now = replace(scene, earlier=()), flat_batch(scene), Now(like.new_zeros(()), 1)
+        gradient = tree.norm(scene.task.gradient(scene.weights, flat, scene.buffers))
+        tiny = torch.finfo(like.dtype).tiny
+        middle = tree.norm(scene.update).clamp_min(tiny).log() - gradient.clamp_min(tiny).log()
+        far = float(np.log(self.reach))
+        trials = middle + torch.linspace(-far, far, self.trials, dtype=like.dtype, device=like.device)
+        predict, match = Coarse(self.steps, extrapolate=self.extrapolate), Cosine()
+        observed = match.prepare(predict.target(alone))
+        # One after another: an inner vmap would shut out models that run lane by lane because vmap fails.
+        distances = torch.stack(
+            [match.distance(predict(flat, {"total": trial[None]}, alone, now), observed) for trial in trials.unbind()]
+        )
+        best = torch.where(distances.isfinite(), distances, torch.inf).argmin(keepdim=True)
+        return trials.gather(0, best).squeeze(0)
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return {}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
+def flat_batch(scene: Scene) -> Batch:
+    """Images of one colour, half way between their bounds, with the labels that are known, or an even share of all."""
+    like, blank = next(tree.leaves(scene.weights)), scene.task.blank(scene.num_examples)
+    for name, field in scene.task.fields.items():
+        if field.classes is not None:
+            shape = (scene.num_examples, *field.shape, field.classes)
+            blank[name] = torch.full(shape, 1 / field.classes, dtype=like.dtype, device=like.device)
+        else:
+            blank[name] = blank[name].to(like.device, like.dtype)
+    return {**blank, **scene.fields}
+
+
+@dataclass(frozen=True)
+class Onwards:
+    """A schedule over a run of `total` steps, for a stage of it that begins after `done` of them."""
+
+    schedule: Schedule
+    done: int
+    total: int
+
+    def __call__(self, now: Now) -> Tensor | float:
+        return self.schedule(Now(now.step + self.done, self.total))
+
+
+@dataclass(frozen=True, eq=False)
+class _Recomputing(Task):
+    """A task whose gradient keeps what it was given and no graph."""
+
+    def gradient_and_buffers(
+        self, weights: Params, batch: Batch, buffers: Params | None = None
+    ) -> tuple[Params, Params]:
+        plain = Task(self.model, self.objective, self.fields)
+
+        def step(weights: Params, batch: Batch, buffers: Params) -> tuple[Params, Params]:
+            # Constants: BatchNorm has no derivative by its running statistics, and refuses to be asked for one.
+            return plain.gradient_and_buffers(weights, batch, tree.map(Tensor.detach, buffers))
+
+        result: tuple[Params, Params] = recomputed(step)(weights, batch, self.buffers() if buffers is None else buffers)
+        return result
+
+
+def _recomputing(task: Task) -> Task:
+    return _Recomputing(task.model, task.objective, task.fields)

@@ -1,0 +1,83 @@
+"""A match that looks only at the largest entries of the observed update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.registry import did_you_mean
+from gradleak.scene import Match
+from gradleak.tree import Params
+
+PER = ("all", "tensor")
+
+
+@dataclass(frozen=True)
+class Strongest:
+    """Another match on a `share` of the entries: those of largest magnitude in the observed update (FEDLEAK).
+
+    per     "tensor": the share of every tensor, of every round; "all": of the whole update at once
+
+    Chosen once, from what was observed, among its entries that are not zero: what a defence pruned, or what a dead
+    unit never moved, is compared with nothing, even with share = 1. Of k = ceil(share x non-zero entries) exactly k
+    are taken, at least one where there is any; among equal ones those that come first. What a known defence makes of
+    the update is ranked after `visible`, so in units of its noise. NaN ranks first: it must not pass unnoticed.
+
+    The prepared update keeps its names and shapes, with zeros where nothing is compared: the entries that are left
+    are their own mask. It suits any match that prepares by scaling.
+    Reference: Fan, Wang, Chen, Zhou, USENIX Security 2025; whether per tensor or over all is not verified.
+    """
+
+    match: Match
+    share: float = 0.1
+    per: str = "tensor"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1; given {self.share}.")
+        if self.per not in PER:
+            raise ValueError(f"per must be 'tensor' or 'all'; given {self.per!r}.{did_you_mean(str(self.per), PER)}")
+
+    @property
+    def squares(self) -> bool:
+        return self.match.squares
+
+    @property
+    def scale_free(self) -> bool:
+        return self.match.scale_free
+
+    def prepare(self, observed: Params) -> Params:
+        if self.per == "all":
+            kept = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
+        else:
+            kept = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
+        return self.match.prepare(kept)
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        return self.match.residual(_where_compared(predicted, observed), observed)
+
+    def reduce(self, residual: Params) -> Tensor:
+        return self.match.reduce(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.match.distance(_where_compared(predicted, observed), observed)
+
+
+def largest(values: Tensor, share: float) -> Tensor:
+    """`values` (n,) with all but a share of the non-zero ones, the largest in magnitude, set to zero.
+
+    How many that are depends on the values, so it is a tensor: shapes stay fixed, as vmap needs them.
+    """
+    # The slack: 0.1 * 30 is above 3 in floating point, and 3 entries are meant.
+    count = torch.ceil(share * (values != 0).sum().double() - 1e-6).clamp_min(1)
+    order = values.abs().argsort(descending=True, stable=True)
+    first = torch.arange(values.shape[0], device=values.device) < count
+    return values * torch.zeros_like(values).scatter(0, order, first.to(values.dtype))
+
+
+def _where_compared(predicted: Params, observed: Params) -> Params:
+    # A product, not `where`: a prediction that is not finite must show, wherever it is.
+    return tree.map(lambda p, o: p * (o != 0).to(p.dtype), predicted, observed)
