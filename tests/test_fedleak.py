@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import gradleak as gl
-from conftest import largest_difference, moment, perceptron, private, tiny
+from conftest import largest_difference, moment, perceptron, private, scene_of, tiny
 from gradleak import tree
 from gradleak.attack import Stage
 from gradleak.draws import Draws, key
@@ -348,3 +348,21 @@ def test_one_step_is_matched_by_the_truth_whatever_is_compared() -> None:
             near, far = (stage.match.distance(stage.predict(b, {}, scene, moment()), seen) for b in (batch, away))
             assert near < 1e-28
             assert far > 1e-6
+
+
+def test_the_level_of_known_noise_is_that_of_the_entries_that_are_compared() -> None:
+    """At the truth the match is about what `Reconstruction.noise` says, though only a tenth of the update is seen."""
+    task, batch = tiny(), private(3)
+    training, defence = gl.LocalTraining(lr=1.0), gl.defences.LocalGaussian(sigma=3e-3)
+    knows = gl.Knowledge(training=training, defence=defence, given={"y": batch["y"]})
+    told, there = [], []
+    for seed in range(6):
+        seen = gl.observe(task, batch, training, defence, seed=seed)
+        attack = gl.attacks.get("fedleak", steps=1)
+        found = attack.run(task, seen, knows, engine=gl.Engine(device="cpu", precision="double"))
+        told.append(float(found.noise))
+        stage, scene = attack.stages[0], scene_of(task, seen, knows, y=batch["y"])
+        predicted = stage.predict(batch, {}, scene, moment())
+        there.append(float(stage.match.distance(predicted, stage.match.prepare(stage.predict.target(scene)))))
+    ratio = sum(told) / sum(there)
+    assert 0.5 < ratio < 2, (told, there)

@@ -304,7 +304,7 @@ def test_dropout_keeps_the_right_share_and_the_mean() -> None:
     assert (channels.flatten(2).std(-1) == 0).all()  # a channel is kept or dropped as a whole
     assert (channels[:, :, 0, 0] == 0).float().mean() == pytest.approx(0.3, abs=0.07)
     assert (gone == 0).all()
-    with Dropping(source), pytest.raises(NotImplementedError, match="alpha_dropout"):
+    with pytest.raises(NotImplementedError, match="alpha_dropout"), Dropping(source):
         F.alpha_dropout(ones)
 
 
@@ -326,3 +326,33 @@ def test_a_replay_follows_what_is_public_of_a_recipe() -> None:
     assert noisy.public.augmentation is None
     assert not noisy.public.dropout
     assert noisy.public.lr == 0.5
+
+
+class Attentive(nn.Module):
+    """Dropout where no mask of ours reaches: inside attention."""
+
+    def __init__(self, p: float, own: float = 0.0) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, dropout=p, batch_first=True), nn.Linear(8, 3)
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(1, 2)  # (N, 8, 8)
+        out: Tensor = self.head(torch.dropout(self.attention(rows, rows, rows)[0].mean(1), self.own, self.training))
+        return out
+
+
+def test_dropout_that_would_not_drop_is_refused() -> None:
+    batch, like = pictures(2), (pictures(1)["x"], pictures(1)["y"])
+    dropped = LocalTraining(lr=0.1, dropout=True)
+    hidden, own = (
+        gl.Task.supervised(model.double().eval(), F.cross_entropy, like=like)
+        for model in (Attentive(0.5), Attentive(0.0, own=0.5))
+    )
+    with pytest.raises(NotImplementedError, match="multi_head_attention"):
+        gl.observe(hidden, batch, dropped)
+    first, second = (gl.observe(own, batch, dropped, key=key).update for key in "ab")
+    assert largest_difference(first, second) > 1e-4  # torch.dropout is masked too
+    none = dropping(nn.Identity())
+    with pytest.raises(ValueError, match="never calls dropout"):
+        gl.observe(none, batch, dropped)

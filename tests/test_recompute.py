@@ -119,6 +119,16 @@ class Holder:
     held: Tree
 
 
+class Weighing:
+    """An object of a class of its own, which is called."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return (z * self.x).sum()
+
+
 def test_tensors_that_a_derivative_could_not_reach_are_refused() -> None:
     x = problem()[0][0]
 
@@ -129,7 +139,10 @@ def test_tensors_that_a_derivative_could_not_reach_are_refused() -> None:
         holder = Holder({"inside": [x]})
         return recomputed(partial(lambda holder, z: (z * holder.held["inside"][0]).sum(), holder))(x)  # type: ignore[no-any-return]
 
-    for function in (hidden, deeper):
+    def beside(x: Tensor) -> Tensor:
+        return recomputed(Weighing(x))(x)  # type: ignore[no-any-return]
+
+    for function in (hidden, deeper, beside):
         for transformed in (grad(function), vmap(function), vmap(grad(function))):
             with pytest.raises(ValueError, match="pass it as an argument"):
                 transformed(x)

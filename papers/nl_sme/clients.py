@@ -115,10 +115,23 @@ def _original(setting: Setting, effort: Effort) -> list[Images]:
 
 
 def _enhanced(setting: Setting, effort: Effort) -> list[Images]:
-    """Of five random writers the images with most detail, for each client other five."""
+    """Of five random writers the images with most detail, for each client other five.
+
+    Every writer's images are dealt out first: no image belongs to two clients, which would not be two samples.
+    """
     held = written(characters(effort), effort.seed)
     last = effort.first + effort.clients
-    return [gl.data.enhanced(held, setting.size(effort), writers=5, seed=client) for client in range(last)]
+    return [
+        gl.data.enhanced(dealt(held, client, last), setting.size(effort), writers=5, seed=client)
+        for client in range(last)
+    ]
+
+
+def dealt(held: Writers, client: int, clients: int) -> Writers:
+    """One client's share of every writer: each `clients`-th image."""
+    starts = [sum(held.sizes[:writer]) for writer in range(len(held))]
+    rows = [torch.arange(start + client, start + size, clients) for start, size in zip(starts, held.sizes)]
+    return Writers(held.images[torch.cat(rows)], held.names, tuple(len(own) for own in rows))
 
 
 SPLITS: dict[str, Callable[[Setting, Effort], list[Images]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -274,7 +274,6 @@ def _collect(
     """Put the solved pieces back into the order of the targets, and choose a restart for each, by match alone."""
     count, restarts = len(targets), attack.restarts
     most = max(target.num_examples for target in targets)
-    candidates: Batch = {}
     curves = ("objective", "match")
     numbers = {name: torch.full((count, restarts), torch.nan, dtype=torch.float64) for name in (*curves, "noise")}
     diverged = torch.zeros((count, restarts), dtype=torch.bool)
@@ -282,12 +281,6 @@ def _collect(
     trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in curves}
     for piece in pieces:
         rows = torch.tensor(piece.targets)
-        for name, value in piece.batch.items():  # (lanes, B, ...)
-            value = value.reshape(len(rows), restarts, *value.shape[1:])
-            if name not in candidates:
-                filler = torch.nan if value.is_floating_point() else -1
-                candidates[name] = value.new_full((count, restarts, most, *value.shape[3:]), filler)
-            candidates[name][rows, :, : value.shape[2]] = value
         for name, held in numbers.items():
             held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
         for name in curves:
@@ -302,10 +295,11 @@ def _collect(
             each[rows, :, :size] = piece.each.reshape(-1, restarts, size).float()
         pick = torch.where(each.isnan(), torch.inf, each).argmin(dim=1)
     row, column = torch.arange(count)[:, None], torch.arange(most)
+    candidates = _gathered([(piece.targets, piece.batch) for piece in pieces], count, restarts)
     return Reconstruction(
         batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
-        unknowns=_unknowns(pieces, count, restarts),
+        unknowns=_gathered([(piece.targets, piece.unknowns) for piece in pieces], count, restarts),
         objective=numbers["objective"],
         match=numbers["match"],
         noise=numbers["noise"],
@@ -326,17 +320,24 @@ def _collect(
     )
 
 
-def _unknowns(pieces: list[Any], count: int, restarts: int) -> dict[str, Tensor]:
-    """The unknowns of all pieces in the order of the targets; NaN where a target has none, or a shorter one."""
+def _gathered(
+    pieces: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]], count: int, restarts: int
+) -> dict[str, Tensor]:
+    """(lanes, ...) of all pieces by name, as (targets, restarts, ...) in the order of the targets.
+
+    Padded with NaN, or -1, where a target has none of that name, or a smaller one: fewer examples, rounds, copies.
+    """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for piece in pieces:
-        for name, value in piece.unknowns.items():  # (lanes, ...)
+    for targets, named in pieces:
+        for name, value in named.items():
             own = value.reshape(-1, restarts, *value.shape[1:])
-            parts.setdefault(name, []).append((torch.tensor(piece.targets), own))
+            parts.setdefault(name, []).append((torch.tensor(targets), own))
     found: dict[str, Tensor] = {}
     for name, held in parts.items():
         most = [max(sizes) for sizes in zip(*(value.shape[2:] for _, value in held), strict=True)]
-        found[name] = held[0][1].new_full((count, restarts, *most), torch.nan)
+        first = held[0][1]
+        filler = torch.nan if first.is_floating_point() else -1
+        found[name] = first.new_full((count, restarts, *most), filler)
         for rows, value in held:
             corner: list[Any] = [rows, slice(None), *(slice(size) for size in value.shape[2:])]
             found[name][tuple(corner)] = value

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -27,9 +28,18 @@ class Dropping(TorchFunctionMode):
         super().__init__()
         self.draws, self.calls = draws, 0
 
+    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+        super().__exit__(kind, value, traceback)
+        if kind is None and not self.calls:
+            raise ValueError(
+                "LocalTraining(dropout=True): the model never calls dropout in evaluation mode, so nothing would be "
+                "dropped. Use dropout layers (nn.Dropout, nn.Dropout1d to 3d), or leave it out."
+            )
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _UNKNOWN:
+        hidden = _HIDDEN.get(func)
+        if func in _UNKNOWN or (hidden is not None and hidden(*args, **kwargs) > 0):
             raise NotImplementedError(
                 f"LocalTraining(dropout=True) cannot draw masks for {func.__name__}: it knows dropout, and dropout1d "
                 "to dropout3d. Train without it, or with one of these."
@@ -60,8 +70,31 @@ def _dropped(draws: Draws, input: Tensor, p: float, shape: tuple[int, ...]) -> T
     return input * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
+def _of_attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **named: Any
+) -> float:
+    return dropout_p
+
+
+def _of_heads(*args: Any, **named: Any) -> float:
+    return float(named["dropout_p"] if "dropout_p" in named else args[10])
+
+
+def _of_recurrence(*args: Any) -> float:
+    """(input, hidden, weights, bias, layers, dropout, ...), or with the sizes of packed batches before the hidden."""
+    return float(next((value for value in args[4:] if isinstance(value, float)), 0.0))
+
+
+# Dropout inside other functions, and how to tell its p.
+_HIDDEN: dict[Any, Callable[..., float]] = {
+    F.scaled_dot_product_attention: _of_attention,
+    F.multi_head_attention_forward: _of_heads,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _of_recurrence),
+}
+
 _MASKED: dict[Any, Callable[..., Tensor]] = {
     F.dropout: _entries,
+    torch.dropout: _entries,
     F.dropout1d: _channels(1),
     F.dropout2d: _channels(2),
     F.dropout3d: _channels(3),

@@ -121,6 +121,9 @@ def closed(function: Callable[..., Any]) -> None:
                 if cell != CellType():  # one that is not filled yet
                     walk(cell.cell_contents, name)
             walk(held.__defaults__, f"the defaults of {held.__name__}")
+        else:  # an object of a class of its own
+            for name, value in getattr(held, "__dict__", {}).items():
+                walk(value, f"{where}.{name}")
 
     walk(function, getattr(function, "__name__", "it"))
 

@@ -162,7 +162,10 @@ def _shapes(value: Tensor | Tree) -> object:
 
 
 class Match(Protocol):
-    """A distance. `squares`: reduce is the residual's sum of squares. `scale_free`: blind to the scale."""
+    """A distance. `squares`: reduce is the residual's sum of squares. `scale_free`: blind to the scale.
+
+    Optional: `compared(update, observed)`, where it looks at a part of an update only.
+    """
 
     @property
     def squares(self) -> bool: ...

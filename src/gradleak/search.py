@@ -338,7 +338,9 @@ class Search:
             if not self.stage.match.scale_free:
                 return self.stage.match.distance(noisy, lane["observed"])
             # The observation is truth plus noise: |truth|^2 = |observed|^2 - |noise|^2, and their cosine the ratio.
-            seen = self.stage.predict.target(scene)
+            seen, compared = self.stage.predict.target(scene), getattr(self.stage.match, "compared", None)
+            if compared is not None:
+                seen, noisy = compared(seen, lane["observed"]), compared(noisy, lane["observed"])
             whole, added = tree.squared_norm(seen), tree.squared_norm(tree.subtract(noisy, seen))
             return 1 - ((whole - added).clamp_min(0.0) / whole).sqrt()
 

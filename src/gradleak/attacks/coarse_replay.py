@@ -21,7 +21,7 @@ def coarse_replay(
     total_lr: float = 1e-2,
     tv: float = 0.01,
     coarse: int = 20,
-    path: tuple[int, ...] = (5,),
+    path: tuple[int, ...] = (),
     early: float = 0.2,
     extrapolate: bool = False,
     recompute: bool = True,

@@ -1,7 +1,7 @@
 """A whole local training inside the attack, whose derivative keeps weights at checkpoints, not the graph of every step.
 
 `trained` is the client rule (`LocalTraining.run`) one step at a time under `recompute.rollout`, through the hooks of a
-defence as far as it is known; `Checkpointed` is `Replay` by it.
+defence as far as it is known.
 """
 
 from __future__ import annotations
@@ -14,33 +14,12 @@ from torch import Tensor
 
 from gradleak import tree
 from gradleak.defence import Client, Compute, Defence, Upload
-from gradleak.local import ClientState, LocalTraining, part_of
-from gradleak.parts.predictions import Replay, all_rounds, assumed_in
+from gradleak.local import ClientState, LocalTraining
+from gradleak.parts.predictions import assumed_in
 from gradleak.recompute import rollout
-from gradleak.scene import Footprint, Now, Scene
+from gradleak.scene import Footprint, Scene
 from gradleak.task import Batch
 from gradleak.tree import Params, Tree
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpointed(Replay):
-    """`Replay` whose derivative holds the weights at a checkpoint for every so many steps, and not the steps' graphs.
-
-    The same numbers for about one more evaluation a step; the client rule is the same function. For long replays.
-    """
-
-    every: int = 1
-
-    def footprint(self, scene: Scene) -> Footprint:
-        plain = super().footprint(scene)
-        return held([plain.passes / plain.gradients] * int(plain.gradients), self.every)
-
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
-        training = self.training or scene.knows.training or LocalTraining(lr=1.0)
-        plan = training.order(scene.num_examples) if self.order is None else self.order
-        parts = [part_of(batch, rows) for rows in plan]
-        lengths = [training.schedule(step, len(plan)) for step in range(len(plan))]
-        return all_rounds([trained(training, each, parts, lengths, batch, self.every) for each in scene.rounds])
 
 
 def held(passes: Sequence[float], every: int) -> Footprint:

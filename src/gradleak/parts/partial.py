@@ -57,13 +57,18 @@ class Strongest:
         return self.match.prepare(kept)
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(_where_compared(predicted, observed), observed)
+        return self.match.residual(self.compared(predicted, observed), observed)
 
     def reduce(self, residual: Params) -> Tensor:
         return self.match.reduce(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.match.distance(_where_compared(predicted, observed), observed)
+        return self.match.distance(self.compared(predicted, observed), observed)
+
+    def compared(self, update: Params, observed: Params) -> Params:
+        """What of an update is looked at, `observed` as `prepare` left it; zeros elsewhere."""
+        # A product, not `where`: a prediction that is not finite must show, wherever it is.
+        return tree.map(lambda p, o: p * (o != 0).to(p.dtype), update, observed)
 
 
 def largest(values: Tensor, share: float) -> Tensor:
@@ -76,8 +81,3 @@ def largest(values: Tensor, share: float) -> Tensor:
     order = values.abs().argsort(descending=True, stable=True)
     first = torch.arange(values.shape[0], device=values.device) < count
     return values * torch.zeros_like(values).scatter(0, order, first.to(values.dtype))
-
-
-def _where_compared(predicted: Params, observed: Params) -> Params:
-    # A product, not `where`: a prediction that is not finite must show, wherever it is.
-    return tree.map(lambda p, o: p * (o != 0).to(p.dtype), predicted, observed)
