@@ -182,6 +182,8 @@ def require(attack: Attack, knows: Knowledge) -> None:
             "training": "Knowledge(training=LocalTraining(lr=...)): the update is lr times the gradient, and this "
             "attack compares absolute values",
             "y": "Knowledge(given={'y': labels}), or an attack that recovers them",
+            "t": "Knowledge(given={'t': steps}), or t='analytic'",
+            "noise": "Knowledge(given={'noise': noise}), or noise='unknown'",
         }
         advice = "; ".join(how.get(name, f"Knowledge({name}=...)") for name in missing)
         raise MissingKnowledge(

@@ -20,6 +20,9 @@ from gradleak.rules import SGD, Rule, Schedule, constant
 from gradleak.task import Batch, Task, TaskError, float32_products
 from gradleak.tree import Params, Tree
 
+SHARED = "draws"
+"""In what the server broadcasts: a key, from which ALL clients draw the fields that each would else draw itself."""
+
 Order: TypeAlias = Sequence[Tensor | slice | None]
 """Rows of the batch that each step uses; None means all of them."""
 
@@ -43,6 +46,8 @@ class LocalTraining:
     epochs       passes over the examples in batches of `batch_size` (None: all at once)
     augmentation what the client does to the examples of a step, at random
     dropout      the model's dropout layers drop, with masks of the client's own; keep the model in evaluation mode
+
+    Fields that a client draws itself (`Task.drawn`) and its batch lacks are drawn from its key, in every step anew.
     """
 
     lr: float | Tensor
@@ -117,6 +122,9 @@ class LocalTraining:
                 # A child: a defence that draws from the client's source must not meet the same numbers.
                 part = self.augmentation(part, _required(source, "augmentation").child(1 << 16), step)
 
+            if missing := task.drawn - part.keys():
+                part = _completed(task, part, missing, source, client.extras, step)
+
             def compute(at: Params, on: Batch, *, statistics: bool = True) -> Params:
                 # Every forward pass of a real client updates the running statistics, if it may, and draws new masks.
                 nonlocal buffers, passes
@@ -160,6 +168,9 @@ def observe(
 ) -> Observation:
     """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
 
+    Fields that the client draws (`Task.drawn`) may be missing: then only the client knows them. To keep them for the
+    score, draw them before (`Task.completed`) and pass the whole batch.
+
     `memory`: what the client kept from earlier rounds (`Defence.remember`). `server`: what the server's hooks see.
 
     `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so
@@ -195,7 +206,7 @@ def observe(
 
 def _fits(task: Task, batch: Batch) -> None:
     """The client's batch must have the task's fields, shapes and classes: torch's own errors do not say which."""
-    if batch.keys() != task.fields.keys():
+    if batch.keys() - task.fields.keys() or task.fields.keys() - batch.keys() - task.drawn:
         raise TaskError(
             f"The batch has fields {', '.join(sorted(batch))}; the task has {', '.join(sorted(task.fields))}."
         )
@@ -203,6 +214,8 @@ def _fits(task: Task, batch: Batch) -> None:
     if len(set(counts.values())) != 1 or 0 in counts.values():
         raise TaskError(f"Every field needs the same number of examples, at least one; given {counts}.")
     for name, field_ in task.fields.items():
+        if name not in batch:  # the client draws it
+            continue
         value, soft = batch[name], field_.classes is not None and batch[name].is_floating_point()
         wanted = (*field_.shape, field_.classes) if soft else field_.shape
         if tuple(value.shape[1:]) != wanted:
@@ -212,6 +225,26 @@ def _fits(task: Task, batch: Batch) -> None:
                 f"Field {name!r} holds {int(value.min())} to {int(value.max())}; the model has classes 0 to "
                 f"{field_.classes - 1}."
             )
+
+
+def _completed(
+    task: Task, part: Batch, missing: frozenset[str], source: Draws | None, extras: dict[str, Params], step: int
+) -> Batch:
+    """The batch of a step with the fields that a client draws: from its own key, or from one the server sent to all."""
+    if SHARED in extras:
+        source = Draws(extras[SHARED]["key"])
+    elif source is None:
+        raise ValueError(
+            f"The batch lacks {' and '.join(sorted(missing))}, which a client draws from its own key: pass "
+            "ClientState(key=...). An attacker has no such key: it guesses these fields, or is given them in "
+            "Knowledge(given={...})."
+        )
+    return task.completed(part, drawing(source, step))
+
+
+def drawing(source: Draws, step: int) -> Draws:
+    """Where the fields come from that a client draws in a step: apart from its augmentations, hooks and masks."""
+    return source.child((1 << 19) + step)
 
 
 def part_of(batch: Batch, rows: Tensor | slice | None) -> Batch:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak import tree
 from gradleak.tree import Params
+
+if TYPE_CHECKING:
+    from gradleak.draws import Draws
 
 Batch: TypeAlias = dict[str, Tensor]
 """Private tensors by field name, examples first: "x", "y". A categorical field holds an index or a simplex."""
@@ -32,7 +36,8 @@ class Field:
     """One private tensor: its shape without the batch axis, and the values it can take.
 
     A continuous field lives in model-input space, u = (p - mean) / std, with p in `bounds`; a categorical one has
-    `classes`. `unit` is the only place that maps model-input space to [0, 1] pictures.
+    `classes`. `unit` is the only place that maps model-input space to [0, 1] pictures. A field that is no picture, such
+    as noise, has infinite bounds: no box holds it, and there is no [0, 1] to map it to.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +59,11 @@ class Field:
             if len(values) not in (1, channels):
                 raise TaskError(f"{name} needs one value or one per channel ({channels}); given {len(values)}.")
 
+    @property
+    def bounded(self) -> bool:
+        """Does it live in a box?"""
+        return self.classes is None and all(map(math.isfinite, self.bounds))
+
     def _channels(self, values: Sequence[float], like: Tensor) -> Tensor:
         return torch.tensor(values, device=like.device, dtype=like.dtype).reshape(-1, *[1] * (len(self.shape) - 1))
 
@@ -64,13 +74,18 @@ class Field:
 
     def unit(self, x: Tensor) -> Tensor:
         """Model-input space to [0, 1] (not clamped)."""
-        low, high = self.limits(x)
+        low, high = self._box(x)
         return (x - low) / (high - low)
 
     def model(self, picture: Tensor) -> Tensor:
         """[0, 1] to model-input space."""
-        low, high = self.limits(picture)
+        low, high = self._box(picture)
         return low + picture * (high - low)
+
+    def _box(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.bounded:
+            raise TaskError(f"A field with bounds {self.bounds} is no picture: it has no [0, 1] to be mapped to.")
+        return self.limits(like)
 
 
 @dataclass(frozen=True)
@@ -149,6 +164,21 @@ class Task:
         label = Field(tuple(y.shape[1:]) if not y.is_floating_point() else (), classes=classes)
         return Task(model, Supervised(loss), {"x": image, "y": label})
 
+    @property
+    def drawn(self) -> frozenset[str]:
+        """The fields that a client draws itself, for every step: the step and the noise of a denoiser. Often none.
+
+        An objective that has some says which (`drawn`) and draws those that a batch lacks (`complete(batch, draws)`).
+        """
+        return getattr(self.objective, "drawn", frozenset())
+
+    def completed(self, batch: Batch, draws: Draws) -> Batch:
+        """The batch with the fields that a client draws, where it lacks them; what it has stays as it is."""
+        if self.drawn <= batch.keys():
+            return batch
+        complete: Callable[[Batch, Draws], Batch] = self.objective.complete  # type: ignore[attr-defined]
+        return complete(batch, draws)
+
     # --- the model as a function -------------------------------------------------------------------------------
 
     def weights(self) -> Params:
@@ -195,7 +225,8 @@ class Task:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         """A private copy on a device and in a type; the user's model is never touched."""
-        objective = self.objective.to(device, dtype) if isinstance(self.objective, Supervised) else self.objective
+        objective: Any = copy.deepcopy(self.objective) if isinstance(self.objective, nn.Module) else self.objective
+        objective = objective.to(device, dtype) if hasattr(objective, "to") else objective
         return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype), objective=objective)
 
     def blank(self, examples: int = 1) -> Batch:
@@ -205,6 +236,8 @@ class Task:
         for name, field in self.fields.items():
             if field.classes is not None:
                 batch[name] = torch.zeros((examples, *field.shape), dtype=torch.long, device=like.device)
+            elif not field.bounded:
+                batch[name] = torch.zeros((examples, *field.shape), device=like.device, dtype=like.dtype)
             else:
                 middle = torch.full((examples, *field.shape), 0.5, device=like.device, dtype=like.dtype)
                 batch[name] = field.model(middle)
@@ -214,7 +247,13 @@ class Task:
     def classifier(self) -> Classifier:
         """The linear layer that produces the logits, found by running the model once on a blank example."""
         names = {module: name for name, module in self.model.named_modules()}
-        classes = next((field.classes for field in self.fields.values() if field.classes is not None), None)
+        labels = (field.classes for name, field in self.fields.items() if name not in self.drawn)
+        classes = next((count for count in labels if count is not None), None)
+        if classes is None:
+            raise TaskError(
+                f"The task has no labels, and so no classifier: its fields are {', '.join(self.fields)}. Attacks that "
+                "read labels or features off a last layer do not apply; for a denoiser there are dlg-dm, invg-dm, gidm."
+            )
         found: list[nn.Linear] = []
 
         def note(module: nn.Module, _: Any, output: Any) -> None:

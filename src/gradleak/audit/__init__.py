@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradleak import data, models, registry
 from gradleak.attack import Attack, require
@@ -25,7 +25,7 @@ from gradleak.audit.runfile import arguments, settings_of, toml_of
 from gradleak.defence import Defence, overrides
 from gradleak.engine import Engine
 from gradleak.environment import describe
-from gradleak.federation import Federation
+from gradleak.federation import Federation, network_of
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
-__all__ += ["builtin", "default_attacks", "estimate", "from_settings"]
+__all__ += ["FINAL", "builtin", "default_attacks", "estimate", "final_network", "from_settings"]
+
+FINAL = "the trained model"  # of run.toml: the attacker's generator is what came of the training that is attacked
 
 
 class Progress(Protocol):
@@ -92,6 +94,8 @@ class Audit:
     origin       where the command line found task and data, for run.toml
     trained      checkpoints of a training (`Federation.train`), at whose weights every defence is attacked
     trial        a quick run that shows only that everything runs; verdict and report say so
+    given        fields that the threat model grants the attacker, such as ("t", "noise") of a denoiser's clients
+    generator    a prior of the attacker's own (`Knowledge.generator`), such as a trained denoiser
     """
 
     task: Task
@@ -112,6 +116,8 @@ class Audit:
     origin: Mapping[str, str] = field(default_factory=dict)
     trained: Checkpoints | None = None
     trial: bool = False
+    given: Sequence[str] = ()
+    generator: Any = None
 
     def __post_init__(self) -> None:
         for name in ("attacks", "defences", "rounds", "seeds", "knowledge"):
@@ -128,6 +134,9 @@ class Audit:
                 raise AuditError(f"{name} must be whole numbers of at least {least}; given {getattr(self, name)!r}.")
         if type(self.trial) is not bool:
             raise AuditError(f"trial must be true or false; given {self.trial!r}.")
+        if odd := [name for name in self.given if name == "x" or name not in self.task.fields]:
+            fields = ", ".join(name for name in self.task.fields if name != "x") or "none"
+            raise AuditError(f"given names {odd[0]!r}; fields that can be granted are: {fields}.")
         image = self.task.fields.get("x")
         if image is None or len(image.shape) != 3:
             raise AuditError("An audit scores images: the task needs a field x of shape (channels, height, width).")
@@ -142,6 +151,8 @@ class Audit:
                 Cell(
                     *(attack, defence, form, number, seed, self.federation, name, against),
                     repeats=self.repeats if form == "averaged" else 1,
+                    given=tuple(self.given),
+                    generator=self.generator,
                 )
             )
             for against, defence in defences
@@ -167,13 +178,20 @@ class Audit:
         """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
-        return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none"))
+        known = {"given": tuple(self.given), "generator": self.generator}
+        return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
 
     def _keyed(self, cell: Cell) -> Cell:
         """Named by a hash of everything that its result depends on."""
-        what = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
+        what: list[Any] = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
         what += [cell.repeats] * (cell.repeats > 1)
+        what += [{"given": sorted(cell.given)}] * bool(cell.given)
+        what += [{"generator": self._prior}] * (cell.generator is not None)
         return replace(cell, key=digest([what, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
+
+    @cached_property
+    def _prior(self) -> str:
+        return digest(self.generator)
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -284,7 +302,14 @@ def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery
         gallery = _pictures(given["origin"]["gallery"], task)
     if "trained" in given["origin"]:
         given["trained"] = Checkpoints(Path(given["origin"]["trained"]))
+        if given["origin"].get("generator") == FINAL:
+            given["generator"] = final_network(task, given["trained"])
     return Audit(task, data, gallery=gallery, **given)
+
+
+def final_network(task: Task, trained: Checkpoints) -> nn.Module:
+    """What came of a training: the average of its models where it kept one, else the last that was kept."""
+    return network_of(task, trained.averaged or trained.at(trained.rounds[-1]))
 
 
 def _pictures(names: str, task: Task) -> dict[str, Tensor]:
@@ -297,8 +322,15 @@ DEFAULT_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the 
 DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 32 there; a minute on two cores
 
 
-def default_attacks(engine: Engine) -> tuple[str, ...]:
-    """What an audit runs that names no attack, on this engine."""
+DEFAULT_OF_DENOISERS = tuple(
+    f"dlg-dm:noise=unknown,t=analytic,param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q")
+)  # granted fields are used, not searched for
+
+
+def default_attacks(engine: Engine, task: Task | None = None) -> tuple[str, ...]:
+    """What an audit runs that names no attack, on this engine; `task`: of a classification where none is given."""
+    if task is not None and {"t", "noise"} <= task.drawn:
+        return DEFAULT_OF_DENOISERS
     return DEFAULT_ATTACKS + (DEFAULT_ON_GPU if engine.where.type == "cuda" else ())
 
 

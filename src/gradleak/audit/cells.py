@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from gradleak import registry
 from gradleak.attack import Attack
 from gradleak.defence import Chain, Defence, OnlyVisible, overrides
@@ -44,12 +46,16 @@ class Cell:
     key: str = ""
     control: bool = False  # only the positive control, not part of the grid
     repeats: int = 1  # rounds in which the attacker has seen the same client train on the same examples
+    given: tuple[str, ...] = ()  # fields that the threat model grants
+    generator: Any = None  # a prior of the attacker's own
 
     @property
     def knows(self) -> Knowledge:
         """The threat model: the client's recipe, and the defence as far as the form goes."""
         known = None if self.defence is None else FORMS[self.form](self.defence)
-        return Knowledge(training=self.federation.training_at(self.round), defence=known)
+        recipe = self.federation.training_at(self.round)
+        # Which fields are granted is known here, what is in them only where the clients are.
+        return Knowledge(dict.fromkeys(self.given, torch.empty(0)), recipe, known, self.generator)
 
     def __str__(self) -> str:
         against = self.defence_name if self.form == UNDEFENDED else f"{self.defence_name} ({self.form})"

@@ -81,7 +81,8 @@ def _per_step(audit: Audit, cell: Cell) -> float | None:
     # A captured graph pays off only after its warm-up, so a GPU is timed over more steps.
     short, long = (20, 60) if audit.engine.where.type == "cuda" else (2, 6)
     victims = audit.side.victims(cell.federation, None, 0, (0,), cell.seed)
-    seen, knows = [*victims.seen, *victims.unrelated], replace(cell.knows, defence=None)
+    seen = [*victims.seen, *victims.unrelated]
+    knows = replace(cell.knows, defence=None, given=victims.given(cell.given))
     taken = {short: float("inf"), long: float("inf")}
     for steps in (short, long) * 3:
         attack = _shortened(cell.attack, steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -69,8 +69,8 @@ class Runner:
         victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed, cell.repeats)
         # Unrelated updates run in the same lanes as the targets: same prior, same budget. The truth stays here.
         seen = [*victims.seen, *victims.unrelated]
-        task = self.side.task
-        found = cell.attack.run(task, seen, cell.knows, seed=cell.seed, engine=self.engine, progress=share)
+        task, knows = self.side.task, replace(cell.knows, given=victims.given(cell.given))
+        found = cell.attack.run(task, seen, knows, seed=cell.seed, engine=self.engine, progress=share)
         arrays = _arrays(found, victims)
         told = {name: value[: len(victims.seen)] for name, value in found.batch.items()}
         unrelated, diverged = arrays.get("unrelated/x"), arrays["diverged"]

@@ -19,13 +19,15 @@ from gradleak import tree
 from gradleak.assignment import pairwise_mse
 from gradleak.data import Images, load
 from gradleak.defence import Defence
+from gradleak.diffusion import SharedDraws
+from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.guarantee import Guarantee
 from gradleak.local import LocalTraining
 from gradleak.metrics import EXACT
-from gradleak.observation import Observation, Track
+from gradleak.observation import Observation, Track, stack
 from gradleak.results.configuration import digest
 from gradleak.results.labels import Trained
 from gradleak.task import Batch, Task
@@ -44,9 +46,10 @@ class AuditError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Examples held as tensors."""
+    """Examples held as tensors. `marks`: their classes, where the task has no labels but a split may look at some."""
 
     tensors: Batch
+    marks: Tensor | None = None
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
@@ -56,22 +59,25 @@ class Stored:
 
     @property
     def labels(self) -> Tensor | None:
-        return self.tensors.get("y")
+        return self.tensors.get("y", self.marks)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Stored:
         moved = {
             name: value.to(device, dtype if value.is_floating_point() else None) for name, value in self.tensors.items()
         }
-        return self if all(moved[name] is value for name, value in self.tensors.items()) else Stored(moved)
+        return self if all(moved[name] is value for name, value in self.tensors.items()) else Stored(moved, self.marks)
 
     @cached_property
     def fingerprint(self) -> str:
-        return digest(self.tensors)
+        return digest(self.tensors if self.marks is None else [self.tensors, self.marks])
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Examples read from a dataset of (x, y) when they are needed, as its own transforms give them."""
+    """Examples read from a dataset when they are needed, as its own transforms give them: (x, y), or as the task has.
+
+    Of a task whose other fields the client draws, items are x alone, or (x, ...) of which the rest is not looked at.
+    """
 
     dataset: Any
     names: tuple[str, ...]
@@ -82,6 +88,8 @@ class Read:
 
     def batch(self, rows: Tensor) -> Batch:
         items = [self.dataset[int(row)] for row in rows]
+        if self.names == ("x",):
+            items = [tuple(item[:1]) if isinstance(item, (tuple, list)) else (item,) for item in items]
         for item in items:
             if not isinstance(item, (tuple, list)) or len(item) != len(self.names) or not isinstance(item[0], Tensor):
                 raise AuditError(
@@ -102,13 +110,15 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     """Data in any of the accepted forms, in model-input space, on the device and in the type of the model.
 
     `Images` hold [0, 1] pixels and are normalised here; tensors and datasets are taken as the client's pipeline gives
-    them, so a task whose mean and std were forgotten is found by their range.
+    them, so a task whose mean and std were forgotten is found by their range. Fields that a client draws itself (the
+    step and the noise of a denoiser) need not be there.
     """
     like = next(iter(task.weights().values()))
-    names = tuple(task.fields)
+    names = tuple(name for name in task.fields if name not in task.drawn)
     if isinstance(data, Images):
         _demand_shape(data.x, task, what)
-        return Stored({"x": task.fields["x"].model(_placed(data.x, like)), "y": data.y.to(like.device)})
+        x = {"x": task.fields["x"].model(_placed(data.x, like))}
+        return Stored({**x, "y": data.y.to(like.device)}) if "y" in task.fields else Stored(x, data.y)
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
         data = dict(zip(names, data, strict=False))
     if isinstance(data, Mapping):
@@ -117,7 +127,8 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
             shapes = {name: tuple(value.shape) for name, value in tensors.items()}
             raise AuditError(f"{what} needs x, and as many of every field; given {shapes}.")
         _demand_shape(tensors["x"], task, what)
-        return Stored(tensors)
+        marks = None if "y" in task.fields else tensors.pop("y", None)
+        return Stored(tensors, marks)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return Read(data, names, like)
     raise AuditError(
@@ -162,6 +173,16 @@ class Victims:
     seen: Sequence[Observation | Track]
     unrelated: Sequence[Observation | Track]
     truth: Batch  # (targets, examples, ...); for metrics only
+    others: Batch = field(default_factory=dict)  # the same of the unrelated clients
+
+    def given(self, names: Iterable[str]) -> Batch:
+        """These fields of all clients, for a threat model that grants them: (targets and unrelated, examples, ...)."""
+        missing = [name for name in names if name not in self.truth]
+        if missing:
+            raise AuditError(
+                f"{missing[0]} cannot be granted: a client that takes several steps draws it anew in each."
+            )
+        return {name: torch.cat([self.truth[name], *([self.others[name]] if self.unrelated else [])]) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +201,23 @@ class PrivateSide:
     _random: dict[Any, bool] = field(default_factory=dict)
 
     def truth(self, federation: Federation) -> Batch:
-        """The batches of all targets, (targets, examples, ...)."""
+        """The batches of all targets, (targets, examples, ...).
+
+        With them the fields that a client draws, where it draws them once: these are sealed here, for the scorer, and
+        the client uses them. Of a client with several steps, which draws anew in each, nobody keeps them.
+        """
         _size(federation)
         rows = torch.stack([federation.target(self.data, index).rows for index in range(self.targets)])
         flat = self.data.batch(rows.flatten())
         _demand_range(flat, self.task, "data")
-        return {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
+        whole = {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
+        each = [{name: value[index] for name, value in whole.items()} for index in range(self.targets)]
+        return stack([self._sealed(batch, federation, index) for index, batch in enumerate(each)])
+
+    def _sealed(self, batch: Batch, federation: Federation, *who: object) -> Batch:
+        if not self.task.drawn or len(federation.training.order(_size(federation))) > 1:
+            return batch
+        return self.task.completed(batch, Draws(randomness.key("audit", "drawn", *who).to(batch["x"].device)))
 
     def rest(self, federations: Iterable[Federation]) -> Tensor:
         """Rows that no target of these federations uses, in random order."""
@@ -250,7 +282,8 @@ class PrivateSide:
             for index, owner in enumerate(owners)
         ]
         others = self._unrelated(federation, truth)
-        return Victims(seen, [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)], truth)
+        blind = [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)]
+        return Victims(seen, blind, truth, stack(others) if others else {})
 
     def random(self, federation: Federation, defence: Defence) -> bool:
         """Does the defence make another upload of the same examples every time? One plain step: no shuffle differs."""
@@ -267,6 +300,10 @@ class PrivateSide:
 
     def try_out(self, federation: Federation, defence: Defence) -> None:
         """One upload, thrown away: what a defence asks of model and recipe is known before the first cell."""
+        if isinstance(defence, SharedDraws):
+            raise AuditError(
+                "It only says who draws steps and noise; an attacker that knows them is Audit(given=('t', 'noise'))."
+            )
         defence.demand(self.task, {"load": load})
         batch = {name: value[0] for name, value in self.truth(federation).items()}
         federation.observe(self.task, batch, self.task.weights(), defence, key="trial", round=0, seed=0)
@@ -348,15 +385,19 @@ class PrivateSide:
                 f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a "
                 "larger gallery=, more data, or unrelated=0 to go without the baseline."
             )
-        return [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
+        batches = [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
+        return [self._sealed(batch, federation, "unrelated", i) for i, batch in enumerate(batches)]
 
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
         rows, size = self.rest([federation]), _size(federation)
-        if len(rows) >= size or self.given_gallery is None or set(self.task.fields) != {"x", "y"}:
+        named = set(self.task.fields) - self.task.drawn
+        if len(rows) >= size or self.given_gallery is None or not named <= {"x", "y"}:
             return Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
         # All data are targets: use the gallery, less copies of them. Its labels may be of other classes, so draw some.
         x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
         x = x[pairwise_mse(x, truth["x"].flatten(0, 1)).amin(1) > EXACT]
+        if "y" not in named:
+            return Stored({"x": x})
         y = torch.randint(self.task.fields["y"].classes or 1, (len(x),), generator=_generator("unrelated labels"))
         return Stored({"x": x, "y": y.to(x.device)})
 

@@ -48,7 +48,10 @@ def _example(name: str, field: Field, dtype: torch.dtype) -> Tensor:
     shape = (EXAMPLES, *field.shape)
     if field.classes is not None:
         return torch.arange(math.prod(shape)).reshape(shape) % field.classes
-    return field.model(draws.Draws(draws.key("probe", name)).uniform(shape, dtype=torch.float64).to(dtype))
+    source = draws.Draws(draws.key("probe", name))
+    if not field.bounded:
+        return source.normal(shape, dtype=torch.float64).to(dtype)
+    return field.model(source.uniform(shape, dtype=torch.float64).to(dtype))
 
 
 def _rounded(gradient: Params, digits: int) -> dict[str, list[str]]:

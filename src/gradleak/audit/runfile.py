@@ -30,6 +30,7 @@ PLAIN = (
     "repeats",
     "unrelated",
     "trial",
+    "given",
 )  # as Audit takes them
 TABLES = ("federation", "engine", "origin")
 WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
@@ -52,6 +53,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "repeats": audit.repeats,
         "unrelated": audit.unrelated,
         "trial": audit.trial,
+        **({"given": list(audit.given)} if audit.given else {}),
         "lpips": None if audit.lpips is None else audit.lpips.name,
         "analyses": [text(analysis) for analysis in audit.analyses],
         "origin": dict(audit.origin),
@@ -63,6 +65,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "fields": {name: asdict(held) for name, held in audit.task.fields.items()},
         "fingerprint": {
             **audit.fingerprint,
+            **({} if audit.generator is None else {"generator": digest(audit.generator)}),
             "attacks": [digest(attack) for _, attack in attacks],
             "defences": [digest(defence) for _, defence in defences],
             "training": digest(training),
@@ -86,6 +89,7 @@ def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
         "an attack or a defence is a Python object": not named,
         "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),
         "it has analyses or LPIPS": bool(audit.analyses) or audit.lpips is not None,
+        "the generator was given in Python": audit.generator is not None and "generator" not in audit.origin,
     }
     reasons = [reason for reason, holds in obstacles.items() if holds]
     how = (

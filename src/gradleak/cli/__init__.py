@@ -155,6 +155,9 @@ def audit(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Rounds of a client that are averaged against fresh noise; 1: never.")
     ] = None,
+    given: Annotated[
+        str, typer.Option(help="Fields that the attacker is granted: y; of a denoiser's clients t,noise.")
+    ] = "",
     data: DataName = "",
     clients: Annotated[int | None, typer.Option(min=1, help="Clients that share the data.")] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round.")] = None,
@@ -193,6 +196,7 @@ def audit(
         seeds=loading.numbers(seeds, "--seeds") if seeds else (),
         targets=targets,
         repeats=repeats,
+        given=loading.fields(given),
         data=data,
         clients=clients,
         examples=examples,
@@ -226,10 +230,17 @@ def train(
     reference: Annotated[
         str,
         typer.Argument(
-            metavar="[FILE.py:NAME]", help="A Task or a model's name; nothing: LeNet on handwritten digits."
+            metavar="[FILE.py:NAME]",
+            help="A Task, or a model's or a task's name (ddpm:base=32); nothing: LeNet on handwritten digits.",
         ),
     ] = "",
+    task: Annotated[
+        str, typer.Option("--task", "-t", metavar="NAME", help="The same, as an option: --task ddpm.")
+    ] = "",
     data: DataName = "",
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Crop images centrally to a square, and resize them to this side.")
+    ] = None,
     test_data: Annotated[str, typer.Option(help="Test on these (their test part), named as --data.")] = "",
     holdout: Annotated[
         float | None,
@@ -248,16 +259,28 @@ def train(
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round; default: all.")] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Rounds in all; more than before goes on.")] = 20,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="The clients' learning rate; default 0.1, and 0.5 for the digits.")
+        float | None,
+        typer.Option("--lr", help="The clients' learning rate; default 0.1, 0.5 for the digits, 0.0002 for ddpm."),
     ] = None,
+    optimiser: Annotated[str, typer.Option(help="The clients': sgd or adam; default sgd, and adam for ddpm.")] = "",
     steps: LocalSteps = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs, instead of --steps; default 5.")] = None,
     batch_size: Annotated[int, typer.Option(min=0, help="Size of local batches; 0: all examples at once.")] = 32,
     server_lr: Annotated[float, typer.Option(help="The server's learning rate; 1 is FedAvg.")] = 1.0,
     weighting: Annotated[str, typer.Option(help="Clients count by their examples, or uniform.")] = "examples",
     averaging: Annotated[
-        str, typer.Option(help="Also test the mean of late models: swa:start=15,every=5 (never sent).")
+        str,
+        typer.Option(
+            help="Also test an average of models, which is never sent: swa:start=15,every=5, ema:decay=0.99; none. "
+            "Default: ema for ddpm."
+        ),
     ] = "",
+    shared_draws: Annotated[
+        bool, typer.Option("--shared-draws", help="Of denoisers: the server draws steps and noise for all clients.")
+    ] = False,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Of denoisers: pictures from fixed latents at every checkpoint.")
+    ] = 8,
     defence: Annotated[
         str, typer.Option("--defence", "-d", help="NAME:setting=value (gradleak list defences).")
     ] = "none",
@@ -276,15 +299,19 @@ def train(
     from gradleak import registry
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
+    from gradleak.cli.tasks import usual
     from gradleak.cli.training import TrainingRequest
     from gradleak.federation import Everyone, Federation, Fixed, Poisson
-    from gradleak.local import LocalTraining
 
+    if task and reference:
+        raise loading.LoadError(f"{reference} and --task {task} both say what is trained: give one of them.")
+    reference, wonted = task or reference, usual(task or reference)
     if per_round is not None and poisson is not None:
         raise loading.LoadError("--per-round and --poisson both say who takes part: give one of them.")
     chosen = Everyone() if clients == 1 else Fixed(per_round or -(-clients // 2))
-    rate = lr if lr is not None else 0.1 if reference or data else 0.5  # sigmoids are slow
-    recipe = LocalTraining(rate, steps, epochs if steps or epochs else 5, batch_size or None)
+    rate = 0.5 if lr is None and not reference and not data else lr  # sigmoids are slow
+    recipe = wonted.recipe(rate, optimiser, steps, epochs if steps or epochs else 5, batch_size or None)
+    mean = averaging or wonted.averaging
     request = TrainingRequest(
         Federation(
             clients=clients,
@@ -295,12 +322,15 @@ def train(
             participation=chosen if poisson is None else Poisson(poisson),
             server_lr=server_lr,
             weighting=weighting,
-            averaging=registry.parse("averaging", averaging) if averaging else None,
+            averaging=registry.parse("averaging", mean) if mean not in ("", "none") else None,
         ),
         reference=reference,
         data=data,
         test_data=test_data,
         holdout=holdout,
+        size=size,
+        shared=shared_draws,
+        samples=samples,
         rounds=rounds,
         checkpoints=loading.numbers(checkpoints, "--checkpoints") if checkpoints else (),
         every=every,
@@ -326,6 +356,8 @@ def train(
         proved = planned.defence.guarantee(planned.federation.exposure(rounds, planned.data))
         typer.echo(f"\n{defence}: {proved}")
     typer.echo(f"\nMetrics: {done.folder}/metrics.jsonl   Curves: {done.folder}/curves.svg")
+    if planned.samples is not None:
+        typer.echo(f"Samples over rounds: {done.folder}/samples.png")
     typer.echo(f"Attack it: gradleak audit --from {done.folder} --rounds {','.join(map(str, done.checkpoints))}")
 
 
@@ -505,7 +537,7 @@ def list_methods(
     kind: Annotated[
         str,
         typer.Argument(
-            help="attacks, defences, models, labels, partitions, participation, averaging or data; nothing: all names."
+            help="attacks, defences, models, tasks, labels, partitions, participation, averaging or data; nothing: all."
         ),
     ] = "",
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",

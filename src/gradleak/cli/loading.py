@@ -25,6 +25,7 @@ import torch
 
 from gradleak import data
 from gradleak.audit.cells import defence_of
+from gradleak.cli import tasks  # noqa: F401 (registers them)
 from gradleak.defence import Defence, overrides
 from gradleak.engine import Engine
 from gradleak.guarantee import Exposure
@@ -115,6 +116,11 @@ def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found)) if unique else tuple(found)
 
 
+def fields(text: str) -> tuple[str, ...]:
+    """`"t,noise"` -> `("t", "noise")`; an audit checks them against its task."""
+    return tuple(dict.fromkeys(pieces(text)))
+
+
 def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
     """`"lenet,resnet18"` -> `("lenet", "resnet18")`, each one of the known."""
     known, given = list(known), pieces(text)
@@ -124,7 +130,7 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "labels": "labels"}
+KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "tasks": "task", "labels": "labels"}
 KINDS |= {"partitions": "partition", "participation": "participation", "averaging": "averaging"}
 
 
@@ -183,11 +189,13 @@ def engine(device: str, precision: str, one_by_one: bool = False) -> Engine:
     return made
 
 
-def images(text: str) -> Any:
+def images(text: str, split: str | None = None, size: int | None = None) -> Any:
     """Data by name or path (`gradleak.data.load`), or the object that FILE.py:name names."""
-    if is_reference(text):
-        return named_object(text, "data")
-    return data.load(text)
+    if not is_reference(text):
+        return data.load(text, split=split, size=size)
+    if size is not None:
+        raise LoadError(f"--size is for images by name or from files; {text} is made in Python: resize them there.")
+    return named_object(text, "data")
 
 
 def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -197,11 +205,11 @@ def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
     training part. Without test data the share `holdout` of the data is kept back, the same rows every time.
     """
     named, tested, share = str(origin["data"]), str(origin.get("test", "")), float(origin.get("holdout", 0.0))
+    size = int(origin["size"]) if "size" in origin else None
     if tested:
-        part = "train" if tested == named and not is_reference(named) else None
-        held = images(named) if part is None else data.load(named, split=part)
-        return held, images(tested) if is_reference(tested) else data.load(tested, split="test")
-    held = images(named)
+        part = "train" if tested == named else None
+        return images(named, part, size), images(tested, "test", size)
+    held = images(named, size=size)
     return held_out(held, share) if share else (held, None)
 
 

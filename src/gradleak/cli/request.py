@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from gradleak import audit, registry
-from gradleak.audit import Audit, Progress
+from gradleak.audit import FINAL, Audit, Progress, final_network
+from gradleak.audit.cells import named_attacks
 from gradleak.audit.runfile import federation_of
 from gradleak.cli.loading import LoadError, a_task, images, is_reference, kept_in, named_object, sentence, training_data
+from gradleak.cli.tasks import is_task
 from gradleak.data import Images
 from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
@@ -38,6 +40,7 @@ class Request:
     seeds: tuple[int, ...] = ()
     targets: int | None = None
     repeats: int | None = None
+    given: tuple[str, ...] = ()
     data: str = ""
     clients: int | None = None
     examples: int | None = None
@@ -58,14 +61,14 @@ class Request:
         federation = _said({"clients": self.clients, "examples": self.examples, "training": self.training})
         batched = False if self.one_by_one else None
         engine = _said({"device": self.device, "precision": self.precision, "batched": batched})
-        names = ("attacks", "defences", "rounds", "seeds", "targets", "repeats")
+        names = ("attacks", "defences", "rounds", "seeds", "targets", "repeats", "given")
         made = replace(
             made,
             federation=replace(made.federation, **federation),
             engine=_usable(replace(made.engine, **engine)),
             **_said({name: getattr(self, name) for name in names}),
         )
-        return _quick(made) if self.quick else made
+        return _quick(_with_prior(made)) if self.quick else _with_prior(made)
 
     def run(self, planned: Audit, out: Path | None, progress: Progress) -> AuditResult:
         """Run into `out`; without it into the folder of these words or, if that holds another run, the next one."""
@@ -105,7 +108,7 @@ class Request:
 
     def _plain(self, task: Task, data: Any) -> Audit:
         origin = {"task": self.reference or BUILTIN, "data": self.data}
-        return Audit(task, data, audit.default_attacks(self._engine()), origin=origin)
+        return Audit(task, data, audit.default_attacks(self._engine(), task), origin=origin)
 
     def _engine(self) -> Engine:
         """Where it will run: the default attacks depend on it."""
@@ -128,13 +131,15 @@ class Request:
         held, _ = training_data(origin)
         federation, beyond = federation_of({**trained.settings["federation"], "examples": 1})
         if beyond and self.training is None:
-            raise LoadError(f"The clients' {', '.join(beyond)} was made in Python: say --lr, and --steps or --epochs.")
+            raise LoadError(
+                f"The clients' {', '.join(beyond)} is not plain SGD: say --lr, and --steps or --epochs. (--lr 1 alone "
+                "attacks single gradients.)"
+            )
         found = {"task": reference, "data": origin["data"], "trained": str(folder)}
-        attacks = audit.default_attacks(self._engine())
+        task = task_of(reference, held)
+        attacks = audit.default_attacks(self._engine(), task)
         rounds = self.rounds or tuple(trained.rounds)
-        return Audit(
-            task_of(reference, held), held, attacks, federation=federation, rounds=rounds, trained=trained, origin=found
-        )
+        return Audit(task, held, attacks, federation=federation, rounds=rounds, trained=trained, origin=found)
 
     def _from_config(self, path: Path) -> Audit:
         """From a run.toml; the task and the data are those it names, or those given beside it."""
@@ -164,23 +169,38 @@ class Request:
 
 
 def task_of(reference: str, data: Any) -> Task:
-    """The Task that a reference names, or a model of the registry made to fit these data."""
+    """The Task that a reference names, or a task or model of the registry made to fit these data."""
     if is_reference(reference):
         return a_task(named_object(reference, "task"), reference)
     return fitting(reference, data)
 
 
 def fitting(name: str, data: Any) -> Task:
-    """A model of the registry for these images, untrained; the same weights every time."""
+    """A task by name, or a model of the registry as a classifier, for these images; untrained, and always the same."""
     if not isinstance(data, Images):
         raise LoadError(
             f"The model {name} is built to fit images; --data gives {type(data).__name__}. Name a set of images."
         )
+    if is_task(name):
+        made: Task = registry.parse("task", name).of(data)
+        return made
     seed = torch.Generator().manual_seed(0)
     shape = tuple(data.x.shape[1:])
     known = BUILTIN_MODEL if name == BUILTIN else name
     network = registry.get("model", known, shape=shape, classes=data.classes, generator=seed)
     return Task.supervised(network, torch.nn.functional.cross_entropy, like=(data.x[:1], data.y[:1]))
+
+
+def _with_prior(planned: Audit) -> Audit:
+    """Where an attack searches among the images of a generator, and a training is attacked: what came of that training.
+
+    The server has that model in the end: it is the threat model of GIDM.
+    """
+    asks = any("generator" in attack.needs for _, attack in named_attacks(planned.attacks))
+    if not asks or planned.generator is not None or planned.trained is None or not planned.task.drawn:
+        return planned
+    origin = {**planned.origin, "generator": FINAL}
+    return replace(planned, generator=final_network(planned.task, planned.trained), origin=origin)
 
 
 def _said(changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,7 +223,8 @@ def _quick(planned: Audit) -> Audit:
 def _with_steps(method: str, steps: int) -> str:
     """`ig:steps=4800,lr=1` with fewer steps; a method without steps stays as it is."""
     name, _, settings = method.partition(":")
-    if "steps" not in registry.entry("attack", name).settings:
+    counts = [count for count in ("steps", "fine_steps") if count in registry.entry("attack", name).settings]
+    if not counts:
         return method
-    others = [piece for piece in registry.pieces(settings) if not piece.startswith("steps=")]
-    return f"{name}:{','.join([f'steps={steps}', *others])}"
+    others = [piece for piece in registry.pieces(settings) if piece.partition("=")[0].strip() not in counts]
+    return f"{name}:{','.join([*(f'{count}={steps}' for count in counts), *others])}"

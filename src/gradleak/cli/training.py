@@ -15,9 +15,11 @@ from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.cli.loading import LoadError, is_reference, kept_in, training_data
 from gradleak.cli.request import BUILTIN, task_of
 from gradleak.defence import Defence
+from gradleak.diffusion import Denoising, SharedDraws
 from gradleak.engine import Engine
 from gradleak.federation import ExcludedClient, Federation
 from gradleak.federation.checkpoints import Checkpoints
+from gradleak.federation.samples import Samples
 from gradleak.federation.training import Estimate, Trained, demand_rounds, estimate, train
 from gradleak.task import Task
 
@@ -39,6 +41,7 @@ class Planned:
     checkpoints: tuple[int, ...]
     every: int
     origin: dict[str, Any]
+    samples: Samples | None = None
 
     def estimate(self, folder: Path) -> Estimate:
         """How long what is left will take; rounds that the folder holds are not counted."""
@@ -66,6 +69,7 @@ class Planned:
                 engine=self.engine,
                 progress=told,
                 origin=self.origin,
+                samples=self.samples,
             )
 
 
@@ -78,6 +82,9 @@ class TrainingRequest:
     data: str = ""
     test_data: str = ""
     holdout: float | None = None
+    size: int | None = None  # images are cropped and resized to
+    shared: bool = False  # the server draws the steps and noise of a denoiser's clients
+    samples: int = 8  # pictures of a denoiser at every checkpoint
     rounds: int = 20
     checkpoints: tuple[int, ...] = ()
     every: int = 1
@@ -96,19 +103,24 @@ class TrainingRequest:
         holdout = 0.0 if self.test_data else HOLDOUT if self.holdout is None else self.holdout
         origin: dict[str, Any] = {"task": self.reference or BUILTIN, "data": self.data or BUILTIN_DATA}
         origin |= {"test": self.test_data} if self.test_data else {"holdout": holdout}
+        origin |= {} if self.size is None else {"size": self.size}
         held, tested = training_data(origin)
         task = task_of(origin["task"], held)
+        denoiser = isinstance(task.objective, Denoising)
+        if self.shared and (not denoiser or self.defence != "none"):
+            raise LoadError("--shared-draws is for denoisers, and without --defence: the server hands out their noise.")
         return Planned(
             task,
             examples_of(held, task),
             None if tested is None else examples_of(tested, task, "test data"),
             self.federation,
-            defence_of(self.defence),
+            SharedDraws(self.federation.seed) if self.shared else defence_of(self.defence),
             self.engine,
             self.rounds,
             self.checkpoints,
             self.every,
             origin,
+            Samples(self.samples) if denoiser and self.samples else None,
         )
 
     def run(self, planned: Planned, out: Path | None, progress: Progress) -> Trained:
@@ -118,7 +130,7 @@ class TrainingRequest:
     @property
     def folder(self) -> Path:
         """Where the training is kept when nothing was said: the same words find, and resume, the same one."""
-        place = self.reference.rpartition(":")[0] if is_reference(self.reference) else self.reference
+        place = self.reference.rpartition(":")[0] if is_reference(self.reference) else self.reference.partition(":")[0]
         return Path("runs") / f"train-{Path(place or self.reference or BUILTIN).stem}"
 
 

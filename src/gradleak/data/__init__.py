@@ -244,15 +244,14 @@ def _images(pool: Pool, source: str, split: str | None, size: Size | None, limit
     if not len(rows):
         raise DataError(f"{source} holds no images{f' in split {split!r}' if split else ''}.")
     read = pool.read(rows)
-    stacks = [read] if isinstance(read, np.ndarray) else [image[None] for image in read]
-    parts = [_floats(stack, source) for stack in stacks]
+    stacks = [read] if isinstance(read, np.ndarray) else (image[None] for image in read)
+    parts = [_reduced(_floats(stack, source), size) for stack in stacks]
     shapes = {tuple(part.shape[2:]) for part in parts}
-    if size is None and len(shapes) > 1:
+    if len(shapes) > 1:
         some = ", ".join(f"{height}x{width}" for height, width in sorted(shapes)[:4])
         raise DataError(f"{source}: images differ in size ({some}, ...). Give size=.")
     channels = max(part.shape[1] for part in parts)
     parts = [part.expand(-1, channels, -1, -1) if part.shape[1] == 1 else part for part in parts]  # grey among colour
-    parts = [part if size is None else _resized(part, size) for part in parts]
     x = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
     y = torch.from_numpy(labels[rows].astype(np.int64))
     return Images(x, y, len(pool.names), pool.names, source)
@@ -280,7 +279,10 @@ def _floats(images: Array, source: str) -> Tensor:
     )
 
 
-def _resized(x: Tensor, size: Size) -> Tensor:
+def _reduced(x: Tensor, size: Size | None) -> Tensor:
+    """Cropped centrally to the shape of `size` and resized to it; None: as they are."""
+    if size is None:
+        return x
     height, width = (size, size) if isinstance(size, int) else size
     if min(height, width) < 1:
         raise DataError(f"size is {size}. Give a side, or (height, width), of at least one pixel.")

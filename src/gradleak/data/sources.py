@@ -10,7 +10,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,12 @@ Array = NDArray[Any]
 class Pool:
     """Everything a source offers before decoding: all labels, and a reader of the chosen rows.
 
-    The reader gives one array, uint8 (N, H, W, C) or float (N, C, H, W), or a list of such single images.
+    The reader gives one array, uint8 (N, H, W, C) or float (N, C, H, W), or such single images one after the other:
+    two hundred thousand photographs do not fit into memory before they are reduced.
     """
 
     labels: Array
-    read: Callable[[Array], Array | list[Array]]
+    read: Callable[[Array], Array | Iterable[Array]]
     names: tuple[str, ...]
     divided: bool = False  # the source has its own train and test parts, and this is one of them
 
@@ -76,8 +77,12 @@ def pixels(image: Any) -> Array:
 
 
 def _picture(path: Path) -> Any:
-    from PIL import Image, ImageOps
-
+    try:
+        from PIL import Image, ImageOps
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{path.name} is a picture file, and Pillow, which reads those, is not installed: pip install pillow."
+        ) from None
     try:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image)  # a copy: decoded here, so that a broken file is named here
@@ -114,7 +119,19 @@ _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 
 
 def open_folder(folder: Path, split: str | None) -> Pool:
-    """One class per subfolder; a flat folder is one class; `train/` and `test/` (or `val/`) inside are two parts."""
+    """One class per subfolder; a flat folder is one class; `train/` and `test/` (or `val/`) inside are two parts.
+
+    Also as CelebA and LSUN come: see `_open_celeba` and `_open_lsun`.
+    """
+    if (folder / CELEBA_IMAGES).is_dir():
+        return _open_celeba(folder, split)
+    if (folder / "data.mdb").is_file() or any(folder.glob("*_lmdb/data.mdb")):
+        raise DataError(
+            f"{folder} is an LMDB database, as LSUN is downloaded. Export its images first (`data.py export` of LSUN's "
+            "own scripts) and give the folder of images."
+        )
+    if categories := _lsun_categories(folder):
+        return _open_lsun(folder, categories, split)
     tests = [part for name in ("test", "val") if (part := folder / name).is_dir()]
     parts = {"train": folder / "train", "test": tests[0]} if tests and (folder / "train").is_dir() else {}
     root = parts.get(split or "train", folder)
@@ -123,14 +140,77 @@ def open_folder(folder: Path, split: str | None) -> Pool:
     homes = [root / name for name in classes] or [root]
     found = [(path, label) for label, home in enumerate(homes) if home.is_dir() for path in sorted(home.iterdir())]
     files = [(path, label) for path, label in found if path.suffix.lower() in _SUFFIXES]
+    if not files and (below := _pictures_in(root, deep=True)):  # sorted by the first letters of their names
+        return _one_class(below, folder.resolve().name, root, divided=bool(parts))
     if not files:
         raise DataError(f"{root} holds no images ({', '.join(sorted(_SUFFIXES))}), nor do its subfolders.")
     return Pool(
         labels=np.asarray([label for _, label in files]),
-        read=lambda rows: [pixels(_picture(files[int(row)][0])) for row in rows],
+        read=lambda rows: _read([files[int(row)][0] for row in rows]),
         names=tuple(classes) or (folder.resolve().name,),
         divided=bool(parts),
     )
+
+
+def _read(files: Iterable[Path]) -> Iterator[Array]:
+    return (pixels(_picture(path)) for path in files)
+
+
+CELEBA_IMAGES, CELEBA_PARTS = "img_align_celeba", "list_eval_partition.txt"
+
+
+def _open_celeba(folder: Path, split: str | None) -> Pool:
+    """CelebA as its authors distribute it: `img_align_celeba/000001.jpg` and, beside or in it, the official parts.
+
+    A line of `list_eval_partition.txt` is a file's name and 0 (train), 1 (validation) or 2 (test). Without that file
+    there are no parts. The faces are one class. Reference: Liu, Luo, Wang, Tang, ICCV 2015.
+    """
+    files = _pictures_in(folder / CELEBA_IMAGES)
+    listed = [
+        place for home in (folder, folder / "Eval", folder / CELEBA_IMAGES) if (place := home / CELEBA_PARTS).is_file()
+    ]
+    if listed:
+        try:
+            parts = {
+                name: int(part) for name, part in (line.split() for line in listed[0].read_text().splitlines() if line)
+            }
+        except ValueError:
+            raise DataError(
+                f"{listed[0]} should have lines such as '000001.jpg 0'. Take it from CelebA again."
+            ) from None
+        wanted = 2 if split == "test" else 0
+        files = [path for path in files if parts.get(path.name) == wanted]
+    return _one_class(files, "face", folder, divided=bool(listed))
+
+
+def _lsun_categories(folder: Path) -> list[str]:
+    """Categories of which both `NAME_train/` and `NAME_val/` are there."""
+    names = (path.name.removesuffix("_train") for path in folder.glob("*_train") if path.is_dir())
+    return sorted(name for name in names if (folder / f"{name}_val").is_dir())
+
+
+def _open_lsun(folder: Path, categories: list[str], split: str | None) -> Pool:
+    """Exported LSUN: `bedroom_train/` and `bedroom_val/`, images at any depth below. One class.
+
+    LSUN's exporter sorts images into folders by the first letters of their names (`a/b/c/NAME.webp`), or into none.
+    Reference: Yu et al., LSUN, arXiv:1506.03365.
+    """
+    if len(categories) > 1:
+        told = ", ".join(categories[:4])
+        raise DataError(f"{folder} holds several categories ({told}): give one folder for each, or one of these.")
+    root = folder / f"{categories[0]}_{'val' if split == 'test' else 'train'}"
+    return _one_class(_pictures_in(root, deep=True), categories[0], root, divided=True)
+
+
+def _pictures_in(folder: Path, deep: bool = False) -> list[Path]:
+    return sorted(path for path in folder.glob("**/*" if deep else "*") if path.suffix.lower() in _SUFFIXES)
+
+
+def _one_class(files: list[Path], name: str, folder: Path, divided: bool = False) -> Pool:
+    if not files:
+        raise DataError(f"{folder} holds no images ({', '.join(sorted(_SUFFIXES))}).")
+    labels = np.zeros(len(files), dtype=np.int64)
+    return Pool(labels, lambda rows: _read([files[int(row)] for row in rows]), (name,), divided)
 
 
 def _open_samples(folder: Path, split: str | None, *, prefix: str, names: tuple[str, ...]) -> Pool:
@@ -244,6 +324,8 @@ _PACK = (
     ("tiny-imagenet-mini", "tiny_imagenet", "Tiny ImageNet, 400 + 200 images", _RESEARCH),
     ("celeba", "celeba64", "CelebA faces, 64x64 colour, without labels", _RESEARCH),
     ("houses", "houses64", "rooms and fronts of houses, 64x64 colour, 4 classes", "cite Ahmed & Moustafa 2016"),
+    ("celeba64", "celeba64", "the same as celeba, by the name of its file", _RESEARCH),
+    ("houses64", "houses64", "the same as houses, by the name of its file", "cite Ahmed & Moustafa 2016"),
 )
 
 SOURCES: dict[str, Source] = {

@@ -16,3 +16,4 @@ from gradleak.defences.pruning import Pruning as Pruning
 from gradleak.defences.soteria import Soteria as Soteria
 from gradleak.defences.tip import TIP as TIP
 from gradleak.defences.tip_dp_baseline import TIPBaseline as TIPBaseline
+from gradleak.defences.withholding import Withholding as Withholding

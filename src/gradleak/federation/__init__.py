@@ -3,7 +3,7 @@
 partition.py       who holds which examples        participation.py   who takes part in a round
 clients.py         the clients of a round, together uploads.py        which uploads a server takes
 rounds.py          one round                       training.py        many, with metrics, checkpoints and resuming
-swa.py             the mean of late models, for evaluation
+swa.py             averages of models, for evaluation samples.py        pictures that a denoiser makes, over rounds
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradleak import draws as randomness
 from gradleak import registry, tree
@@ -31,7 +31,7 @@ from gradleak.federation.partition import (
     Partition,
 )
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State, moved
-from gradleak.federation.swa import SWA
+from gradleak.federation.swa import EMA, SWA, Averaging
 from gradleak.federation.uploads import Accepted, DroppedOut, ExcludedClient, accepted
 from gradleak.guarantee import Exposure
 from gradleak.local import LocalTraining, observe
@@ -41,12 +41,15 @@ from gradleak.tree import Params, Tree
 
 if TYPE_CHECKING:
     from gradleak.engine import Engine
+    from gradleak.federation.samples import Samples
     from gradleak.federation.training import Trained
 
 __all__ = [
+    "EMA",
     "IID",
     "SWA",
     "Accepted",
+    "Averaging",
     "BalancedIID",
     "ClassDirichlet",
     "ClientDirichlet",
@@ -55,7 +58,7 @@ __all__ = [
     "Examples",
 ]
 __all__ += ["ExcludedClient", "Federation", "FederationError", "Fixed", "Participation", "Partition", "Poisson"]
-__all__ += ["Round", "Rounds", "Snapshot", "State", "Target", "accepted", "with_buffers"]
+__all__ += ["Round", "Rounds", "Snapshot", "State", "Target", "accepted", "network_of", "with_buffers"]
 
 
 class Target(NamedTuple):
@@ -78,7 +81,7 @@ class Federation:
     participation  who takes part in a round: all, fixed:number=5 (without replacement), poisson:rate=0.1
     server_lr      1 is FedAvg
     weighting      p_i of a client: "examples", its share of the round's examples; "uniform", one over the clients
-    averaging      None, or a mean of late models for evaluation: swa:start=75,every=10
+    averaging      None, or an average of models for evaluation: swa:start=75,every=10, ema:decay=0.99
 
     Targets of an audit are the same batches of `examples` at every round, so that rounds can be compared: target t is
     the (t // clients)-th batch of client t % clients.
@@ -102,7 +105,7 @@ class Federation:
     participation: Participation = Everyone()
     server_lr: float = 1.0
     weighting: str = "examples"
-    averaging: SWA | None = None
+    averaging: Averaging | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("split", "partition"), ("participation", "participation"), ("averaging", "averaging")):
@@ -185,6 +188,7 @@ class Federation:
         out: str | Path | None = None,
         engine: Engine | None = None,
         progress: Callable[[dict[str, Any]], None] | None = None,
+        samples: Samples | None = None,
     ) -> Trained:
         """Train for so many rounds in all, measure, and keep checkpoints: see `training.train`."""
         from gradleak.federation.training import train
@@ -201,6 +205,7 @@ class Federation:
             out=out,
             engine=engine,
             progress=progress,
+            samples=samples,
         )
 
     def observe(
@@ -292,6 +297,13 @@ def with_buffers(task: Task, buffers: Params) -> Task:
     model = copy.deepcopy(task.model)
     model.load_state_dict(buffers, strict=False)
     return replace(task, model=model)
+
+
+def network_of(task: Task, sent: Snapshot) -> nn.Module:
+    """The task's network with these weights: one of its own, in evaluation mode."""
+    model = copy.deepcopy(task.model).eval()
+    model.load_state_dict({**sent.weights, **sent.buffers}, strict=False)
+    return model
 
 
 def _labels(data: int | Examples, split: Partition) -> Callable[[], Tensor]:

@@ -2,9 +2,11 @@
 
 training.toml                          the configuration, for people and for the check that a resumed run is the same
 metrics.jsonl                          one line per round: see `training.train`
-checkpoints/round-50.safetensors       what the server sends at round 50, that is after 50 rounds
-state.safetensors                      the latest state: weights, buffers, what clients and server remember, the mean of
-                                       late models where there is one; replaced as a whole
+checkpoints/round-50.safetensors       what the server sends at round 50, that is after 50 rounds; beside it the average
+                                       of models where there is one, which was never sent
+state.safetensors                      the latest state: the same, and what clients and server remember; replaced as a
+                                       whole
+samples/round-50.png, samples.png      what a denoiser makes of fixed latents, where it was asked for: see `samples`
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,14 @@ class Checkpoints:
 
     @property
     def averaged(self) -> Snapshot | None:
-        """The mean of late models (`swa.SWA`), for evaluation: it was never sent. None: there is none, or not yet."""
+        """The average of models (`swa.Averaging`), as it is now; it was never sent. None: there is none, or not yet."""
         path = self.folder / "state.safetensors"
-        held = _load(path)[1].get("average", {}) if path.exists() else {}
-        return Snapshot(held["weights"], held.get("buffers", {})) if held else None
+        return _average(_load(path)[1]) if path.exists() else None
+
+    def averaged_at(self, round: int) -> Snapshot | None:
+        """The same as it was at a round that was kept."""
+        self.at(round)
+        return _average(_load(_path(self.folder, round))[1])
 
     def fingerprint(self, rounds: Sequence[int]) -> str:
         """A hash of what was sent at these rounds."""
@@ -136,8 +142,8 @@ class TrainingFolder:
         _save(self.path / "state.safetensors", {"round": state.round}, _held(state))
 
     def checkpoint(self, state: State) -> None:
-        """What was sent, and kept, at a round; the average of late models was never sent."""
-        _save(_path(self.path, state.round), {"round": state.round}, _held(replace(state, average={})))
+        """What was sent, and kept, at a round."""
+        _save(_path(self.path, state.round), {"round": state.round}, _held(state))
 
     def _state(self) -> State | None:
         path = self.path / "state.safetensors"
@@ -166,6 +172,11 @@ class TrainingFolder:
     def write(self, name: str, text: str) -> None:
         self._folder.write(name, text)
 
+    def draw(self, name: str, png: bytes) -> None:
+        path = self.path / name
+        path.parent.mkdir(exist_ok=True)
+        replace_whole(path, png)
+
 
 def recipe(training: LocalTraining) -> dict[str, Any]:
     """The client's recipe as plain values; rules beyond plain SGD only as text, for people."""
@@ -189,6 +200,11 @@ def _held(state: State) -> Tree:
     memories = {str(client): memory for client, memory in sent.memories.items()}
     kept = {"server": dict(sent.server), "average": unflat(state.average)}
     return {"weights": sent.weights, "buffers": sent.buffers, "memories": memories, **kept}
+
+
+def _average(held: Tree) -> Snapshot | None:
+    found = held.get("average", {})
+    return Snapshot(found["weights"], found.get("buffers", {})) if found else None
 
 
 def _path(folder: Path, round: int) -> Path:

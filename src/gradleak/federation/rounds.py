@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.data import load
 from gradleak.defence import Defence, Upload
+from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.federation.clients import Clients, Work, evaluating, flat, unflat
 from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
@@ -25,7 +27,7 @@ from gradleak.tree import Params, Tree
 if TYPE_CHECKING:
     from gradleak.federation import Federation
 
-AT_ONCE = 1024  # examples of one forward pass where only loss and accuracy are wanted
+AT_ONCE, ENTRIES = 1024, 2**22  # examples, and pixels, of one forward pass where only loss and accuracy are wanted
 
 
 class Examples(Protocol):
@@ -54,7 +56,7 @@ class State:
     buffers: Params
     memories: Mapping[int, Params]  # of clients that remember something, flat: see `clients.flat`
     server: Params = field(default_factory=dict)  # what the server remembers, flat
-    average: Params = field(default_factory=dict)  # the mean of late models, flat: see `swa.SWA`; never sent
+    average: Params = field(default_factory=dict)  # of models, flat: see `swa.Averaging`; never sent
 
     @property
     def snapshot(self) -> Snapshot:
@@ -202,35 +204,54 @@ class Rounds:
     def _loss(self, work: list[Work], state: State) -> Tensor | None:
         if self._evaluating is None or not work:
             return None
-        total = [measured(self._evaluating, state.snapshot, own.batch)[0] for own in work]
+        seed, where = self.federation.seed, self.engine.where
+        total = []
+        for own in work:
+            key = randomness.key("federation", seed, "loss", own.client, state.round).to(where)
+            total.append(measured(self._evaluating, state.snapshot, own.batch, Draws(key))[0])
         return torch.stack(total).sum() / sum(len(next(iter(own.batch.values()))) for own in work)
 
     def evaluate(self, state: State, data: Examples) -> dict[str, float]:
-        """Loss and, for a classification, accuracy on these data, the model in evaluation mode."""
+        """Loss and, for a classification, accuracy on these data, the model in evaluation mode.
+
+        What a client would draw itself (step and noise of a denoiser) is drawn here, for an example the same in every
+        round, so that rounds can be compared.
+        """
         task = self._evaluating or evaluating(self.task)
-        found = []
-        for start in range(0, len(data), AT_ONCE):
-            rows = torch.arange(start, min(start + AT_ONCE, len(data)))
-            found.append(torch.stack(measured(task, state.snapshot, moved(data.batch(rows), state.weights))))
+        found, some = [], at_once(task)
+        for start in range(0, len(data), some):
+            rows = torch.arange(start, min(start + some, len(data)))
+            drawn = Draws(randomness.key("federation", "test", start).to(self.engine.where))
+            found.append(torch.stack(measured(task, state.snapshot, moved(data.batch(rows), state.weights), drawn)))
         loss, hits = (torch.stack(found).double().sum(0) / len(data)).tolist()
         return {"test_loss": loss, **({} if hits != hits else {"test_accuracy": hits})}
 
 
-def measured(task: Task, sent: Snapshot, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sums over the examples: of the objective, and of right classifications (NaN where the task has no such thing)."""
+def at_once(task: Task) -> int:
+    """Examples of one forward pass."""
+    largest = max(math.prod(held.shape) for held in task.fields.values())
+    return max(1, min(AT_ONCE, ENTRIES // max(1, largest)))
+
+
+def measured(task: Task, sent: Snapshot, batch: Batch, source: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """Sums over the examples: of the objective, and of right classifications (NaN where the task has no such thing).
+
+    `source`: of what a client would draw itself; without it the batch has to be complete.
+    """
     outputs: list[Any] = []
 
     def call(*inputs: Any, **named: Any) -> Any:
         outputs.append(model(*inputs, **named))
         return outputs[-1]
 
-    losses, hits = [], []
+    losses, hits, some = [], [], at_once(task)
+    batch = batch if source is None else task.completed(batch, source)
     with torch.no_grad(), float32_products():
         model: Callable[..., Any] = task.call(
             sent.weights, {name: value.clone() for name, value in sent.buffers.items()}
         )
-        for start in range(0, len(next(iter(batch.values()))), AT_ONCE):
-            part = {name: value[start : start + AT_ONCE] for name, value in batch.items()}
+        for start in range(0, len(next(iter(batch.values()))), some):
+            part = {name: value[start : start + some] for name, value in batch.items()}
             count = len(next(iter(part.values())))
             outputs.clear()
             losses.append(task.objective(call, part).detach().double() * count)

@@ -1,10 +1,11 @@
-"""Stochastic weight averaging on the server: a mean of late global models, beside the one that is trained."""
+"""Averages of global models on the server, beside the one that is trained: stochastic and exponential ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from gradleak import tree
@@ -13,6 +14,24 @@ from gradleak.registry import named
 from gradleak.tree import Params, Tree
 
 PAPER = "Caldarola, Caputo, Ciccone, Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022"
+DDPM = "Ho, Jain, Abbeel, Denoising Diffusion Probabilistic Models, NeurIPS 2020"
+
+
+class Averaging(Protocol):
+    """A model that is evaluated, kept and sampled from, and never sent."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def cycles(self) -> bool: ...
+
+    def factor(self, round: int) -> float: ...
+
+    def after(self, round: int, average: Tree, weights: Params, buffers: Params) -> Tree: ...
 
 
 @named("swa", kind="averaging", paper=PAPER)
@@ -58,18 +77,63 @@ class SWA:
         if round < self.start or (round - self.start) % self.every:
             return average
         if not average:
-            return {
-                "weights": dict(weights),
-                "buffers": dict(buffers),
-                "count": next(tree.leaves(weights)).new_ones(()),
-            }
-        share = 1 / (average["count"] + 1)
+            return _first(weights, buffers)
+        return _towards(average, weights, buffers, 1 / (average["count"] + 1))
 
-        def mean(held: Tensor, new: Tensor) -> Tensor:
-            return held + share.to(new) * (new - held) if new.is_floating_point() else new
 
-        return {
-            "weights": tree.map(mean, average["weights"], weights),
-            "buffers": tree.map(mean, average.get("buffers", {}), buffers),
-            "count": average["count"] + 1,
-        }
+@named("ema", kind="averaging", paper=DDPM)
+@dataclass(frozen=True)
+class EMA:
+    """After every round: mean <- d mean + (1 - d) theta, theta the server's weights. Denoisers are sampled from it.
+
+    decay    d, of a round. Papers state it per step of a single trainer (0.9999): to the power of the local steps
+    start    so many rounds are done before the first model is taken
+    warm     d is at most (1 + n) / (10 + n) after n models, so that the untrained ones are soon forgotten
+
+    No client starts from the mean, and their learning rate stays: it cannot change what leaks.
+    """
+
+    decay: float = 0.99
+    start: int = 0
+    warm: bool = True
+    name: ClassVar[str] = "ema"
+
+    def __post_init__(self) -> None:
+        demand_number("decay of ema", self.decay, float, 0, 1)
+        demand_number("start of ema", self.start, int, 0)
+
+    @property
+    def cycles(self) -> bool:
+        return False
+
+    def factor(self, round: int) -> float:
+        return 1.0
+
+    def after(self, round: int, average: Tree, weights: Params, buffers: Params) -> Tree:
+        """The average once so many rounds are done: {"weights", "buffers", "count"}; empty before `start`."""
+        if round < self.start:
+            return average
+        if not average:
+            return _first(weights, buffers)
+        count = average["count"]
+        decay = torch.full_like(count, self.decay)
+        if self.warm:
+            decay = torch.minimum(decay, (1 + count) / (10 + count))
+        return _towards(average, weights, buffers, 1 - decay)
+
+
+def _first(weights: Params, buffers: Params) -> Tree:
+    return {"weights": dict(weights), "buffers": dict(buffers), "count": next(tree.leaves(weights)).new_ones(())}
+
+
+def _towards(average: Tree, weights: Params, buffers: Params, share: Tensor) -> Tree:
+    """The average, moved by this share of the way to a new model. What is no fraction is taken from the new one."""
+
+    def mean(held: Tensor, new: Tensor) -> Tensor:
+        return held + share.to(new) * (new - held) if new.is_floating_point() else new
+
+    return {
+        "weights": tree.map(mean, average["weights"], weights),
+        "buffers": tree.map(mean, average.get("buffers", {}), buffers),
+        "count": average["count"] + 1,
+    }

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from gradleak.environment import about
 from gradleak.federation.checkpoints import VERSION, Checkpoints, TrainingFolder, recipe
 from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State
+from gradleak.federation.samples import Samples
 from gradleak.federation.uploads import ExcludedClient
 from gradleak.results.configuration import digest, from_toml, to_toml
 from gradleak.task import Task
@@ -42,6 +43,7 @@ class Trained:
     metrics: list[dict[str, Any]]
     kept: Mapping[int, Snapshot]  # checkpoints; empty where they are in `folder`
     folder: Path | None = None
+    averages: Mapping[int, Snapshot] = field(default_factory=dict)  # of models, at the checkpoints; likewise
 
     def at(self, round: int) -> Snapshot:
         """What the server sends at a round that was kept."""
@@ -50,6 +52,13 @@ class Trained:
         if round not in self.kept:
             raise FederationError(f"Round {round} was not kept; there are: {', '.join(map(str, sorted(self.kept)))}.")
         return self.kept[round]
+
+    def averaged_at(self, round: int) -> Snapshot | None:
+        """The average of models (`swa.Averaging`) at a round that was kept; None: there is none, or not yet."""
+        if self.folder is not None:
+            return Checkpoints(self.folder).averaged_at(round)
+        self.at(round)
+        return self.averages.get(round)
 
     @property
     def checkpoints(self) -> list[int]:
@@ -75,6 +84,7 @@ def train(
     engine: Engine | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
     origin: Mapping[str, Any] | None = None,
+    samples: Samples | None = None,
 ) -> Trained:
     """Train until `rounds` rounds are done in all. The same call with the same folder goes on where that one stopped.
 
@@ -83,20 +93,32 @@ def train(
     out          a folder (checkpoints.py says what is in it); None: everything stays in memory
     progress     is given the metrics of every round
     origin       where the command line found task and data
+    samples      of a denoiser: what it makes of fixed latents, drawn at every checkpoint; files of `out`
 
     A round's metrics: "round" (so many are done), "loss" (of the weights it began with, on the examples of this
     round), "clients" (whose uploads were taken), "excluded" (whose were not, and why), "skipped" (why the weights
-    stayed), "seconds", and "test_loss" and "test_accuracy" of the weights it ended with, where due; "averaged_..." are
-    those of the mean of late models, where the federation keeps one (`swa.SWA`).
+    stayed), "seconds", and "test_loss" and, of a classification, "test_accuracy" of the weights it ended with, where
+    due; "averaged_..." are
+    those of the average of models, where the federation keeps one (`swa.Averaging`).
 
     A resumed training has the very weights of one that was not interrupted, where the device computes the same sums
     twice: a CPU with as many threads does; of CUDA's kernels some add in any order.
     """
     demand_rounds(rounds, every, checkpoints)
+    if samples is not None:
+        samples.demand(task)
     work = Rounds(federation, task, data, defence, engine)
     settings = settings_of(federation, task, data, defence, work, origin or {})
     wanted = {0, rounds, *checkpoints}
     keeper = _Memory() if out is None else _Disk(Path(out), settings)
+
+    def kept(state: State) -> None:
+        keeper.checkpoint(state)
+        if samples is not None and out is not None:
+            own = state.averaged
+            drawn = {"sent": state.snapshot} | ({} if own is None else {"averaged": own.snapshot})
+            keeper.draw(f"samples/round-{state.round}.png", samples.sheet(work.task, drawn))
+
     try:
         state, metrics = keeper.begin(work)
         if state.round > rounds:
@@ -111,14 +133,14 @@ def train(
                 metrics.append(_row(Round(0, None, (), {}), 0.0, _measured(work, state, test)))
                 keeper.add(metrics[-1])
             if state.round in wanted:
-                keeper.checkpoint(state)
+                kept(state)
             while state.round < rounds:
                 began = time.perf_counter()
                 new, told = work.after(state)
                 due = new.round % every == 0 or new.round == rounds
                 row = _row(told, time.perf_counter() - began, _measured(work, new, test) if due else {})
                 if new.round in wanted:
-                    keeper.checkpoint(new)
+                    kept(new)
                 keeper.add(row)
                 metrics.append(row)
                 state = new  # last: interrupted before this, the round is done again
@@ -133,9 +155,11 @@ def train(
             ) from None
         keeper.keep(state)
         keeper.write("curves.svg", curves(metrics))
+        if samples is not None and out is not None:
+            keeper.draw("samples.png", samples.over_rounds(work.task, Checkpoints(Path(out))))
     finally:
         keeper.close()
-    return Trained(state, metrics, keeper.snapshots(), None if out is None else Path(out))
+    return Trained(state, metrics, keeper.snapshots(), None if out is None else Path(out), keeper.averages())
 
 
 def demand_rounds(rounds: int, every: int, checkpoints: Sequence[int]) -> None:
@@ -255,6 +279,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._kept: dict[int, Snapshot] = {}
+        self._averages: dict[int, Snapshot] = {}
 
     def begin(self, work: Rounds) -> tuple[State, list[dict[str, Any]]]:
         return work.first(), []
@@ -264,9 +289,14 @@ class _Memory:
 
     def checkpoint(self, state: State) -> None:
         self._kept[state.round] = state.snapshot
+        if (own := state.averaged) is not None:
+            self._averages[state.round] = own.snapshot
 
     def snapshots(self) -> Mapping[int, Snapshot]:
         return self._kept
+
+    def averages(self) -> Mapping[int, Snapshot]:
+        return self._averages
 
     def add(self, row: Mapping[str, Any]) -> None: ...
 
@@ -275,6 +305,8 @@ class _Memory:
     def now_and_then(self, state: State) -> None: ...
 
     def write(self, name: str, text: str) -> None: ...
+
+    def draw(self, name: str, png: bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -312,6 +344,9 @@ class _Disk(_Memory):
     def write(self, name: str, text: str) -> None:
         self.folder.write(name, text)
 
+    def draw(self, name: str, png: bytes) -> None:
+        self.folder.draw(name, png)
+
     def close(self) -> None:
         self.folder.close()
 
@@ -328,13 +363,15 @@ def table(metrics: Sequence[Mapping[str, Any]], lines: int = 10) -> str:
     def cell(value: Any, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    averaged = any("averaged_test_accuracy" in row for row in tested)
+    # Of a classification its accuracy, of anything else its loss.
+    judged, form = ("test_accuracy", "9.1%") if any("test_accuracy" in row for row in tested) else ("test_loss", "9.4f")
+    averaged = any(f"averaged_{judged}" in row for row in tested)
     head = f"{'round':>6} {'loss':>9} {'test loss':>10} {'accuracy':>9} {'clients':>8} {'left out':>9}"
     head += f" {'averaged':>9}" * averaged
     body = [
         f"{row['round']:>6} {cell(row['loss'], '9.4f'):>9} {cell(row.get('test_loss'), '10.4f'):>10} "
         f"{cell(row.get('test_accuracy'), '9.1%'):>9} {len(row['clients']):>8} {len(row['excluded']):>9}"
-        + f" {cell(row.get('averaged_test_accuracy'), '9.1%'):>9}"
+        + f" {cell(row.get(f'averaged_{judged}'), form):>9}"
         * averaged
         for row in shown
     ]
@@ -342,10 +379,11 @@ def table(metrics: Sequence[Mapping[str, Any]], lines: int = 10) -> str:
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Loss and, where it was measured, test accuracy over the rounds, as an SVG of its own."""
+    """Loss and, where it was measured, test accuracy (else test loss) over the rounds, as an SVG of its own."""
     width, height, edge = 640, 240, 40
     last = max((row["round"] for row in metrics), default=0) or 1
-    panels = [("loss", "loss", "#b3391f"), ("test_accuracy", "test accuracy", "#1f5fb3")]
+    tested = "test_accuracy" if any("test_accuracy" in row for row in metrics) else "test_loss"
+    panels = [("loss", "loss", "#b3391f"), (tested, tested.replace("_", " "), "#1f5fb3")]
     drawn = []
     for place, (name, title, colour) in enumerate(panels):
         points = [(row["round"], row[name]) for row in metrics if row.get(name) is not None]

@@ -20,7 +20,7 @@ def batch_has_the_fields(subject: Subject) -> Iterator[Problem]:
     if subject.data is None:
         return
     given, wanted = subject.data.keys(), subject.task.fields.keys()
-    if given != wanted:
+    if given - wanted or wanted - given - subject.task.drawn:
         yield Problem(
             "error",
             f"the batch has fields {some(given) or 'none'}; the task declares {some(wanted)}",
@@ -42,7 +42,7 @@ def continuous_values(subject: Subject) -> Iterator[Problem]:
             continue
         if not value.isfinite().all():
             yield Problem("error", f"batch[{name!r}] holds NaN or infinity", "remove these examples")
-        elif tuple(value.shape[1:]) == kind.shape and value.numel():
+        elif tuple(value.shape[1:]) == kind.shape and value.numel() and kind.bounded:
             yield from _range(name, value, kind)
 
 

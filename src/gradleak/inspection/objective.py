@@ -74,11 +74,12 @@ def fields_are_images(subject: Subject) -> Iterator[Problem]:
 
 
 def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
-    categorical = [(name, f.classes) for name, f in subject.task.fields.items() if f.classes is not None]
+    task = subject.task
+    labels = [(name, f.classes) for name, f in task.fields.items() if f.classes is not None and name not in task.drawn]
     outputs = subject.forward.outputs[-1] if isinstance(subject.forward, Pass) and subject.forward.outputs else None
-    if len(categorical) != 1 or not isinstance(outputs, Tensor) or outputs.dim() < 2:
+    if len(labels) != 1 or not isinstance(outputs, Tensor) or outputs.dim() < 2:
         return
-    name, classes = categorical[0]
+    name, classes = labels[0]
     if classes in (outputs.shape[1], outputs.shape[-1]):
         return
     yield Problem(

@@ -2,11 +2,12 @@
 
 Every function returns `nn.Sequential(features, classifier)`: `features` maps images (batch, channels, height, width) to
 the classifier's input (batch, features), `classifier` is the last linear layer, the output is logits. (One exception:
-`mlp_sme(paper_quirks=True)`, whose logits pass a ReLU.) No layer works in place and only BatchNorm keeps state, so all
-run under `torch.func` (vmap, forward mode, gradients of gradients). In training mode BatchNorm needs its own copy of
-the buffers in every lane.
+`mlp_sme(paper_quirks=True)`, whose logits pass a ReLU.) Only `unet` is no classifier: it predicts the noise of images.
+No layer works in place and only BatchNorm keeps state, so all run under `torch.func` (vmap, forward mode, gradients of
+gradients). In training mode BatchNorm needs its own copy of the buffers in every lane.
 
-lenets.py   plain.py: perceptrons and stacks of convolutions   residual.py   transformers.py   pieces.py: their layers
+lenets.py   plain.py: perceptrons and stacks of convolutions   residual.py   transformers.py   unets.py
+pieces.py: their layers
 
 Common options
   shape        (channels, height, width) of one image.
@@ -32,7 +33,8 @@ from gradleak.models.pieces import Activation, ChannelLayerNorm, Init, Norm, Sha
 from gradleak.models.plain import cnn_cifar, cnn_lewis, cnn_mnist, convnet, mlp, mlp_sme
 from gradleak.models.residual import BasicBlock, resnet, resnet8, resnet18, resnet20_4
 from gradleak.models.transformers import TransformerBlock, vit, vit_sme
+from gradleak.models.unets import UNet, unet
 
 __all__ = ["cnn_cifar", "cnn_lewis", "cnn_mnist", "convnet", "lenet5", "lenet_cpl", "lenet_zhu", "mlp", "mlp_sme"]
-__all__ += ["resnet", "resnet18", "resnet20_4", "resnet8", "vit", "vit_sme"]
-__all__ += ["Activation", "BasicBlock", "ChannelLayerNorm", "Init", "Norm", "Shape", "TransformerBlock"]
+__all__ += ["resnet", "resnet18", "resnet20_4", "resnet8", "unet", "vit", "vit_sme"]
+__all__ += ["Activation", "BasicBlock", "ChannelLayerNorm", "Init", "Norm", "Shape", "TransformerBlock", "UNet"]

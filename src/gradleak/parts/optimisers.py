@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,6 +58,34 @@ class CosineDecay:
         return fall * ((now.step + 1) / self.warmup).clamp(max=1) if self.warmup else fall
 
 
+class Window(Protocol):
+    """When a variable moves: is it `due` now, and how often has it moved (`count`), this step included?"""
+
+    def due(self, now: Now) -> Tensor: ...
+
+    def count(self, now: Now) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class OddBlocks:
+    """Blocks of `size` steps, at rest in the first, moving in the second, and so on: where floor(step / size) is odd.
+
+    Reference: Huang et al., ARES 2025, who keep a diffusion client's noise near its law this way.
+    """
+
+    size: int = 50
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("size",))
+
+    def due(self, now: Now) -> Tensor:
+        return torch.remainder(torch.floor(now.step / self.size), 2) == 1
+
+    def count(self, now: Now) -> Tensor:
+        pairs = torch.floor(now.step / (2 * self.size))
+        return pairs * self.size + (now.step - (2 * pairs + 1) * self.size + 1).clamp(0, self.size)
+
+
 def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...] = ()) -> None:
     """Refuse settings that no search can run with, before it starts."""
     for name in (*whole, *real):
@@ -93,6 +121,8 @@ class FirstOrder:
 
     rates       learning rate of a named variable, where it differs from `lr`
     every       a named variable moves only at every so many steps
+    windows     a named variable moves only in its window, and its memory with it; a name that is no unknown, since the
+                threat model gives it, is passed over
     transform   applied to the gradient before the method sees it, such as its sign
     noise       Langevin noise: lr * noise * N(0, 1) is added to each move
     """
@@ -102,6 +132,7 @@ class FirstOrder:
     schedule: Schedule = constant
     rates: Mapping[str, float] = field(default_factory=dict)
     every: Mapping[str, int] = field(default_factory=dict)
+    windows: Mapping[str, Window] = field(default_factory=dict)
     transform: Transform = plain
     noise: float = 0.0
     weight_decay: float = 0.0
@@ -109,6 +140,8 @@ class FirstOrder:
 
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps",), real=("lr",))
+        if twice := self.every.keys() & self.windows.keys():
+            raise ValueError(f"every and windows both name {', '.join(sorted(twice))}: keep one of them.")
 
     def memory(self, v: Tensor) -> Tree:
         raise NotImplementedError
@@ -130,12 +163,13 @@ class FirstOrder:
         memory: Tree = {}
         for position, name in enumerate(v):
             rate, interval = self.rates.get(name, self.lr) * factor, self.every.get(name, 1)
-            count = torch.floor(now.step / interval) + 1
+            window = self.windows.get(name)
+            count = torch.floor(now.step / interval) + 1 if window is None else window.count(now).clamp_min(1)
             moved[name], memory[name] = self._move(
                 name, v[name], gradient[name], state["memory"][name], rate, count, now, (state["key"], position)
             )
-            if interval > 1:
-                due = torch.remainder(now.step, interval) == 0
+            if interval > 1 or window is not None:
+                due = torch.remainder(now.step, interval) == 0 if window is None else window.due(now)
                 moved[name] = _either(due, moved[name], v[name])
                 memory[name] = _either(due, memory[name], state["memory"][name])
         return problem.project(moved), {"memory": memory, "key": state["key"]}, scored

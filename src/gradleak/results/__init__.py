@@ -101,6 +101,8 @@ class AuditResult:
         run = len({row["cell"] for row in self.rows})
         caveats = [] if self.complete else [f"Incomplete: {run} of {total} cells."]
         caveats += [TRIAL] if self.trial else []
+        granted = " and ".join(map(str, self.settings.get("given", ())))
+        caveats += [f"The attacker was granted {granted} of every example."] if granted else []
         return replace(found, paragraph=" ".join([*caveats, found.paragraph]))
 
     @property

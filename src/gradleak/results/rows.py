@@ -14,6 +14,7 @@ gallery_size [...]: the chance of rank 1 is 1 / gallery_size
 hits         {"ssim>0.5": [true, ...], "psnr>18": ..., "psnr>20": ..., "rank1": ..., "recovered": ...}
 assignment   [...]: which reconstruction was matched to each private example
 labels       {"multiset_accuracy": ..., "matched": ..., ...}, empty where there are none
+drawn        absent, or of fields that a client drew: {"t": {"right": share, "off_by": steps}, "noise": {"cosine": ...}}
 baselines    {"mid-grey": {"psnr": [...], "ssim": [...], ...}, "mean image": ..., "nearest other": ...}: no update;
              "unrelated update": the same attack on somebody else's update, scored on this target; has rank1, recovered
 match, match_start, objective, restart

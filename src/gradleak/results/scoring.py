@@ -62,12 +62,33 @@ def scores_of(
                 "hits": _at(hits, target),
                 "assignment": scores.assignment[target].tolist(),
                 "labels": _at(scores.labels, target),
+                **({"drawn": drawn} if (drawn := _drawn(found, truth, fields, scores.assignment, target)) else {}),
                 "baselines": {name: _at(values, target) for name, values in baselines.items()},
                 "diverged": bool(scores.diverged[target]),
             }
         )
         for target in range(len(truth["x"]))
     ]
+
+
+def _drawn(
+    found: Batch, truth: Batch, fields: Mapping[str, Field], assignment: Tensor, target: int
+) -> dict[str, dict[str, float]]:
+    """How close the fields that are neither image nor label came, such as step and noise of a denoiser's client.
+
+    Of a whole number how often it is right and the mean distance, of a tensor the cosine; examples as images matched.
+    """
+    told: dict[str, dict[str, float]] = {}
+    for name in (name for name in fields if name not in ("x", "y") and name in found and name in truth):
+        guess = found[name][target][assignment[target].to(found[name].device)]
+        real = truth[name][target].to(guess.device)
+        if fields[name].classes is None:
+            pair = guess.flatten(1).double(), real.flatten(1).double()
+            told[name] = {"cosine": float(torch.cosine_similarity(*pair).mean())}
+        else:
+            off = ((guess.argmax(-1) if guess.is_floating_point() else guess) - real).abs().double()
+            told[name] = {"right": float((off == 0).double().mean()), "off_by": float(off.mean())}
+    return told
 
 
 def _at(values: Mapping[str, Tensor], target: int) -> dict[str, Any]:

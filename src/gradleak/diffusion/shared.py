@@ -1,0 +1,46 @@
+"""Steps and noise from the server: the easier of the two regimes of federated diffusion.
+
+In the private regime every client draws its own step and noise. Here the server hands out a key, and all clients draw
+the same ones from it, in each local step anew; so the server knows them. Reference: Huang, Hong, Roos, Chen, ARES 2025.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.defence import Defence
+from gradleak.draws import Draws
+from gradleak.local import SHARED, drawing
+from gradleak.observation import BadObservation, Observation
+from gradleak.task import Batch, Task
+from gradleak.tree import Params, Tree
+
+
+@dataclass(frozen=True)
+class SharedDraws(Defence):
+    """Not a defence but a way to train: the server broadcasts the key of this round's steps and noise."""
+
+    seed: int = 0
+
+    def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
+        key = randomness.key("shared draws", self.seed, server.get("round", 0))
+        return {SHARED: {"key": key.to(next(tree.leaves(weights)).device)}}
+
+
+def handed_out(task: Task, seen: Observation, step: int = 0) -> Batch:
+    """The fields that the server itself chose for a client's local step: what `Knowledge.given` may hold.
+
+    Computed from what was broadcast alone, for a client whose steps use all its examples.
+    """
+    if SHARED not in seen.extras:
+        raise BadObservation(
+            f"{seen.key!r} holds no key that the server handed out (extras[{SHARED!r}]): the client drew for itself, "
+            "and only the client knows what."
+        )
+    blank = task.blank(seen.num_examples)
+    known = {name: value for name, value in blank.items() if name not in task.drawn}
+    where = next(iter(blank.values())).device
+    drawn = task.completed(known, drawing(Draws(seen.extras[SHARED]["key"].to(where)), step))
+    return {name: drawn[name] for name in task.drawn}

@@ -1,0 +1,71 @@
+"""What a denoiser makes of the same latents after some rounds, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradleak import draws, tree
+from gradleak.diffusion import Denoising, ddim
+from gradleak.federation.clients import evaluating
+from gradleak.federation.partition import FederationError, demand_number
+from gradleak.federation.rounds import Snapshot, moved
+from gradleak.task import Task, float32_products
+
+if TYPE_CHECKING:
+    from gradleak.federation.checkpoints import Checkpoints
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Pictures by DDIM (Song, Meng, Ermon, ICLR 2021; eta 0) from latents that are the same in every round.
+
+    count    of pictures
+    steps    of the sampler
+    seed     of the latents
+    """
+
+    count: int = 8
+    steps: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("count", "steps"):
+            demand_number(f"{name} of samples", getattr(self, name), int, 1)
+
+    def demand(self, task: Task) -> Denoising:
+        """The objective of a denoiser; anything else cannot be sampled from."""
+        if not isinstance(task.objective, Denoising):
+            raise FederationError(
+                f"Samples are of denoisers; the objective is {type(task.objective).__name__}. Leave samples out."
+            )
+        return task.objective
+
+    def of(self, task: Task, sent: Snapshot) -> Tensor:
+        """The pictures, (count, C, H, W) in [0, 1], that these weights give."""
+        objective, weights = self.demand(task), sent.weights
+        like = next(tree.leaves(weights))
+        shape = (self.count, *task.fields["x"].shape)
+        latents = draws.Draws(draws.key("samples", self.seed)).normal(shape, dtype=torch.float64)
+        with torch.no_grad(), float32_products():
+            call = evaluating(task).call(weights, dict(sent.buffers))
+            images = ddim(call, latents.to(like), objective.schedule, steps=self.steps, target=objective.target)
+        return task.fields["x"].unit(images).clamp(0, 1).cpu()
+
+    def sheet(self, task: Task, rows: Mapping[str, Snapshot]) -> bytes:
+        """A PNG with a row of pictures for each of these weights."""
+        from gradleak.report.pictures import png, sheet  # reports are no part of a training
+
+        return png(sheet([(name, list(self.of(task, sent))) for name, sent in rows.items()]))
+
+    def over_rounds(self, task: Task, kept: Checkpoints) -> bytes:
+        """A row for each checkpoint of a training: of its average where there is one, else of what was sent."""
+        like, rows = task.weights(), {}
+        for number in kept.rounds:
+            found = kept.averaged_at(number) or kept.at(number)
+            rows[f"round {number}"] = Snapshot(moved(found.weights, like), moved(found.buffers, like))
+        return self.sheet(task, rows)

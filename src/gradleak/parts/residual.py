@@ -1,0 +1,111 @@
+"""What a diffusion client's gradient depends on besides the step: image and noise, or noised image and residual.
+
+The gradient is J(x_t)^T q up to a factor, J the Jacobian of the network's output by its weights, q = output - target.
+It sees the image x and the noise only through x_t and q, is linear in q, and the map between the two pairs is one to
+one. For a network that predicts the noise, errors of x_t reach the image multiplied by 1 / sqrt(alpha-bar), so an image
+noised to a late step cannot be found this way; for one that predicts v there is no such factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.diffusion import Denoising
+from gradleak.draws import Draws
+from gradleak.parts.spaces import Normal, Pixels
+from gradleak.parts.steps import SettledSteps, denoising
+from gradleak.scene import Now, Scene, Space
+from gradleak.task import Batch
+from gradleak.tree import Tree
+
+
+@dataclass(frozen=True)
+class FreeNoise(Pixels):
+    """The client's noise as an unknown, from N(0, I); where the threat model gives it, the given one is used."""
+
+    start: Normal = Normal()
+    field: str = "noise"
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {} if self.field in scene.fields else super().variables(scene, draws, before)
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        return super().decode(v, scene, now) if self.field in v else {}
+
+
+@dataclass(frozen=True)
+class NoiseShell:
+    """weight * mean over examples of (||noise||^2 / m - 1)^2, m values each: where almost all of N(0, I) lies."""
+
+    weight: float = 1e-2
+    field: str = "noise"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        return self.weight * (batch[self.field].flatten(1).square().mean(1) - 1).square().mean()
+
+
+@dataclass(frozen=True)
+class NoisedResidual:
+    """Unknowns x_t and q instead of image and noise: better conditioned where both are unknown and little noise is in.
+
+    Decoded to image and noise (`image_and_noise`) at the weights that were sent, which the prediction holds fixed as
+    the client does; were the noise made anew inside the client's loss, q would be a constant and its gradient zero.
+
+    steps   the space of the step, where it is an unknown too
+    begin   a space of image and noise in which the last stage searched: this one goes on from there
+    """
+
+    steps: Space = SettledSteps()
+    begin: Space | None = None
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        steps = self.steps.variables(scene, draws, before)
+        if before is not None and "x_t" in before:
+            return {**steps, "x_t": before["x_t"], "q": before["q"]}
+        if before is not None and self.begin is not None:
+            end = Now(torch.ones(()), 1)
+            batch = {**scene.fields, **self.begin.decode(before, scene, end)}
+            x_t, q = noised_and_residual(batch, scene)
+            return {**steps, "x_t": x_t.detach(), "q": q.detach()}
+        like, shape = next(tree.leaves(scene.weights)), (scene.num_examples, *scene.task.fields["x"].shape)
+        drawn = (draws.child(number).normal(shape, dtype=like.dtype) for number in (1 << 8, 1 << 9))
+        return {**steps, **dict(zip(("x_t", "q"), drawn, strict=True))}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return self.steps.constants(scene, draws, before)
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        steps = self.steps.decode(v, scene, now)
+        return {**steps, **image_and_noise(v["x_t"], v["q"], {**scene.fields, **steps}["t"], scene)}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return self.steps.project(v, scene, now)
+
+
+def noised_and_residual(batch: Batch, scene: Scene) -> tuple[Tensor, Tensor]:
+    """x_t and q = output - target of an image, a noise and a step."""
+    objective = denoising(scene.task)
+    x_t = objective.noised(batch)
+    return x_t, _output(objective, x_t, batch["t"], scene) - objective.wanted(batch)
+
+
+def image_and_noise(x_t: Tensor, q: Tensor, t: Tensor, scene: Scene) -> Batch:
+    """The image and the noise that x_t and q stand for: the target is output - q, and with x_t it gives both.
+
+    eps: x = (x_t - sqrt(1 - ab) eps) / sqrt(ab). v: x = sqrt(ab) x_t - sqrt(1 - ab) v.
+    """
+    objective = denoising(scene.task)
+    target = _output(objective, x_t, t, scene) - q
+    image, noise = objective.schedule.scales(t, x_t)
+    if objective.target == "eps":
+        return {"x": (x_t - noise * target) / image, "noise": target}
+    return {"x": image * x_t - noise * target, "noise": noise * x_t + image * target}
+
+
+def _output(objective: Denoising, x_t: Tensor, t: Tensor, scene: Scene) -> Tensor:
+    output: Tensor = scene.task.call(scene.weights, scene.buffers)(x_t, objective.when(t, x_t))
+    return output
