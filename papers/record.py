@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,20 @@ def row_by_row(
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.with_suffix(".part.json").write_text(json.dumps(figures, indent=1))
     return figures
+
+
+def effort_arguments(description: str, kind: Any) -> argparse.Namespace:
+    """A command line for rows that are measured with an effort: its fields, which rows, and for how long."""
+    return arguments(description, only="", budget=600, **{field.name: field.default for field in fields(kind)})
+
+
+def with_effort(
+    options: argparse.Namespace, kind: Any, rows: Mapping[str, Any], told: Callable[[dict[str, Any]], str]
+) -> dict[str, Any]:
+    """`row_by_row` for rows that have `measure(effort)`; the effort is made of the options, its device settled."""
+    effort = kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+    effort = replace(effort, device=str(effort.engine.where))
+    return row_by_row(options, rows, lambda row: row.measure(effort), told)
 
 
 def without_infinities(value: Any) -> Any:

@@ -33,7 +33,7 @@ from flat_minima.training import (
     private,
     targets,
 )
-from record import arguments, record, row_by_row
+from record import effort_arguments, record, with_effort
 
 from gradleak.metrics.perceptual import LPIPS
 
@@ -226,14 +226,11 @@ def told_in_a_line(row: dict[str, Any]) -> str:
 
 def run(options: Namespace) -> dict[str, Any]:
     """The rows that `only` picks, until the budget is spent."""
-    effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
-    effort = replace(effort, device=str(effort.engine.where))
-    return row_by_row(options, rows(), lambda row: row.measure(effort), told_in_a_line)
+    return with_effort(options, Effort, rows(), told_in_a_line)
 
 
 def main() -> None:
-    settings = {name: field.default for name, field in Effort.__dataclass_fields__.items()}
-    options = arguments(__doc__ or "", only="", budget=600, **settings)
+    options = effort_arguments(__doc__ or "", Effort)
     record(options, EXPECTED, run(options))
 
 

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gidm.attacks import KNOWN, MODES, UNKNOWN, Bench, Method, drawn, perceptual
 from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
-from record import arguments, record, row_by_row
+from record import effort_arguments, record, with_effort
 
 import gradleak as gl
 from gradleak.metrics.perceptual import LPIPS
@@ -307,17 +307,14 @@ def told_in_a_line(row: dict[str, Any]) -> str:
 
 def run(options: Namespace) -> dict[str, Any]:
     """The rows that `only` picks, until the budget is spent."""
-    effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
-    effort = replace(effort, device=str(effort.engine.where))
-    return row_by_row(options, rows(), lambda row: row.measure(effort), told_in_a_line)
+    return with_effort(options, Effort, rows(), told_in_a_line)
 
 
 def main() -> None:
-    settings = {name: held.default for name, held in Effort.__dataclass_fields__.items()}
-    options = arguments(__doc__ or "", only="", budget=600, **settings)
+    options = effort_arguments(__doc__ or "", Effort)
     if options.small:  # seconds on a CPU, unless something else is said
         for name, value in SMALL.items():
-            if getattr(options, name) == settings[name]:
+            if getattr(options, name) == getattr(Effort, name):
                 setattr(options, name, value)
     record(options, EXPECTED, run(options))
 

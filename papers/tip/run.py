@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import arguments, record, row_by_row, summary
+from record import effort_arguments, record, summary, with_effort
 
 import gradleak as gl
 from gradleak import draws, gradcam, tree
@@ -701,14 +701,11 @@ def _has(cell: Any, name: str) -> bool:
 
 def run(options: Namespace) -> dict[str, Any]:
     """The rows that `only` picks, until the budget is spent."""
-    effort = Effort(**{name: getattr(options, name) for name in Effort.__dataclass_fields__})
-    effort = replace(effort, device=str(effort.engine.where))
-    return row_by_row(options, rows(), lambda row: row.measure(effort), told_in_a_line)
+    return with_effort(options, Effort, rows(), told_in_a_line)
 
 
 def main() -> None:
-    settings = {name: field.default for name, field in Effort.__dataclass_fields__.items()}
-    options = arguments(__doc__ or "", only="", budget=600, **settings)
+    options = effort_arguments(__doc__ or "", Effort)
     record(options, EXPECTED, run(options))
 
 

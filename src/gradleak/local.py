@@ -76,6 +76,11 @@ class LocalTraining:
         """The recipe without the client's own randomness: what a replay can follow."""
         return replace(self, augmentation=None, dropout=False)
 
+    def factors(self, examples: int) -> list[float]:
+        """What the schedule makes of the learning rate in each step."""
+        steps = len(self.order(examples))
+        return [self.schedule(step, steps) for step in range(steps)]
+
     def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
         """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
         size = self.batch_size or examples

@@ -5,7 +5,7 @@ Here only what a step is given is kept (a checkpoint), and the step is run again
 time, for about one more evaluation of each. Reference: Griewank and Walther, ACM TOMS 26, 2000.
 
 `torch.utils.checkpoint` does not know torch.func; this works under vmap, grad, vjp and jvp, in any order, any number of
-times, and inside a captured CUDA graph.
+times. Nothing in it keeps a step from being captured as a CUDA graph; that was not tried on a GPU yet.
 """
 
 from __future__ import annotations

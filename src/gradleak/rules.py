@@ -7,7 +7,7 @@ weights; what a float32 client that returns weights would lose is added where it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -62,6 +62,16 @@ class SGD:
             state = {"velocity": velocity}
             gradient = tree.add(gradient, velocity, self.momentum) if self.nesterov else velocity
         return tree.scale(gradient, lr), state
+
+    def way(self, rates: Sequence[float]) -> float:
+        """How far steps of these rates go along a gradient of length one that does not change; no weight decay."""
+        total, velocity = 0.0, 1.0
+        for number, rate in enumerate(rates):
+            if number > 0:
+                velocity = self.momentum * velocity + 1 - self.dampening
+            going = velocity if self.momentum else 1.0
+            total += rate * (1 + self.momentum * going if self.nesterov else going)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -361,13 +361,7 @@ def way_of(training: LocalTraining, examples: int) -> float:
     rule = training.optimiser
     if not isinstance(rule, SGD):
         raise ValueError(f"Only SGD has a way along a gradient; {type(rule).__name__} moves by signs and sizes of its.")
-    steps = len(training.order(examples))
-    one, plain = {"": torch.ones((), dtype=torch.float64)}, replace(rule, weight_decay=0.0)
-    state, total = plain.init(one), 0.0
-    for step in range(steps):
-        decrease, state = plain.step(one, one, state, float(training.lr) * training.schedule(step, steps))
-        total += float(decrease[""])
-    return total
+    return float(training.lr) * rule.way(training.factors(examples))
 
 
 def recipes(

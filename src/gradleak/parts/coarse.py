@@ -319,8 +319,7 @@ class Total:
         """The total that a round begins with."""
         training, like = scene.knows.training, next(tree.leaves(scene.update))
         if training is not None:
-            steps = len(training.order(scene.num_examples))
-            total = training.lr * sum(training.schedule(step, steps) for step in range(steps))
+            total = training.lr * sum(training.factors(scene.num_examples))
             return torch.as_tensor(total, dtype=like.dtype, device=like.device).log()
         alone, flat, now = replace(scene, earlier=()), flat_batch(scene), Now(like.new_zeros(()), 1)
         gradient = tree.norm(scene.task.gradient(scene.weights, flat, scene.buffers))

@@ -280,18 +280,11 @@ def _mean_layer(scene: Scene, rule: str) -> LastLayer:
             f"Label rule {rule!r} needs a client whose update is a sum of gradients; this one uses "
             f"{type(training.optimiser).__name__}. Rules that look at signs and order only: 'bias-corrected', 'llg'."
         )
-    layer, steps = last_layer(scene), len(training.order(scene.num_examples))
-    if steps == 1:
+    layer, factors = last_layer(scene), training.factors(scene.num_examples)
+    if len(factors) == 1:
         return layer
-    # What the rule makes of gradients that stay 1: with momentum every gradient acts again in later steps.
-    plain = replace(training.optimiser, weight_decay=0.0)
-    one, made, asked = {"": torch.ones(()).double()}, torch.zeros(()).double(), 0.0
-    state = plain.init(one)
-    for step in range(steps):
-        rate = float(training.schedule(step, steps))
-        decrease, state = plain.step(one, one, state, rate)
-        made, asked = made + decrease[""], asked + rate
-    gain, decay = made / asked, training.optimiser.weight_decay
+    # With momentum every gradient acts again in later steps.
+    gain, decay = training.optimiser.way(factors) / sum(factors), training.optimiser.weight_decay
 
     def mean(gradient: Tensor, name: str) -> Tensor:
         middle = scene.weights[name] - 0.5 * scene.update[name]

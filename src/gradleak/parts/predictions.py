@@ -121,10 +121,10 @@ def gradient(scene: Scene) -> Params:
     training = scene.knows.training
     if training is None:
         return scene.update
-    steps = len(training.order(scene.num_examples))
-    mean = tree.scale(scene.update, 1 / (training.lr * sum(training.schedule(step, steps) for step in range(steps))))
+    factors = training.factors(scene.num_examples)
+    mean = tree.scale(scene.update, 1 / (training.lr * sum(factors)))
     rule = training.optimiser
-    if steps > 1 or not isinstance(rule, SGD):
+    if len(factors) > 1 or not isinstance(rule, SGD):
         return mean
     if rule.momentum and rule.nesterov:
         mean = tree.scale(mean, 1 / (1 + rule.momentum))

@@ -213,14 +213,7 @@ def length(scene: Scene) -> float | Tensor:
     training, rule = scene.knows.training, _rule(scene)
     if training is None:
         return 1.0
-    steps = len(training.order(scene.num_examples))
-    total, velocity = 0.0, 1.0
-    for step in range(steps):
-        if step > 0:
-            velocity = rule.momentum * velocity + 1 - rule.dampening
-        going = velocity if rule.momentum else 1.0
-        total += training.schedule(step, steps) * (1 + rule.momentum * going if rule.nesterov else going)
-    return training.lr * total
+    return training.lr * rule.way(training.factors(scene.num_examples))
 
 
 def _rule(scene: Scene) -> SGD:
