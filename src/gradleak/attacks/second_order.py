@@ -14,6 +14,7 @@ from gradleak import registry, tree
 from gradleak.analysis.identifiability import certify
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
 from gradleak.defence import overrides
+from gradleak.diffusion import Denoising
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.local import Order
 from gradleak.observation import Knowledge, Seen, Track, as_targets
@@ -25,10 +26,12 @@ from gradleak.parts.optimisers import require_positive
 from gradleak.parts.peeling import Peeled, applies
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import NaturalImage, Smoothness
+from gradleak.parts.residual import FreeNoise
 from gradleak.parts.smoothing import Smoothed, kinked
 from gradleak.parts.spaces import FreeCategories, Normal, Pixels, Together
+from gradleak.parts.steps import ReadSteps
 from gradleak.registry import named
-from gradleak.scene import Needs, Scene
+from gradleak.scene import FieldRule, Needs, Scene, Space
 from gradleak.task import Task
 
 GREY = Normal(0.5, 0.02, unit=True)
@@ -180,7 +183,11 @@ class SecondOrder:
         small = self.method == "dense" or (self.method == "auto" and few)
         every = Relative(whole=_noisy(task, knows, targets))
         match = Sketched(every, rows) if large and small else every
-        stage = Stage(Pixels(GREY), Replay(order=order), match, (NaturalImage(),), dense)
+        diffusion = isinstance(task.objective, Denoising)
+        free = diffusion and "noise" not in knows.given
+        space: Space = Together((Pixels(NOISY), FreeNoise())) if free else Pixels(GREY)
+        fields: FieldRule = ReadSteps() if diffusion else Labels(label_rule(self.labels))
+        stage = Stage(space, Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
         if self.after:
@@ -190,25 +197,26 @@ class SecondOrder:
             last = last if small else replace(last, optimiser=self._krylov(self.steps))
             return [replace(first, name=self.name, stages=(*first.stages, last))]
         if not small:
-            return [self._attack(self._matrix_free(polish, task))]
-        bent, chain = kinked(task), applies(task, knows, largest.num_examples)
+            return [self._attack(self._matrix_free(polish, task), fields)]
+        bent, chain = kinked(task), not diffusion and applies(task, knows, largest.num_examples)
         peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
         # Without the prior to the last digit, where there is no noise that it would fit.
         sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
         if self._joint(task, knows, targets):
-            free = Together((stage.space, FreeCategories()))
-            stage, sharpened = replace(stage, space=free), replace(sharpened, space=free)
+            both = Together((stage.space, FreeCategories()))
+            stage, sharpened = replace(stage, space=both), replace(sharpened, space=both)
         smooth = [stage, sharpened]
         if large and room(equations):
             # Against noise every equation counts, and a sketch has only some: a few steps with all of them. They begin
             # with a strong prior, which would undo what is solved.
             refining = replace(dense, steps=REFINING, solved=SOLVED)
             smooth.insert(1, replace(stage, match=every, optimiser=refining))
-        ways = [] if bent else [self._attack(smooth)]
+        several = self.restarts or RESTARTS
+        ways = [] if bent else [self._attack(smooth, fields, several if free else None)]
         if chain:
-            ways.append(self._attack([peeled]))
+            ways.append(self._attack([peeled], fields))
         if bent:
-            ways.append(self._attack([*self._path(stage, dense, task), sharpened], restarts=self.restarts or RESTARTS))
+            ways.append(self._attack([*self._path(stage, dense, task), sharpened], fields, several))
         return ways
 
     def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
@@ -217,14 +225,20 @@ class SecondOrder:
         On 50 pairs of CIFAR-10 images, an untrained LeNet and four steps of lr 0.1, the best rule was right on 26.
         """
         training, loss = knows.training, getattr(task.objective, "loss", None)
-        if self.labels != "auto" or self.after or "y" in knows.given or training is None or kinked(task):
+        if (
+            self.labels != "auto"
+            or self.after
+            or "y" not in task.fields
+            or "y" in knows.given
+            or training is None
+            or kinked(task)
+        ):
             return False
         soft = loss is torch.nn.functional.cross_entropy or isinstance(loss, torch.nn.CrossEntropyLoss)
         several = [target.num_examples for target in targets if target.num_examples > 1]
         return soft and bool(several) and any(len(training.order(examples)) > 1 for examples in several)
 
-    def _attack(self, stages: Iterable[Stage], restarts: int | None = None) -> Composed:
-        fields = Labels(label_rule(self.labels))
+    def _attack(self, stages: Iterable[Stage], fields: FieldRule, restarts: int | None = None) -> Composed:
         return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts or 1, keep="last")
 
     def _path(self, stage: Stage, dense: LevenbergMarquardt, task: Task) -> Iterator[Stage]:
