@@ -41,7 +41,7 @@ TRANSFORMERS = {"vit-sme": {"lr": 0.1, "decay": False}}  # as in SME's configura
 
 
 def _coarse(setting: Setting, effort: Effort) -> dict[str, Any]:
-    return {"coarse": max(2, effort.coarse // 2) if effort.small else effort.coarse}
+    return {"coarse": max(2, effort.coarse // 2) if effort.small else effort.coarse, "tv": effort.coarse_tv}
 
 
 def _dlfa(setting: Setting, effort: Effort) -> dict[str, Any]:
