@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
+from gradleak import convolution
 from gradleak.convolution import Fold, LaneConvolutions, Patches, Window
 
 CASES = [
@@ -22,6 +23,12 @@ CASES = [
     (1, 4, 5, 6, 1, 1, 0),
     (2, 4, 5, 6, 1, 2, 0),
 ]
+
+
+@pytest.fixture(params=[False, True], ids=["joined", "in turn"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of a GPU with lanes, small and large, whatever the device."""
+    monkeypatch.setattr(convolution, "in_turn", lambda value, lanes=None: request.param)
 
 
 def matching(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, stride: int, padding: int) -> Tensor:
@@ -162,3 +169,22 @@ def test_a_call_with_keywords_and_without_bias_is_caught_too() -> None:
     with LaneConvolutions():
         torch.testing.assert_close(F.conv2d(input=x, weight=weight, padding=(1, 1)), plain)
         torch.testing.assert_close(F.conv2d(x, weight, padding=1), plain)
+
+
+def test_only_what_is_asked_for_is_convolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matching by fixed weights needs no derivative by them the second time: five maps, not seven."""
+    calls: list[str] = []
+
+    def counted(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(a: Tensor, b: Tensor, window: Window) -> Tensor:
+            calls.append(name)
+            return plain(a, b, window)
+
+        return run
+
+    for kind in (convolution.Convolved, convolution.Spread, convolution.Correlated):
+        monkeypatch.setattr(kind, "forward", staticmethod(counted(kind.__name__, kind.forward)))
+    x, weight = torch.randn(2, 2, 5, 5), torch.randn(3, 2, 3, 3)
+    with LaneConvolutions():
+        grad(lambda x: matching(x, weight, torch.zeros(3), torch.zeros_like(weight), 1, 1))(x)
+    assert sorted(calls) == ["Convolved", "Convolved", "Correlated", "Spread", "Spread"]

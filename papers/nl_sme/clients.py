@@ -47,7 +47,7 @@ class Effort:
     clients: int = 10
     steps: int = 1000  # of every attack; DLFA has 0.4 of them, as in its scripts
     coarse: int = 20  # K of coarse replay
-    coarse_tv: float = 0.01  # weight of total variation in coarse replay
+    coarse_tv: float = 0.005  # weight of total variation in coarse replay
     first: int = 0  # the first client that is attacked
     methods: str = ""  # only these of a row, by name
     seed: int = 0  # of split, network, shuffles and attacks

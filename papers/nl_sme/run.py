@@ -331,7 +331,7 @@ def rows() -> dict[str, Row]:
         ),
     )
     found["tune coarse-replay"] = Table(
-        CIFAR, apart=True, variants=tuned("coarse-replay", {}, tv=(0.003, 0.03), coarse=(5, 10), path=((5,),))
+        CIFAR, apart=True, variants=tuned("coarse-replay", {}, tv=(0.003, 0.007, 0.01), coarse=(5, 10), path=((5,),))
     )
     return found
 

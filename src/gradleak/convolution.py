@@ -11,13 +11,18 @@ not touched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 from torch.overrides import TorchFunctionMode
+
+Dims: TypeAlias = tuple[int | None, int | None, None]
+IN_TURN = 8  # examples of a lane, on a GPU
 
 
 @dataclass(frozen=True)
@@ -94,16 +99,11 @@ class Fold(torch.autograd.Function):
         return _lanes_into_batch(Fold, in_dims[0], columns, window), 0
 
 
-def _lanes_into_batch(function: Any, lane_axis: int, value: Tensor, window: Window) -> Tensor:
-    value = value.movedim(lane_axis, 0)
-    result = function.apply(value.flatten(0, 1), window)
-    return result.unflatten(0, value.shape[:2])
+# --- three maps, each the derivative of another -----------------------------------------------------------------------
 
 
-class _Convolution(torch.autograd.Function):
-    """conv2d without bias, with the weight gradient by patches. Differentiable any number of times."""
-
-    generate_vmap_rule = True
+class Convolved(torch.autograd.Function):
+    """y = conv2d(x, weight) without bias. Differentiable any number of times, as are its two adjoints below."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, window: Window) -> Tensor:
@@ -111,36 +111,143 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
-        x, weight, ctx.window = inputs
-        ctx.save_for_backward(x, weight)
-        ctx.save_for_forward(x, weight)
-        ctx.set_materialize_grads(False)  # a weight that does not move must not cost a convolution with zeros
+        _keep(ctx, inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        window: Window = ctx.window
+        return _asked(ctx, lambda w: Spread.apply(grad, weight, w), lambda w: Correlated.apply(x, grad, w))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _product_rule(Convolved, ctx, tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
+        return _lanes(Convolved, in_dims, x, weight, window)
+
+
+class Spread(torch.autograd.Function):
+    """The adjoint in x: an output y and a weight -> an image."""
+
+    @staticmethod
+    def forward(y: Tensor, weight: Tensor, window: Window) -> Tensor:
         rest = [  # rows and columns that the last window did not reach
             side + 2 * pad - size - (count - 1) * stride
             for side, pad, size, stride, count in zip(
                 window.sides, window.padding, window.size, window.stride, window.outputs, strict=True
             )
         ]
-        to_input = F.conv_transpose2d(grad, weight, None, window.stride, window.padding, tuple(rest))
-        rows, columns = grad.flatten(2), Patches.apply(x, window)  # (B, O, P), (B, K, P)
-        # One example is the common case, and a sum over one row would still be a pass.
-        one = rows.shape[0] == 1
-        to_weight = rows[0] @ columns[0].T if one else (rows @ columns.transpose(1, 2)).sum(0)
-        return to_input, to_weight.reshape(weight.shape), None
+        return F.conv_transpose2d(y, weight, None, window.stride, window.padding, tuple(rest))
 
     @staticmethod
-    def jvp(ctx: Any, of_input: Tensor | None, of_weight: Tensor | None, _: None) -> Any:
-        x, weight = ctx.saved_tensors
-        window: Window = ctx.window
-        if of_weight is None:
-            return _Convolution.apply(of_input, weight, window)
-        along = _Convolution.apply(x, of_weight, window)
-        return along if of_input is None else along + _Convolution.apply(of_input, weight, window)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
+        _keep(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        y, weight = ctx.saved_tensors
+        return _asked(ctx, lambda w: Convolved.apply(grad, weight, w), lambda w: Correlated.apply(grad, y, w))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _product_rule(Spread, ctx, tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, y: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
+        return _lanes(Spread, in_dims, y, weight, window)
+
+
+class Correlated(torch.autograd.Function):
+    """The adjoint in the weight: images and outputs -> a weight, summed over examples."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor, window: Window) -> Tensor:
+        if in_turn(x):
+            shape = (y.shape[1], x.shape[1], *window.size)
+            return conv2d_weight(x, shape, y, window.stride, window.padding)
+        rows, columns = y.flatten(2), Patches.apply(x, window)  # (B, O, P), (B, K, P)
+        # One example is the common case, and a sum over one row would still be a pass.
+        one = rows.shape[0] == 1
+        flat = rows[0] @ columns[0].T if one else (rows @ columns.transpose(1, 2)).sum(0)
+        return flat.reshape(y.shape[1], x.shape[1], *window.size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
+        _keep(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return _asked(ctx, lambda w: Spread.apply(y, grad, w), lambda w: Convolved.apply(x, grad, w))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _product_rule(Correlated, ctx, tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Dims, x: Tensor, y: Tensor, window: Window) -> tuple[Tensor, int]:
+        if in_turn(x, in_dims[0]):
+            return _one_lane_after_another(Correlated, in_dims, x, y, window), 0
+        # Lanes of patches: one batched product for all of them.
+        return torch.vmap(Correlated.forward, in_dims=in_dims, out_dims=0)(x, y, window), 0
+
+
+def in_turn(value: Tensor, lanes: int | None = None) -> bool:
+    """Are lanes large enough to be convolved one after another, each by the library's own convolution?
+
+    A few examples leave a GPU idle, and lanes are better joined in one product of patches; many fill it, and patches,
+    as large as the kernel times the image, are all that it would be waiting for. So would grouped convolutions.
+    """
+    return value.is_cuda and value.shape[0 if lanes is None or lanes != 0 else 1] >= IN_TURN
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Window]) -> None:
+    first, second, ctx.window = inputs
+    ctx.save_for_backward(first, second)
+    ctx.save_for_forward(first, second)
+    ctx.set_materialize_grads(False)  # a weight that does not move must not cost a convolution with zeros
+
+
+def _asked(ctx: Any, first: Callable[[Window], Tensor], second: Callable[[Window], Tensor]) -> Any:
+    """The derivatives that somebody asked for."""
+    wanted = ctx.needs_input_grad
+    return first(ctx.window) if wanted[0] else None, second(ctx.window) if wanted[1] else None, None
+
+
+def _product_rule(function: Any, ctx: Any, tangents: tuple[Any, ...]) -> Any:
+    first, second = ctx.saved_tensors
+    parts = []
+    if tangents[0] is not None:
+        parts.append(function.apply(tangents[0], second, ctx.window))
+    if tangents[1] is not None:
+        parts.append(function.apply(first, tangents[1], ctx.window))
+    return sum(parts[1:], parts[0])
+
+
+def _lanes(function: Any, in_dims: Dims, value: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
+    """Lanes that share a weight are more examples; lanes with weights of their own are in turn, or in groups."""
+    if in_dims[1] is None:
+        assert in_dims[0] is not None
+        return _lanes_into_batch(function, in_dims[0], value, weight, window), 0
+    if in_dims[0] is not None and in_turn(value, in_dims[0]):
+        return _one_lane_after_another(function, in_dims, value, weight, window), 0
+    return torch.vmap(function.forward, in_dims=in_dims, out_dims=0)(value, weight, window), 0
+
+
+def _lanes_into_batch(function: Any, lane_axis: int, value: Tensor, *others: Any) -> Tensor:
+    value = value.movedim(lane_axis, 0)
+    result = function.apply(value.flatten(0, 1), *others)
+    return result.unflatten(0, value.shape[:2])
+
+
+def _one_lane_after_another(function: Any, in_dims: Dims, first: Tensor, second: Tensor, window: Window) -> Tensor:
+    count = next(value.shape[axis] for value, axis in zip((first, second), in_dims, strict=False) if axis is not None)
+    each = [
+        [value] * count if axis is None else value.unbind(axis)
+        for value, axis in zip((first, second), in_dims, strict=False)
+    ]
+    return torch.stack([function.apply(one, other, window) for one, other in zip(*each, strict=True)])
 
 
 class LaneConvolutions(TorchFunctionMode):
@@ -163,7 +270,7 @@ def _conv2d(
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     sides = input.shape[2], input.shape[3]
     window = Window(*sides, (weight.shape[2], weight.shape[3]), _pair(stride), _pair(padding))
-    out: Tensor = _Convolution.apply(input, weight, window)
+    out: Tensor = Convolved.apply(input, weight, window)
     return out if bias is None else out + bias[:, None, None]
 
 

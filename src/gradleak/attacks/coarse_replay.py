@@ -19,7 +19,7 @@ def coarse_replay(
     steps: int = 1000,
     lr: float = 1.0,
     total_lr: float = 1e-2,
-    tv: float = 0.01,
+    tv: float = 0.005,
     coarse: int = 20,
     path: tuple[int, ...] = (),
     early: float = 0.2,
@@ -33,9 +33,10 @@ def coarse_replay(
     """Match an update of many local steps by a replay of them in `coarse` large ones, each on all examples.
 
     min over x of 1 - cos(update, w0 - v_K) + tv * TV(x) with v_{k+1} = v_k - (lr T / K) grad(x) at v_k, v_0 = w0, or
-    what momentum, weight decay, a schedule or Adam make of it; Adam, box, rates and weights of `sme`. With the client's
-    recipe in Knowledge(training=...) nothing else is learned; without it the total way is, at the rate `total_lr` of
-    its logarithm, as of a plain SGD. The order of the client's batches is not needed. A step costs K gradients.
+    what momentum, weight decay, a schedule or Adam make of it; Adam, box and rates of `sme`, and half of its total
+    variation (by trial, on a client that is in no table). With the client's recipe in Knowledge(training=...) nothing
+    else is learned; without it the total way is, at the rate `total_lr` of its logarithm, as of a plain SGD. The order
+    of the client's batches is not needed. A step costs K gradients.
 
     path, early     the share `early` of the steps goes to coarser replays, as many steps for each, of these K; every
                     stage starts from the last, and the rates fall over the whole run. It saves time; too coarse or
