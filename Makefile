@@ -60,5 +60,5 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing into .venv: a minute or more, torch is large'
-	$(INSTALL) -e '.[dev,data,dp,metrics]'
+	$(INSTALL) -e '.[dev,data,dp,metrics,secure]'
 	@touch $(CORE) $@
