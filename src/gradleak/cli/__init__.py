@@ -19,6 +19,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from gradleak.cli.priors import app as prior_app
+
 DEFECT = 70  # EX_SOFTWARE of sysexits.h: must not be taken for a crossed threshold (1)
 
 
@@ -90,6 +92,7 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Real images: what there is, and how to get the full sets.")
 bench_app = typer.Typer(invoke_without_command=True, help="Measure speed on this machine; alone: the engine.")
 app.add_typer(data_app, name="data")
+app.add_typer(prior_app, name="prior")
 app.add_typer(bench_app, name="bench")
 
 Reference = Annotated[
