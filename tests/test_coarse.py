@@ -184,7 +184,7 @@ def run(attack: gl.Attack, **knows: Any) -> gl.Reconstruction:
     ids=["unknown", "known", "momentum"],
 )
 def test_one_coarse_step_is_ig_on_updates(training: LocalTraining | None) -> None:
-    settings = {"steps": 12, "keep": "last", "lr": 0.1}
+    settings = {"steps": 12, "keep": "last", "lr": 0.1, "tv": 0.01}
     plain, coarse = run(gl.attacks.get("ig-ms", **settings), training=training), of(coarse=1, **settings)
     found = run(coarse, training=training)
     torch.testing.assert_close(found.trace["match"], plain.trace["match"], rtol=1e-9, atol=1e-14)

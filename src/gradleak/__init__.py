@@ -24,8 +24,8 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `gl.attacks`, `gl.Audit`, ...
 _modules: tuple[str, ...] = ("analysis", "assignment", "attacks", "audit", "bench", "checks", "data", "defences")
-_modules += ("federation", "metrics", "models", "parts")
-_modules += ("registry", "report", "results", "rules", "study")
+_modules += ("federation", "generators", "metrics", "models", "parts")
+_modules += ("registry", "report", "results", "rules", "secure", "study")
 _names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
 _names |= {"Study": "study", "StudyResult": "study"}
 

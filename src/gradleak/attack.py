@@ -87,7 +87,7 @@ class Reconstruction:
 
     `unknowns`: what the last stage found besides the fields of the batch, at the kept iterate, such as alpha; parts of
     nested ones are called NAME/PART. Of those too large to keep (a control point is as large as the network) the root
-    mean square, NAME_rms.
+    mean square, NAME_rms. Where lanes return their best stage: `stage`, which one that is, counted from 0.
     """
 
     batch: Batch  # (T, B, ...) of the chosen restart
@@ -129,12 +129,21 @@ class Composed:
     restarts: int = 1
     keep: str = "best_match"  # or "last": the final iterate, as some papers return
     choose: Callable[[Tensor], Tensor] = lowest_match
+    output: str = "last_stage"  # or "best_stage": each lane returns the stage whose kept iterate matches best
 
     def __post_init__(self) -> None:
         if self.keep not in ("best_match", "last"):
             raise ValueError(f"keep must be 'best_match' or 'last'; given {self.keep!r}.")
         if self.restarts < 1:
             raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
+        if self.output not in ("last_stage", "best_stage"):
+            raise ValueError(f"output must be 'last_stage' or 'best_stage'; given {self.output!r}.")
+        measures = {repr((stage.predict, stage.match, stage.view)) for stage in self.stages}
+        if self.output == "best_stage" and len(measures) > 1:
+            raise ValueError(
+                "output='best_stage' compares the matches of stages, so all must have the same prediction, match and "
+                f"view; given {len(measures)} different ones."
+            )
 
     @property
     def search_needs(self) -> Needs:
@@ -169,7 +178,7 @@ class Composed:
             keys = [
                 [randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets
             ]
-            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress))
+            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output))
         return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
 
 
@@ -184,6 +193,8 @@ def require(attack: Attack, knows: Knowledge) -> None:
             "y": "Knowledge(given={'y': labels}), or an attack that recovers them",
             "t": "Knowledge(given={'t': steps}), or t='analytic'",
             "noise": "Knowledge(given={'noise': noise}), or noise='unknown'",
+            "generator": "Knowledge(generator=...): a trained generator of images, as `gradleak.generators` has them "
+            "(gidm: a denoiser)",
         }
         advice = "; ".join(how.get(name, f"Knowledge({name}=...)") for name in missing)
         raise MissingKnowledge(
@@ -312,7 +323,7 @@ def _collect(
         keys=tuple(target.key for target in targets),
         examples=tuple(target.num_examples for target in targets),
         seconds=seconds,
-        evaluations=sum(stage.optimiser.steps for stage in attack.stages),
+        evaluations=sum(getattr(s.optimiser, "evaluations", s.optimiser.steps) for s in attack.stages),
         settings={
             "attack": _configuration(attack),
             "seed": seed,

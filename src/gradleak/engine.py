@@ -97,6 +97,7 @@ def solve(
     keep: str,
     engine: Engine,
     progress: Progress | None = None,
+    output: str = "last_stage",
 ) -> Iterator[Solved]:
     """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk."""
     restarts = len(keys[0])
@@ -108,7 +109,7 @@ def solve(
     for done, rows in enumerate(chunks):
         report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
         chosen = [scenes[row] for row in rows]
-        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows))
+        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows), output)
 
 
 def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
@@ -191,8 +192,12 @@ def _evaluations(stages: Sequence[Stage], scene: Scene, engine: Engine) -> list[
     def of_stage(stage: Stage) -> int:
         footprint = getattr(stage.predict, "footprint", None)
         held = Footprint() if footprint is None else footprint(scene)
-        each = 24 * held.passes * pass_ + 6 * held.gradients * gradient
-        return int(len(scene.rounds) * each * torch.finfo(engine.dtype).bits // 8)
+        # The pass in work needs its patches and cotangents too; of the others their graphs wait (measured: 4.4 a pass).
+        passes = 24 + 8 * (held.passes - 1)
+        each = len(scene.rounds) * (passes * pass_ + 6 * held.gradients * gradient)
+        decoded = getattr(stage.space, "decoding", None)  # once for all rounds, with its derivatives and what they need
+        each += 0 if decoded is None else 4 * int(decoded(scene))
+        return int(each * torch.finfo(engine.dtype).bits // 8)
 
     return [of_stage(stage) for stage in stages]
 
@@ -263,6 +268,7 @@ def _solve_chunk(
     engine: Engine,
     progress: Progress | None,
     rows: tuple[int, ...],
+    output: str,
 ) -> Solved:
     groups = (len(scenes), len(keys[0]))
     template, lane = lanes_of(scenes, keys)
@@ -273,36 +279,62 @@ def _solve_chunk(
     diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
     trace: list[dict[str, Tensor]] = []
     done = 0
-    for stage in stages:
+    found: Tree = {}
+    for number, stage in enumerate(stages):
         share = None if progress is None else lambda step, done=done: progress((done + step) / total)
         search = Search(stage, template, lane, groups, engine, before)
         search.run(share)
         trace.append({**search.trace(), "step": search.trace()["step"] + done})
         best = search.kept(keep)
         diverged |= ~search.alive
-        before = best.at
-        if stage.carry == "best_of_target":
-            before = _best_of_target(best, groups)
+        if number + 1 < len(stages):
+            before = {**best.at, **search.left(best.at)}
+            if stage.carry == "best_of_target":
+                before = _best_of_target(before, best.match, groups)
+        if output == "best_stage":
+            found = _better(found, _output(search, best), number)
         done += stage.optimiser.steps
+    unknowns = {"stage": found.pop("stage")} if found else search.unknowns(best.at)
+    found = found or _output(search, best)
     return Solved(
         targets=rows,
         lanes=groups[0] * groups[1],
-        batch={name: value.detach().cpu() for name, value in search.decode(best.at).items()},
-        unknowns=search.unknowns(best.at),
-        objective=best.objective.detach().cpu(),
-        match=best.match.detach().cpu(),
-        each=search.each_example(best.at),
+        batch=found["batch"],
+        unknowns=unknowns,
+        objective=found["objective"],
+        match=found["match"],
+        each=found.get("each"),
         diverged=diverged.cpu(),
         noise=search.noise(),
         trace={name: torch.cat([part[name].detach().cpu() for part in trace]) for name in trace[0]},
     )
 
 
-def _best_of_target(best: Scored, groups: tuple[int, int]) -> Tree:
+def _output(search: Search, best: Scored) -> Tree:
+    """What a lane would return of this stage, all of it at the same iterate."""
+    each = search.each_example(best.at)
+    return {
+        "batch": {name: value.detach().cpu() for name, value in search.decode(best.at).items()},
+        "objective": best.objective.detach().cpu(),
+        "match": best.match.detach().cpu(),
+        **({} if each is None else {"each": each}),
+    }
+
+
+def _better(found: Tree, own: Tree, number: int) -> Tree:
+    """Lane by lane, what this stage returns where it matches better than all before it. NaN never wins."""
+    own = {**own, "stage": torch.full(own["match"].shape, number)}
+    if not found:
+        return own
+    match = torch.where(found["match"].isnan(), torch.inf, found["match"])
+    return tree.where(own["match"] < match, own, found)
+
+
+def _best_of_target(before: Tree, match: Tensor, groups: tuple[int, int]) -> Tree:
     """Every restart of a target starts the next stage from the target's best lane."""
-    match = torch.where(best.match.isnan(), torch.inf, best.match).reshape(groups)
+    match = torch.where(match.isnan(), torch.inf, match).reshape(groups)
     winner = match.argmin(dim=1) + torch.arange(groups[0], device=match.device) * groups[1]
-    return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), best.at)
+    return tree.map(lambda value: value[winner].repeat_interleave(groups[1], dim=0), before)
 
 
 def _buffers(scene: Scene, *, running: bool) -> Params:

@@ -63,6 +63,7 @@ _entries: dict[tuple[str, str], Entry] = {}
 _homes = {
     "attack": "gradleak.attacks",
     "defence": "gradleak.defences",
+    "generator": "gradleak.generators.recipes",
     "labels": "gradleak.parts.labels",
     "model": "gradleak.models",
 }

@@ -107,7 +107,8 @@ class Space(Protocol):
 
     `before`: all unknowns that the last stage ended with; None in the first. Optional: `unknowns(scene)`, how many
     there are, where that is not the number of entries of the batch; `entries(task)`, the numbers that the start of a
-    lane needs at its peak.
+    lane needs at its peak; `decoding(scene)`, the numbers that decoding a batch keeps for its derivative, where they
+    are many, as in a generator; `left(v, scene)`, what the next stage finds in `before` beside the unknowns.
     """
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree: ...
@@ -251,7 +252,8 @@ class Optimiser(Protocol):
     Optional: `final(v, state)`, where v is a trial point and not yet an iterate; `finished(state)`, true once a lane
     has nothing left to do (its lanes are then left out of further steps; not for captured steps);
     `entries(unknowns, equations)`, the numbers a lane holds at the peak of a step, by which chunks are sized;
-    `sized(evaluations)`, the same method for a lane that may make so many evaluations at once.
+    `sized(evaluations)`, the same method for a lane that may make so many evaluations at once; `evaluations`, how many
+    gradients a lane takes in all steps, where that is not one a step.
     """
 
     @property

@@ -299,6 +299,13 @@ class Search:
         better = usable & (match < best["match"]) if keep == "best_match" else usable
         return Scored(**tree.where(better, {"at": last, "objective": objective, "match": match}, best))
 
+    def left(self, v: Tree) -> Tree:
+        """What the space leaves to the next stage beside its unknowns, each (lanes, ...)."""
+        leave = getattr(self.stage.space, "left", None)
+        if leave is None:
+            return {}
+        return tree.detach(self.lift(lambda v, lane: leave(v, self.scene(lane)))(v, self.lane))
+
     def each_example(self, v: Tree) -> Tensor | None:
         """The match of every example of every lane, for a match that is a mean over examples."""
         if not getattr(self.stage.match, "per_example", False):

@@ -46,7 +46,7 @@ def coarse_replay(
     recompute       hold K points of the path instead of K graphs, for about twice the time: for clients too large
                     for the device (K = 20 of CNNcifar on 50 images: 3.9 GiB a lane with graphs, 1.1 without)
 
-    coarse=1 is `ig-ms`. `lr`, `decay`, labels and `keep` as in `sme`.
+    coarse=1 is `ig-ms`, with the same `tv`. `lr`, `decay`, labels and `keep` as in `sme`.
     """
     if list(path) != sorted(set(path)) or any(number < 1 for number in path):
         raise ValueError(f"path must be growing numbers of coarse steps, at least 1 each; given {path}.")

@@ -68,7 +68,10 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
 
 
 def _steps(attack: Any) -> int:
-    return sum(stage.optimiser.steps for stage in attack.stages) if isinstance(attack, Composed) else 0
+    """Gradient evaluations of a lane."""
+    if not isinstance(attack, Composed):
+        return 0
+    return sum(getattr(stage.optimiser, "evaluations", stage.optimiser.steps) for stage in attack.stages)
 
 
 def _per_step(audit: Audit, cell: Cell) -> float | None:

@@ -131,6 +131,7 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
 
 
 KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "tasks": "task", "labels": "labels"}
+KINDS |= {"generators": "generator"}
 KINDS |= {"partitions": "partition", "participation": "participation", "averaging": "averaging"}
 
 

@@ -51,6 +51,20 @@ class SquaredError(_Difference):
 
 
 @dataclass(frozen=True)
+class MeanSquaredError(_Difference):
+    """The mean over tensors of ||predicted - observed||^2, each a sum over its entries (GGL)."""
+
+    squares: bool = True
+    scale_free: bool = False
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        return tree.scale(tree.subtract(predicted, observed), 1 / math.sqrt(len(observed)))
+
+    def reduce(self, residual: Params) -> Tensor:
+        return tree.squared_norm(residual)
+
+
+@dataclass(frozen=True)
 class Relative(_Difference):
     """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
 

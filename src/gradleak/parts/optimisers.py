@@ -58,6 +58,24 @@ class CosineDecay:
         return fall * ((now.step + 1) / self.warmup).clamp(max=1) if self.warmup else fall
 
 
+@dataclass(frozen=True)
+class RampedDecay:
+    """Up linearly over the first `up` of the budget, down by half a cosine over the last `down` (GIFD 0.05 and 0.75).
+
+    min(1, t / up) * (1 - cos(pi min(1, (1 - t) / down))) / 2 at t = step / total.
+    """
+
+    up: float = 0.05
+    down: float = 0.75
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=(), real=("up", "down"))
+
+    def __call__(self, now: Now) -> Tensor:
+        rest = ((1 - now.fraction) / self.down).clamp(max=1)
+        return (now.fraction / self.up).clamp(max=1) * 0.5 * (1 - torch.cos(math.pi * rest))
+
+
 class Window(Protocol):
     """When a variable moves: is it `due` now, and how often has it moved (`count`), this step included?"""
 
@@ -154,7 +172,7 @@ class FirstOrder:
         raise NotImplementedError
 
     def init(self, problem: Problem, v: Tree) -> Tree:
-        return {"memory": tree.map(self.memory, v), "key": _key(problem)}
+        return {"memory": tree.map(self.memory, v), "key": lane_key(problem)}
 
     def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
         gradient, scored = problem.value_and_grad(v)
@@ -257,11 +275,25 @@ class Lion(FirstOrder):
         return step, {"momentum": b2 * momentum + (1 - b2) * gradient}
 
 
+@dataclass(frozen=True)
+class Still:
+    """Looks once and does not move: for controls that search nothing."""
+
+    steps: int = 1
+    graphable: bool = True
+
+    def init(self, problem: Problem, v: Tree) -> Tree:
+        return {}
+
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+        return v, state, problem.value(v)
+
+
 def _either(condition: Tensor, a: Any, b: Any) -> Any:
     return tree.where(condition, a, b) if isinstance(a, Mapping) else torch.where(condition, a, b)
 
 
-def _key(problem: Problem) -> Tensor:
+def lane_key(problem: Problem) -> Tensor:
     """The lane's random key, kept in the state so that noise is drawn from it."""
     scene = getattr(problem, "scene", None)
     return torch.zeros(2, dtype=torch.long) if scene is None or scene.draws is None else scene.draws.key

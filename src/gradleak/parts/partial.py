@@ -71,6 +71,47 @@ class Strongest:
         return tree.map(lambda p, o: p * (o != 0).to(p.dtype), update, observed)
 
 
+@dataclass(frozen=True)
+class AsObserved:
+    """Another match on predictions that went through what the observation shows of a defence (GGL).
+
+    Entries that are zero in the observation are zero in the prediction too (pruning, Soteria), and a prediction that is
+    longer than the observation is scaled to its length (clipping). Both leave the true update as it is, where nothing
+    was cut off or clipped. Noise cannot be seen. It suits a match whose `prepare` leaves the observation as it is.
+    Reference: Li et al., CVPR 2022, who estimate the rates and then prune and clip; here the mask itself is taken.
+    """
+
+    match: Match
+
+    @property
+    def squares(self) -> bool:
+        return self.match.squares
+
+    @property
+    def scale_free(self) -> bool:
+        return self.match.scale_free
+
+    def prepare(self, observed: Params) -> Params:
+        return self.match.prepare(observed)
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        return self.match.residual(self.compared(predicted, observed), observed)
+
+    def reduce(self, residual: Params) -> Tensor:
+        return self.match.reduce(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.match.distance(self.compared(predicted, observed), observed)
+
+    def compared(self, update: Params, observed: Params) -> Params:
+        """The update with the observation's zeros, and no longer than it."""
+        # A product, not `where`: a prediction that is not finite must show, wherever it is.
+        masked = tree.map(lambda p, o: p * (o != 0).to(p.dtype), update, observed)
+        own, bound = tree.norm(masked), tree.norm(observed)
+        longer = own > bound
+        return tree.scale(masked, torch.where(longer, bound / torch.where(longer, own, 1.0), 1.0))
+
+
 def largest(values: Tensor, share: float) -> Tensor:
     """`values` (n,) with all but a share of the non-zero ones, the largest in magnitude, set to zero.
 

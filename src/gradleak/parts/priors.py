@@ -220,6 +220,34 @@ class ImageNorm:
 
 
 @dataclass(frozen=True)
+class LatentNorm:
+    """weight * sum over images of ||z||_2, of the unknowns among `names` that the search has (GIAS)."""
+
+    weight: float
+    names: tuple[str, ...] = ("z", "w")
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        found = [tree.safe_sqrt(v[name].flatten(1).square().sum(1)).sum() for name in self.names if name in v]
+        return self.weight * sum(found, next(tree.leaves(scene.weights)).new_zeros(()))
+
+
+@dataclass(frozen=True)
+class LatentNormality:
+    """weight * KL(N(m, s^2) || N(0, 1)), m and s^2 the mean and variance of the entries of each latent (GGL).
+
+    KL = -(1 + log(s^2 + 1e-10) - m^2 - s^2) / 2, summed over images: it says how unlike N(0, I) a latent is as a whole.
+    """
+
+    weight: float
+    name: str = "z"
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        z = v[self.name].flatten(1)
+        mean, variance = z.mean(1), z.var(1, correction=0)
+        return self.weight * (-0.5 * (1 + (variance + 1e-10).log() - mean.square() - variance)).sum()
+
+
+@dataclass(frozen=True)
 class BatchNormStatistics:
     """weight * sum over BatchNorm layers of ||mean - running mean||_2 + ||var - running var||_2 of their inputs.
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from gradleak import tree
 from gradleak.diffusion import ddim
 from gradleak.draws import Draws
 from gradleak.observation import MissingKnowledge
+from gradleak.parts.frozen import frozen
 from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.parts.steps import denoising
 from gradleak.scene import Now, Scene
@@ -99,21 +97,4 @@ def _prior(scene: Scene) -> nn.Module:
             "A search among the images of a diffusion model needs Knowledge(generator=denoiser), a trained network "
             f"called as denoiser(x, t); given {type(generator).__name__}."
         )
-    like = next(tree.leaves(scene.weights))
-    held = [*generator.parameters(), *generator.buffers()]
-    return _placed(generator, tuple((value.data_ptr(), value._version) for value in held), like.device, like.dtype)
-
-
-@lru_cache(maxsize=2)
-def _placed(generator: nn.Module, state: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A frozen copy, made once for each state of the weights: a captured step must find it in place."""
-
-    def made() -> nn.Module:
-        return copy.deepcopy(generator).eval().requires_grad_(False).to(device=device, dtype=dtype)
-
-    # In a thread of its own: transforms and modes are each thread's own, and what is kept outlives them.
-    with ThreadPoolExecutor(1) as thread:
-        placed = thread.submit(made).result()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return placed
+    return frozen(generator, next(tree.leaves(scene.weights)))

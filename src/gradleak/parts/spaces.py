@@ -23,7 +23,7 @@ def _shape(scene: Scene, name: str) -> tuple[int, ...]:
     return (scene.num_examples, *scene.task.fields[name].shape)
 
 
-def _from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
+def from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
     low, high = scene.limits[name]
     return low + picture * (high - low)
 
@@ -47,7 +47,7 @@ class Normal:
         value = self.mean + self.std * draws.normal(_shape(scene, name), dtype=low.dtype)
         if self.clip:
             value = value.clamp(0, 1)
-        return _from_unit(scene, name, value) if self.unit else value
+        return from_unit(scene, name, value) if self.unit else value
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Uniform:
 
     def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
-        return _from_unit(scene, name, draws.uniform(_shape(scene, name), dtype=low.dtype))
+        return from_unit(scene, name, draws.uniform(_shape(scene, name), dtype=low.dtype))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Solid:
         if len(colours) != shape[1]:
             raise ValueError(f"Solid has {len(colours)} colours for {shape[1]} channels.")
         planes = [torch.full(shape[:1] + shape[2:], value, device=low.device, dtype=low.dtype) for value in colours]
-        return _from_unit(scene, name, torch.stack(planes, dim=1))
+        return from_unit(scene, name, torch.stack(planes, dim=1))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Tiled:
         law = draws.normal if self.normal else draws.uniform
         small = law((examples, channels, *tile), dtype=low.dtype)
         whole = small.repeat(1, 1, -(-height // tile[0]), -(-width // tile[1]))[..., :height, :width]
-        return whole if self.normal else _from_unit(scene, name, whole)
+        return whole if self.normal else from_unit(scene, name, whole)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Mosaic:
         examples, channels, height, width = _shape(scene, name)
         coarse = draws.uniform((examples, channels, -(-height // self.block), -(-width // self.block)), dtype=low.dtype)
         fine = coarse.repeat_interleave(self.block, dim=2).repeat_interleave(self.block, dim=3)
-        return _from_unit(scene, name, fine[..., :height, :width])
+        return from_unit(scene, name, fine[..., :height, :width])
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ class Surrogate:
         low, _ = scene.limits[name]
         if tuple(self.images.shape) != _shape(scene, name):
             raise ValueError(f"Surrogate images have shape {tuple(self.images.shape)}; wanted {_shape(scene, name)}.")
-        return _from_unit(scene, name, self.images.to(low.device, low.dtype))
+        return from_unit(scene, name, self.images.to(low.device, low.dtype))
 
 
 @dataclass(frozen=True)
@@ -239,3 +239,12 @@ class Together:
         for space in self.spaces:
             v = space.project(v, scene, now)
         return v
+
+    def decoding(self, scene: Scene) -> int:
+        """What decoding keeps for its derivatives, in those of the spaces that say so."""
+        return sum(int(space.decoding(scene)) for space in self.spaces if hasattr(space, "decoding"))
+
+    def left(self, v: Tree, scene: Scene) -> Tree:
+        """What the spaces leave to the next stage beside the unknowns."""
+        leaving = [space.left(v, scene) for space in self.spaces if hasattr(space, "left")]
+        return {name: value for each in leaving for name, value in each.items()}
