@@ -411,3 +411,29 @@ def test_a_clipped_and_noised_gradient_still_shows_something() -> None:
         scores += decibels(found, had)
     assert scores[0] > 40
     assert scores[1] < scores[0] - 15
+
+
+# --- second order without a first attack ------------------------------------------------------------------------------
+
+
+def test_second_order_is_exact_from_grey_where_noise_and_step_are_known() -> None:
+    task = toy()
+    had, seen, given = observed(task, 5, 60)
+    attack = gl.attacks.get("second-order", steps=40, certify=False)
+    assert min(decibels(attack.run(task, seen, knowing(given, "noise", "t"), engine=CPU), had)) > 60
+    read = attack.run(task, seen, knowing(given, "noise"), engine=CPU)  # the step off the time MLP
+    assert min(decibels(read, had)) > 60
+
+
+def test_an_update_says_less_about_the_image_where_the_noise_is_unknown_too() -> None:
+    """The floor is of pixels alone, whatever else is unknown."""
+    task = toy()
+    had, seen, given = observed(task, 60)
+    known, unknown = knowing(given, "noise", "t"), knowing(given, "t")
+    told, hidden = (
+        gl.analysis.noise_floor(task, seen[0], had[0], knows, noise=1e-3, engine=CPU) for knows in (known, unknown)
+    )
+    assert 0 < told.mse < hidden.mse < 1
+    certificates = [gl.analysis.certify(task, seen[0], had[0], knows, engine=CPU) for knows in (known, unknown)]
+    entries = had[0]["x"].numel()
+    assert [len(each.singular_values) for each in certificates] == [entries, 2 * entries]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,9 +202,10 @@ def _evaluations(stages: Sequence[Stage], scene: Scene, engine: Engine) -> list[
     return [of_stage(stage) for stage in stages]
 
 
-def unknowns_of(task: Task, examples: int) -> int:
-    """Entries of all continuous fields of a batch."""
-    return examples * sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
+def unknowns_of(task: Task, examples: int, given: Collection[str] = ()) -> int:
+    """Entries of all continuous fields of a batch but those that are given."""
+    wanted = (field for name, field in task.fields.items() if field.classes is None and name not in given)
+    return examples * sum(math.prod(field.shape) for field in wanted)
 
 
 def _searched(stage: Stage, scene: Scene, equations: int) -> int:

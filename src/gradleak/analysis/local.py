@@ -27,7 +27,8 @@ SHARE = 0.5  # of the memory that a Jacobian may take
 class Floor:
     """What no attacker can do better than, to first order, under noise on the update and a Gaussian prior of pixels.
 
-    mse              tr((J_f^T S^-1 J_f + P)^-1) / n, of pixels in [0, 1]; the Bayesian Cramer-Rao bound
+    mse              the mean of the diagonal of (J_f^T S^-1 J_f + P)^-1, over pixels in [0, 1]; the Bayesian Cramer-Rao
+                     bound. Unknowns that are no pixels, as noise, are taken for N(0, 1), and count by what they hide
     information      1/2 log det(I + P^-1 J_f^T S^-1 J_f) in nats; infinite under a prior that is not proper
     effective_rank   tr(I_F (I_F + P)^-1): directions in which the update says more than the prior
     noise            standard deviation as a share of each tensor's root mean square, beside the defence's own
@@ -48,13 +49,17 @@ class Floor:
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """The client rule at one point: unknown fields in [0, 1], r (d,), and J as (n, d), row i along the i-th unknown."""
+    """The client rule at one point: unknown fields in [0, 1], r (d,), and J as (n, d), row i along the i-th unknown.
+
+    A field without bounds, such as a diffusion client's noise, is no picture: it stays as it is.
+    """
 
     scene: Scene
     pixels: Params
     residual: Tensor
     rows: Tensor
     lengths: Tensor  # (d,): 1 / W
+    pictured: Tensor  # (n,): is this unknown a pixel?
 
     @staticmethod
     def at(
@@ -74,7 +79,8 @@ class Local:
         like = next(tree.leaves(scene.weights))
         given = tree.to({name: batch[name] for name in task.fields}, like.device, like.dtype)
         scene = replace(scene, fields={name: value for name, value in given.items() if name not in unknown})
-        pixels = {name: field.unit(given[name]) for name, field in unknown.items()}
+        pixels = {name: field.unit(given[name]) if field.bounded else given[name] for name, field in unknown.items()}
+        pictured = {name: torch.full_like(pixels[name], field.bounded) for name, field in unknown.items()}
         _demand_memory(tree.size(pixels), tree.size(scene.update), engine)
         predict, now = Replay(order=order), Now(torch.zeros((), device=like.device), 1)
         observed = predict.target(scene)
@@ -82,14 +88,16 @@ class Local:
 
         def residual(p: Tensor) -> Tensor:
             held = tree.unflatten(p, pixels)
-            guess = {**given, **{name: field.model(held[name]) for name, field in unknown.items()}}
+            moved = {name: field.model(held[name]) if field.bounded else held[name] for name, field in unknown.items()}
+            guess = {**given, **moved}
             predicted = predict(guess, {}, scene, now)
             return tree.flatten({name: predicted[name] - observed[name] for name in observed}) / lengths
 
         p = tree.flatten(pixels)
         try:
             with float32_products(), double_backward_safe(), torch.no_grad():
-                return Local(scene, pixels, residual(p), jacobian(residual, p, block), lengths)
+                rows = jacobian(residual, p, block)
+                return Local(scene, pixels, residual(p), rows, lengths, tree.flatten(pictured).bool())
         except RuntimeError as problem:
             raise _explained(problem, block) from problem
 
@@ -99,7 +107,7 @@ class Local:
 
     def floor(self, noise: float, precision: Tensor | None, prior: float, rounding: Rounding) -> Floor:
         n = self.rows.shape[0]
-        root, log_det = _root(n, precision, prior, self.rows)
+        root, log_det = _root(precision, prior, self.pictured, self.rows)
         factor = triangle(self.rows, self._whitening(noise, rounding))
         joint = torch.linalg.qr(torch.cat([factor, root]), mode="r").R  # joint^T joint = I_F + P
         diagonal = joint.diagonal().abs()
@@ -107,7 +115,7 @@ class Local:
             return Floor(math.inf, math.inf, float(torch.linalg.matrix_rank(factor)), noise)
         inverse = torch.linalg.solve_triangular(joint, torch.eye(n, dtype=joint.dtype, device=joint.device), upper=True)
         return Floor(
-            mse=float(inverse.square().sum()) / n,
+            mse=float(inverse.square().sum(1)[self.pictured].mean()),
             information=float(diagonal.log().sum()) - log_det,
             effective_rank=n - float((root @ inverse).square().sum()),
             noise=noise,
@@ -174,12 +182,14 @@ def triangle(rows: Tensor, scale: Tensor | None = None) -> Tensor:
     return factor
 
 
-def _root(n: int, precision: Tensor | None, prior: float, like: Tensor) -> tuple[Tensor, float]:
+def _root(precision: Tensor | None, prior: float, pictured: Tensor, like: Tensor) -> tuple[Tensor, float]:
     """A root of the prior's precision, and half the logarithm of its determinant."""
+    n = len(pictured)
     if precision is None:
         if not prior > 0:
             raise ValueError(f"prior is the standard deviation of a pixel in [0, 1], above 0; given {prior}.")
-        return torch.eye(n, dtype=like.dtype, device=like.device) / prior, -n * math.log(prior)
+        deviations = torch.where(pictured, prior, 1.0).to(like)
+        return torch.diag(1 / deviations), -float(deviations.log().sum())
     if tuple(precision.shape) != (n, n):
         raise ValueError(f"precision must be ({n}, {n}), for {n} unknowns; given {tuple(precision.shape)}.")
     weights, vectors = torch.linalg.eigh(precision.to(like))

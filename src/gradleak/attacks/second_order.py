@@ -122,7 +122,7 @@ class SecondOrder:
         require(self, knows)
         engine = replace(engine or Engine(), precision="double")
         targets = as_targets(seen)
-        orders = _orders(knows, {target.num_examples for target in targets}, engine)
+        orders = orders_of(knows, {target.num_examples for target in targets}, engine)
         one = self if len(orders) == 1 else replace(self, steps=min(self.steps, TRIAL))
         best = one._cascade(task, targets, knows, seed, engine, orders[0], _part(progress, 0, len(orders)))
         walked = [orders[0]] * len(targets)
@@ -174,7 +174,7 @@ class SecondOrder:
     ) -> list[Composed]:
         """The attacks to try on this task, cheapest first."""
         largest = max(targets, key=lambda target: target.num_examples)
-        unknowns, equations = unknowns_of(task, largest.num_examples), largest.equations
+        unknowns, equations = unknowns_of(task, largest.num_examples, knows.given), largest.equations
         rows = SKETCH * unknowns
         large = equations > 2 * rows
         dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall), single=large)
@@ -280,7 +280,7 @@ def _room(engine: Engine, task: Task, targets: Sequence[Track]) -> bool:
     return 8 * entries < 0.4 * memory_of(engine)
 
 
-def _orders(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order | None]:
+def orders_of(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order | None]:
     """The orders in which a client may have walked through its minibatches; its own shuffle is its secret.
 
     [None] stands for the examples as they are: where every step takes all of them, targets differ in their number, or
