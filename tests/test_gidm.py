@@ -19,7 +19,7 @@ from gradleak.attack import Composed, MissingKnowledge, Reconstruction
 from gradleak.attacks.gidm import StepSearch
 from gradleak.diffusion import ddim
 from gradleak.draws import Draws, key
-from gradleak.engine import Engine
+from gradleak.engine import Engine, chunk_size
 from gradleak.observation import Knowledge, Observation
 from gradleak.parts.matches import Relative
 from gradleak.parts.predictions import Replay
@@ -31,6 +31,7 @@ from gradleak.parts.residual import (
     noised_and_residual,
 )
 from gradleak.parts.sampled import Refined, Sampled
+from gradleak.scene import Scene
 from gradleak.task import Batch, Task, TaskError
 from test_engine import gate, searches
 from test_steps import SCHEDULE, TRAINING, Small, drawn, pictures, toy
@@ -437,3 +438,22 @@ def test_an_update_says_less_about_the_image_where_the_noise_is_unknown_too() ->
     certificates = [gl.analysis.certify(task, seen[0], had[0], knows, engine=CPU) for knows in (known, unknown)]
     entries = had[0]["x"].numel()
     assert [len(each.singular_values) for each in certificates] == [entries, 2 * entries]
+
+
+def test_a_sampler_that_keeps_its_graphs_makes_chunks_smaller() -> None:
+    task = toy()
+    _, seen, given = observed(task, 60)
+    scene = Scene.of(task, seen[0], replace(knowing(given, "noise", "t"), generator=task.model))
+    held = [Sampled(steps=8, recompute=each).decoding(scene) for each in (False, True)]
+    image = given["noise"][0].numel()
+    assert held[0] / 8 + 8 * image == held[1] < held[0]
+    assert held[0] / 8 > 10 * image  # a U-Net has many activations
+    assert Sampled(steps=8, recompute=False, last=2).decoding(scene) == held[0] / 4
+    lanes = [chunk_size(gidm_stages(recompute=each), scene, Engine(device="cpu")) for each in (False, True)]
+    assert lanes[0] < lanes[1]
+
+
+def gidm_stages(**settings: Any) -> tuple[Any, ...]:
+    attack = gl.attacks.get("gidm", steps=2, fine_steps=0, sampler_steps=100_000, noise="given", t="given", **settings)
+    assert isinstance(attack, Composed)
+    return attack.stages

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from gradleak import tree
 from gradleak.diffusion import ddim
 from gradleak.draws import Draws
 from gradleak.observation import MissingKnowledge
-from gradleak.parts.frozen import frozen
+from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
 from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.parts.steps import denoising
 from gradleak.scene import Now, Scene
@@ -53,6 +55,13 @@ class Sampled:
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
+
+    def decoding(self, scene: Scene) -> int:
+        """Numbers kept for the derivative: the graph of every step, or of one and the points between them."""
+        shape = scene.task.fields["x"].shape
+        one, image = _graph(_prior(scene), tuple(shape)), math.prod(shape)
+        steps = self.steps if self.last is None else min(self.last, self.steps)
+        return scene.num_examples * (one + steps * image if self.recompute else steps * one)
 
     def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
         objective = denoising(scene.task)
@@ -98,3 +107,19 @@ def _prior(scene: Scene) -> nn.Module:
             f"called as denoiser(x, t); given {type(generator).__name__}."
         )
     return frozen(generator, next(tree.leaves(scene.weights)))
+
+
+def _graph(denoiser: nn.Module, shape: tuple[int, ...]) -> int:
+    return _graph_of(denoiser, state_of(denoiser), shape)
+
+
+@lru_cache(maxsize=8)
+def _graph_of(denoiser: nn.Module, state: State, shape: tuple[int, ...]) -> int:
+    """Numbers that autograd keeps of one evaluation of one image."""
+
+    def found() -> int:
+        like = next(denoiser.parameters())
+        image = torch.zeros(1, *shape, device=like.device, dtype=like.dtype, requires_grad=True)
+        return graph_entries(lambda: denoiser(image, torch.zeros(1, dtype=torch.long, device=like.device)), denoiser)
+
+    return aside(found)
