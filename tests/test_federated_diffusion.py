@@ -451,3 +451,16 @@ def test_the_server_may_draw_for_all_from_the_command_line(home: Path) -> None:
     settings = from_toml(Path("run/training.toml").read_text())
     assert settings["defence"].startswith("SharedDraws")
     assert "averaging" not in settings["federation"]
+
+
+def test_the_curvature_of_a_denoiser_is_analysed_round_by_round(home: Path) -> None:
+    """Steps and noise are drawn once, so that rounds differ by their weights alone."""
+    command(*TRAIN, "--rounds", 2, "--checkpoints", 1, "-o", "run")
+    words = ("analyse", "--from", "run", "--examples", 4, "--probes", 2, "--steps", 4, "--most-steps", 4)
+    for place in ("one", "two"):
+        command(*words, "-o", place)
+    one, two = (
+        [json.loads(line)["curvature"]["loss"] for line in (home / place / "analysis.jsonl").read_text().splitlines()]
+        for place in ("one", "two")
+    )
+    assert one == two and len(set(one)) == 3

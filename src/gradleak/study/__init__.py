@@ -26,6 +26,7 @@ from gradleak.analysis.lanczos import signs
 from gradleak.audit import Interrupted, Progress, Silent
 from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.defence import Defence, overrides
+from gradleak.draws import Draws, key
 from gradleak.engine import Engine, EngineError
 from gradleak.environment import about, describe
 from gradleak.federation import Snapshot
@@ -131,7 +132,9 @@ class Study:
 
     def _batch(self, rows: torch.Tensor) -> Batch:
         found = self.held.batch(rows)
-        return {name: found[name] for name in self.task.fields if name in found}
+        own = {name: found[name] for name in self.task.fields if name in found}
+        # What clients of a diffusion model draw for themselves is drawn once here, and the same in all rounds.
+        return self.task.completed(own, Draws(key("study", self.lanczos.seed)))
 
     def settings(self) -> dict[str, Any]:
         """What analysis.toml holds."""
