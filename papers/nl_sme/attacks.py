@@ -28,7 +28,6 @@ from gradleak.engine import Engine, chunk_size, lanes_of, sized
 from gradleak.parts.matches import Cosine
 from gradleak.parts.surrogates import diagnosis, frozen, performance_gap
 from gradleak.report.pictures import png, sheet
-from gradleak.rules import SGD
 from gradleak.scene import Scene
 from gradleak.search import Search
 from gradleak.task import Batch, Field, Task
@@ -37,7 +36,7 @@ from gradleak.tree import Tree
 LEVELS = (18.0, 20.0, 25.0)  # dB
 WATCHED = 20  # points of a curve
 SHOWN = 8  # images in a row of a grid
-TRANSFORMERS = {"vit-sme": {"lr": 0.1, "decay": False}}  # as in SME's configuration for its ViT
+TRANSFORMERS = dict.fromkeys(("vit-sme", "vit"), {"lr": 0.1, "decay": False})  # as SME's configuration has it
 
 
 def _coarse(setting: Setting, effort: Effort) -> dict[str, Any]:
@@ -80,7 +79,11 @@ class Method:
 
     def knowledge(self, setting: Setting, effort: Effort, labels: Tensor | None) -> gl.Knowledge:
         recipe = setting.recipe(effort)
-        training = {"recipe": recipe, "plain": replace(recipe, optimiser=SGD()), "nothing": None}[self.knows]
+        training = {
+            "recipe": recipe,
+            "plain": gl.LocalTraining(recipe.lr, epochs=recipe.epochs, batch_size=recipe.batch_size),
+            "nothing": None,
+        }[self.knows]
         return gl.Knowledge(training=training, given={} if labels is None else {"y": labels})
 
 

@@ -19,19 +19,32 @@ from torch import nn
 import gradleak as gl
 from gradleak import tree
 from gradleak.data import DataError, Images, Writers
-from gradleak.rules import SGD, Adam, Rule
+from gradleak.draws import Draws
+from gradleak.rules import SGD, Adam, cosine_decay
 from gradleak.task import Batch, Task
 
 APART = 10  # clients from this one on are in no table: settings are tuned on them
 SOURCES = 10  # pseudo-writers
 RATE = 0.004
+
+
 # Rules of clients as they really train; their rates are ours, those of SGD the papers'.
-RECIPES: dict[str, tuple[float, Rule]] = {
-    "sgd": (RATE, SGD()),
-    "momentum": (0.001, SGD(momentum=0.9)),
-    "weight decay": (RATE, SGD(weight_decay=5e-4)),
-    "momentum and weight decay": (0.001, SGD(momentum=0.9, weight_decay=5e-4)),
-    "adam": (1e-4, Adam()),
+def flipped(batch: Batch, draws: Draws, step: int) -> Batch:
+    """Each image of a step mirrored or not, by a coin of the client's."""
+    x = batch["x"]
+    coin = draws.uniform((len(x), 1, 1, 1), step=step, dtype=x.dtype) < 0.5
+    return {**batch, "x": torch.where(coin, x.flip(-1), x)}
+
+
+RECIPES: dict[str, gl.LocalTraining] = {
+    "sgd": gl.LocalTraining(RATE),
+    "momentum": gl.LocalTraining(0.001, optimiser=SGD(momentum=0.9)),
+    "weight decay": gl.LocalTraining(RATE, optimiser=SGD(weight_decay=5e-4)),
+    "momentum and weight decay": gl.LocalTraining(0.001, optimiser=SGD(momentum=0.9, weight_decay=5e-4)),
+    "adam": gl.LocalTraining(1e-4, optimiser=Adam()),
+    "falling rate": gl.LocalTraining(2 * RATE, schedule=cosine_decay),
+    "mirrored images": gl.LocalTraining(RATE, augmentation=flipped),
+    "dropout": gl.LocalTraining(RATE, dropout=True),
 }
 # Of SME's code for CIFAR-100, and of LEAF's FEMNIST; of other sets their own are taken.
 KNOWN: dict[str, tuple[Sequence[float], Sequence[float]]] = {
@@ -150,6 +163,7 @@ THIN: Mapping[str, Callable[..., nn.Module]] = {
     "cnn-mnist": partial(gl.models.cnn_mnist, widths=(8, 16), hidden=24),
     "mlp-sme": partial(gl.models.mlp, widths=(48, 48)),
     "vit-sme": partial(gl.models.vit, patch=4, width=16, heads=2, depth=1),
+    "vit": partial(gl.models.vit, patch=7, width=16, heads=2, depth=1),
 }
 
 
@@ -171,10 +185,10 @@ class Setting:
         return max(4, self.examples // 5) if effort.small else self.examples
 
     def recipe(self, effort: Effort) -> gl.LocalTraining:
-        (lr, rule), epochs, size = RECIPES[self.rule], self.epochs, self.batch_size
+        own, epochs, size = RECIPES[self.rule], self.epochs, self.batch_size
         if effort.small:
-            lr, epochs, size = 5 * lr, max(2, epochs // 2), max(1, size // 5)
-        return gl.LocalTraining(lr, epochs=epochs, batch_size=size, optimiser=rule)
+            own, epochs, size = replace(own, lr=5 * own.lr), max(2, epochs // 2), max(1, size // 5)
+        return replace(own, epochs=epochs, batch_size=size)
 
     def steps(self, effort: Effort) -> int:
         """T, the client's local steps."""
@@ -186,7 +200,10 @@ class Setting:
 
     def task(self, effort: Effort) -> Task:
         """The fresh network, in evaluation mode, on the device."""
-        return _task(self.data, self.model, effort.seed, effort.small, effort.device, effort.data, effort.letters)
+        drops = RECIPES[self.rule].dropout
+        return _task(
+            self.data, self.model, drops, effort.seed, effort.small, effort.device, effort.data, effort.letters
+        )
 
     def batches(self, effort: Effort) -> list[Batch]:
         """What each client holds, in model-input space."""
@@ -217,17 +234,17 @@ class Setting:
             "epochs": recipe.epochs,
             "batch_size": recipe.batch_size,
             "local_steps": self.steps(effort),
-            "client_rule": f"{recipe.optimiser!r}, lr {recipe.lr}",
+            "client_rule": f"{recipe.optimiser!r}, lr {recipe.lr}" + ("" if self.rule == "sgd" else f" ({self.rule})"),
             "model": self.model if not effort.small or self.model not in THIN else f"{self.model}, thin",
             "parameters": tree.size(task.weights()),
-            "mode": "evaluation (BatchNorm statistics as they begin, no dropout)",
+            "mode": "evaluation (BatchNorm statistics as they begin)",
             "seed": effort.seed,
             "small": effort.small,
         }
 
 
 @cache
-def _task(data: str, model: str, seed: int, small: int, device: str, given: str, letters: str) -> Task:
+def _task(data: str, model: str, drops: bool, seed: int, small: int, device: str, given: str, letters: str) -> Task:
     effort = Effort(seed=seed, data=given, letters=letters)
     name = found(given, "cifar100") if data == "cifar100" else characters(effort)
     own = written(name, seed).images if name == "femnist" else images(name)
@@ -235,6 +252,9 @@ def _task(data: str, model: str, seed: int, small: int, device: str, given: str,
     network = make(
         shape=tuple(own.x.shape[1:]), classes=own.classes, generator=torch.Generator().manual_seed(seed)
     ).eval()
+    if drops:  # half of what the last layer sees is dropped, in each step another half
+        *body, last = network
+        network = nn.Sequential(*body, nn.Dropout(0.5), last).eval()
     mean, std = KNOWN.get(name.removesuffix("-mini"), (None, None))
     if mean is None or std is None:
         mean, std = own.x.mean((0, 2, 3)).tolist(), own.x.std((0, 2, 3)).tolist()

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nl_sme.attacks import METHODS, Bench, Method, absent, attacked, scored, spread, variant
-from nl_sme.clients import Effort, Setting, apart
+from nl_sme.clients import RECIPES, Effort, Setting, apart
 from record import effort_arguments, record, with_effort
 
 import gradleak as gl
@@ -301,7 +301,7 @@ def rows() -> dict[str, Row]:
             found[f"trajectory {data}, E {epochs}, B {size}"] = Way(at(setting, epochs, size))
     for count in SIZES:
         found[f"scale {count}"] = Table(replace(CIFAR, examples=count), ("ig-ms", "sme", "nl-sme", "coarse-replay"))
-    for model in ("cnn-mnist", "mlp-sme", "resnet8", "vit-sme"):
+    for model in ("cnn-mnist", "mlp-sme", "resnet8", "vit-sme", "vit"):
         found[f"architecture {model}"] = Table(
             replace(LETTERS, model=model), ("ig-ms", "sme", "nl-sme", "coarse-replay")
         )
@@ -311,7 +311,7 @@ def rows() -> dict[str, Row]:
     for data, setting in both.items():
         for epochs, size in UNROLLED:
             found[f"dlfa {data}, E {epochs}, B {size}"] = Unrolled(at(setting, epochs, size))
-    for rule in ("momentum", "adam", "weight decay", "momentum and weight decay"):
+    for rule in list(RECIPES)[1:]:
         methods = (
             "sme",
             "nl-sme",
