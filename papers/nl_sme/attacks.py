@@ -79,11 +79,8 @@ class Method:
 
     def knowledge(self, setting: Setting, effort: Effort, labels: Tensor | None) -> gl.Knowledge:
         recipe = setting.recipe(effort)
-        training = {
-            "recipe": recipe,
-            "plain": gl.LocalTraining(recipe.lr, epochs=recipe.epochs, batch_size=recipe.batch_size),
-            "nothing": None,
-        }[self.knows]
+        plain = gl.LocalTraining(recipe.lr, epochs=recipe.epochs, batch_size=recipe.batch_size)
+        training = {"recipe": recipe, "plain": plain, "nothing": None}[self.knows]
         return gl.Knowledge(training=training, given={} if labels is None else {"y": labels})
 
 

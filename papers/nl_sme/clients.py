@@ -200,10 +200,8 @@ class Setting:
 
     def task(self, effort: Effort) -> Task:
         """The fresh network, in evaluation mode, on the device."""
-        drops = RECIPES[self.rule].dropout
-        return _task(
-            self.data, self.model, drops, effort.seed, effort.small, effort.device, effort.data, effort.letters
-        )
+        own = (self.data, self.model, RECIPES[self.rule].dropout)
+        return _task(*own, effort.seed, effort.small, effort.device, effort.data, effort.letters)
 
     def batches(self, effort: Effort) -> list[Batch]:
         """What each client holds, in model-input space."""
