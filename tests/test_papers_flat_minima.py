@@ -275,3 +275,23 @@ def test_targets_are_training_images_of_one_client(paper: ModuleType, effort: An
         largest_difference({"x": truth["x"].flatten(0, 1)}, {"x": data.batch(share)["x"][: 2 * len(truth["x"])]}) == 0
     )
     assert isinstance(course.federation(effort).training.optimiser, gl.rules.SGD)
+
+
+def test_rows_beside_each_other_wait_for_a_training_that_another_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flat_minima.training import patiently
+
+    from gradleak.results.store import FolderInUse
+
+    tries: list[int] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    def work() -> str:
+        tries.append(1)
+        if len(tries) < 3:
+            raise FolderInUse("another process")
+        return "trained"
+
+    assert patiently(work) == "trained"
+    tries.clear()
+    with pytest.raises(FolderInUse):
+        patiently(work, seconds=-1)

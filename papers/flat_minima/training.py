@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +25,7 @@ from gradleak.federation import Federation, Fixed, Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.training import Trained
 from gradleak.results.configuration import digest
+from gradleak.results.store import FolderInUse
 from gradleak.task import Batch, Task
 
 METHODS = ("FedAvg", "FedSAM", "FedASAM", "FedGF", "FedSAI")
@@ -163,7 +165,7 @@ class Course:
         """Trained until this round, or as far as the folder of the training already is."""
         held = TRAINED.get((self, effort))
         if held is None or held.state.round < until:
-            held = TRAINED[self, effort] = self._trained(effort, until)
+            held = TRAINED[self, effort] = patiently(lambda: self._trained(effort, until))
         return held
 
     def _trained(self, effort: Effort, until: int) -> Trained:
@@ -197,6 +199,18 @@ class Course:
         rows = [row for row in self.trained(effort, number).metrics if row["round"] == number]
         measured = {name: rows[0].get(name) for name in ("test_accuracy", "test_loss")}
         return {"defence": repr(self.defence(effort)), "rate": self.rate, **measured}
+
+
+def patiently(work: Callable[[], Trained], seconds: float = 600) -> Trained:
+    """Rows that run beside each other share trainings: whoever comes second waits, and finds it done."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return work()
+        except FolderInUse:
+            if time.monotonic() > until:
+                raise
+            time.sleep(1)
 
 
 TRAINED: dict[tuple[Course, Effort], Trained] = {}  # of this process: opening a folder checks all that is in it
