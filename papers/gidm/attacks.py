@@ -62,7 +62,7 @@ def _first(effort: Effort) -> int:
 
 
 def _on_pixels(**more: Any) -> Callable[[Effort], Mapping[str, Any]]:
-    return lambda effort: {"steps": effort.baseline, "lr": effort.rate, **more}
+    return lambda effort: {"steps": effort.baseline, "lr": effort.rate, "decay": bool(effort.decay), **more}
 
 
 def _gidm(fine: bool = True, **more: Any) -> Callable[[Effort], Mapping[str, Any]]:
@@ -72,6 +72,7 @@ def _gidm(fine: bool = True, **more: Any) -> Callable[[Effort], Mapping[str, Any
             "fine_steps": effort.fine if fine else 0,
             "sampler_steps": effort.sampler,
             "lr": effort.rate,
+            "decay": bool(effort.decay),
             "restarts": effort.restarts if more.get("noise") == "unknown" else 1,
             **more,
         }
@@ -81,7 +82,7 @@ def _gidm(fine: bool = True, **more: Any) -> Callable[[Effort], Mapping[str, Any
 
 def _second_order(effort: Effort) -> Mapping[str, Any]:
     """Polishes what a tenth of the baseline's steps found."""
-    first = f"dlg-dm:steps={max(20, effort.baseline // 10)},lr={effort.rate}"
+    first = f"dlg-dm:steps={max(20, effort.baseline // 10)},lr={effort.rate},decay={bool(effort.decay)}"
     return {"certify": False, "after": first, **({"steps": 10} if effort.small else {})}
 
 
