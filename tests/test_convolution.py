@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jacfwd, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradleak import convolution
-from gradleak.convolution import Fold, LaneConvolutions, Patches, Window
+from gradleak.convolution import Fold, Patches, Window
+from gradleak.layers import LaneLayers
+
+VIEWS = {"view", "reshape", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias"}
+VIEWS |= {"detach", "_unsafe_view", "as_strided", "unfold", "movedim", "split", "unbind", "chunk", "_reshape_alias"}
+
+
+class Counted(TorchDispatchMode):
+    """Counts what would be kernels on a GPU: operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += str(func.overloadpacket).rpartition(".")[2] not in VIEWS
+        return func(*args, **(kwargs or {}))
+
 
 CASES = [
     # examples, channels in, out, side, kernel, stride, padding
@@ -54,7 +73,7 @@ def test_the_second_derivative_of_every_lane_is_that_of_torch(
         return vmap(grad(lambda x, target: matching(x, weight, bias, target, stride, padding)))(x, target)
 
     plain = run()
-    with LaneConvolutions():
+    with LaneLayers():
         lanes = run()
     torch.testing.assert_close(lanes, plain, rtol=1e-10, atol=1e-12)
 
@@ -110,7 +129,7 @@ def test_products_with_the_jacobian_of_an_upload_are_those_of_torch(
         }
 
     plain = run()
-    with LaneConvolutions():
+    with LaneLayers():
         lane = run()
     torch.testing.assert_close(lane, plain, rtol=1e-10, atol=1e-12)
 
@@ -120,7 +139,7 @@ def test_the_jacobian_by_the_weights_is_that_of_torch() -> None:
     x, weight = torch.randn(2, 2, 5, 5, dtype=torch.float64), torch.randn(3, 2, 3, 3, dtype=torch.float64)
     run = lambda: jacfwd(lambda w: F.conv2d(x, w, padding=1).sigmoid().sum((2, 3)))(weight)  # noqa: E731
     plain = run()
-    with LaneConvolutions():
+    with LaneLayers():
         torch.testing.assert_close(run(), plain)
 
 
@@ -159,14 +178,14 @@ def test_every_kind_of_layer_keeps_its_output(layer: nn.Module) -> None:
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     plain = layer(x)
     layer.load_state_dict(state)
-    with LaneConvolutions():
+    with LaneLayers():
         torch.testing.assert_close(layer(x), plain)
 
 
 def test_a_call_with_keywords_and_without_bias_is_caught_too() -> None:
     x, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
     plain = F.conv2d(x, weight, padding=1)
-    with LaneConvolutions():
+    with LaneLayers():
         torch.testing.assert_close(F.conv2d(input=x, weight=weight, padding=(1, 1)), plain)
         torch.testing.assert_close(F.conv2d(x, weight, padding=1), plain)
 
@@ -185,6 +204,6 @@ def test_only_what_is_asked_for_is_convolved(monkeypatch: pytest.MonkeyPatch) ->
     for kind in (convolution.Convolved, convolution.Spread, convolution.Correlated):
         monkeypatch.setattr(kind, "forward", staticmethod(counted(kind.__name__, kind.forward)))
     x, weight = torch.randn(2, 2, 5, 5), torch.randn(3, 2, 3, 3)
-    with LaneConvolutions():
+    with LaneLayers():
         grad(lambda x: matching(x, weight, torch.zeros(3), torch.zeros_like(weight), 1, 1))(x)
     assert sorted(calls) == ["Convolved", "Convolved", "Correlated", "Spread", "Spread"]

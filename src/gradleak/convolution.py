@@ -4,9 +4,6 @@ Gradient matching needs every lane's OWN weight gradient. Under vmap, torch comp
 second backward takes of it, as grouped convolutions with one group a lane, which the libraries run slowly. Written with
 patches (im2col) they are batched matrix products. Forward and input gradient share the weights between lanes, so those
 stay ordinary convolutions over lanes x examples.
-
-`LaneConvolutions` swaps F.conv2d while it is active, whether it is called by nn.Conv2d or directly; the user's model is
-not touched.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
-from torch.overrides import TorchFunctionMode
 
 Dims: TypeAlias = tuple[int | None, int | None, None]
 IN_TURN = 8  # examples of a lane, on a GPU
@@ -250,14 +246,7 @@ def _one_lane_after_another(function: Any, in_dims: Dims, first: Tensor, second:
     return torch.stack([function.apply(one, other, window) for one, other in zip(*each, strict=True)])
 
 
-class LaneConvolutions(TorchFunctionMode):
-    """While active, ordinary two-dimensional convolutions are computed as above; all others are left alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
-
-
-def _conv2d(
+def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -266,35 +255,13 @@ def _conv2d(
     dilation: int | tuple[int, int] = 1,
     groups: int = 1,
 ) -> Tensor:
+    """Ordinary two-dimensional convolutions by the maps above; torch's own for all others."""
     if isinstance(padding, str) or groups != 1 or _pair(dilation) != (1, 1) or input.dim() != 4:
         return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
     sides = input.shape[2], input.shape[3]
     window = Window(*sides, (weight.shape[2], weight.shape[3]), _pair(stride), _pair(padding))
     out: Tensor = Convolved.apply(input, weight, window)
     return out if bias is None else out + bias[:, None, None]
-
-
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """In evaluation mode BatchNorm is one scale and one shift per channel, whose second derivative is short."""
-    if training or running_mean is None or running_var is None:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    scale = (running_var + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    shift = -running_mean * scale if bias is None else bias - running_mean * scale
-    shape = (-1, *[1] * (input.dim() - 2))
-    return input * scale.reshape(shape) + shift.reshape(shape)
-
-
-_INSTEAD: dict[Any, Any] = {F.conv2d: _conv2d, F.batch_norm: _batch_norm}
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.attack import Progress, Stage
-from gradleak.convolution import LaneConvolutions
 from gradleak.draws import Draws
+from gradleak.layers import LaneLayers
 from gradleak.observation import stack
 from gradleak.scene import Footprint, Scene, Scored
 from gradleak.search import EngineError, Search
@@ -69,7 +69,7 @@ class Engine:
     def settings(self) -> Iterator[None]:
         """The precision and the attention kernels this engine asks for; the user's settings come back afterwards."""
         # On a GPU lanes gain severalfold from convolutions as matrix products; a CPU runs grouped ones well enough.
-        layers = LaneConvolutions() if self.batched and self.where.type == "cuda" else nullcontext()
+        layers = LaneLayers() if self.batched and self.where.type == "cuda" else nullcontext()
         with float32_products(fast=self.precision == "fast"), double_backward_safe(), layers:
             yield
 

@@ -47,7 +47,7 @@ class SquaredError(_Difference):
         return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return torch.stack([_SquaredDistance.apply(p, observed[name]) for name, p in predicted.items()]).sum()
+        return torch.stack([_squared_distance(p, observed[name]) for name, p in predicted.items()]).sum()
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,27 @@ class Relative(_Difference):
     scale_free: bool = False
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        entries = tree.size(observed)
-        common = tree.norm(observed) / math.sqrt(entries)
-
-        def in_own_unit(p: Tensor, o: Tensor) -> Tensor:
-            own = torch.maximum(tree.norm({"": o}) / math.sqrt(o.numel()), self.floor * common)
-            unit = common if self.whole else own
-            return (p - o) * (_inverse(unit) / math.sqrt(entries))
-
-        return tree.map(in_own_unit, predicted, observed)
+        return tree.map(lambda p, o, each: (p - o) * each, predicted, observed, self.factors(observed))
 
     def reduce(self, residual: Params) -> Tensor:
         return tree.squared_norm(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        factors = self.factors(observed)
+        each = [_squared_distance(p, observed[name]) * factors[name].square() for name, p in predicted.items()]
+        return torch.stack(each).sum()
+
+    def factors(self, observed: Params) -> Params:
+        """One over the unit of each tensor, and over the root of all entries: 0-d, constants."""
+        lengths = tree.map(lambda o: torch.linalg.vector_norm(o.detach()), observed)
+        entries = tree.size(observed)
+        common = torch.linalg.vector_norm(torch.stack(list(tree.leaves(lengths)))) / math.sqrt(entries)
+
+        def factor(length: Tensor, o: Tensor) -> Tensor:
+            unit = common if self.whole else torch.maximum(length / math.sqrt(o.numel()), self.floor * common)
+            return _inverse(unit) / math.sqrt(entries)
+
+        return tree.map(factor, lengths, observed)
 
 
 @dataclass(frozen=True)
@@ -271,17 +280,24 @@ class _SquaredDistance(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(p: Tensor, o: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(p - o).square()
+    def forward(p: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        apart = p - o
+        return torch.linalg.vector_norm(apart).square(), apart
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(output[1])
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        p, o = ctx.saved_tensors
-        return (p - o) * (2 * grad), None
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        (apart,) = ctx.saved_tensors
+        return apart * (2 * grad), None
+
+
+def _squared_distance(p: Tensor, o: Tensor) -> Tensor:
+    result: Tensor = _SquaredDistance.apply(p, o)[0]
+    return result
 
 
 class _CosineDistance(torch.autograd.Function):
