@@ -165,13 +165,10 @@ def test_messages_of_another_round_are_refused(stage: Stage, change: str) -> Non
         "session": replace(old.plan, session=secrets.token_bytes(16)),
         "keys": old.plan,
     }
-    if change == "keys":
-        for member in old.members.values():
-            member.history.clear()  # as if the clients had lost their memory
-    new = Round(old.members, plan=plans[change])
-    old.until(stage)
-    new.until(stage)
-    replayed = old.message(11)
+    replayed = old.until(stage).message(11)
+    for member in old.members.values():
+        member.history.clear()  # as if the clients had lost their memory
+    new = Round(old.members, plan=plans[change]).until(stage)
     if change == "keys" and stage is Stage.ADVERTISE:
         new.server.receive(replayed)  # its own advertisement of the same plan: then its keys are not in the directory
         new.sent = {number: new.message(number) for number in CLIENTS}
@@ -281,6 +278,18 @@ def test_keys_are_not_used_twice() -> None:
     round.finish()
 
 
+@pytest.mark.parametrize("which", ["channel_key", "mask_key"])
+def test_keys_that_nobody_can_agree_with_are_refused_at_once(which: str) -> None:
+    """A point of small order would be noticed by the clients, when the round cannot go on without its owner."""
+    round = Round()
+    good = Advertisement.from_bytes(round.clients[8].advertise())
+    bad = replace(good, **{which: bytes(32)})
+    with pytest.raises(Rejected, match="Client 8's public key is no usable X25519 key"):
+        round.server.receive(round.signed_by(8, bad))
+    round.server.receive(good.to_bytes())
+    round.finish()
+
+
 # --- shares -----------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +385,7 @@ def test_shares_must_go_to_all_holders_once() -> None:
         ({"shares": (*good.shares, good.shares[0])}, "once each"),
         ({"shares": tuple(replace(box, sealed=b"") for box in good.shares)}, "without shares"),
         ({"seeds": good.seeds[1:]}, "contribution to the seed once to each"),
+        ({"seeds": (replace(good.seeds[0], commitment=bytes(32)), *good.seeds[1:])}, "one contribution to the seed"),
     ]
     for changes, said in wrong:
         with pytest.raises(Rejected, match=said):
@@ -573,6 +583,26 @@ def test_a_round_that_failed_can_be_tried_again(accident: Callable[[Round], None
     again.finish()
 
 
+def test_two_attempts_are_not_both_unmasked() -> None:
+    """All values came, and the server asks for another attempt without client 20, whose value would show."""
+    first = Round().until(Stage.MASK)
+    first.send()
+    first.answers = first.server.advance()
+    others = {number: first.members[number] for number in CLIENTS[:-1]}
+    again = Round(others, plan=first.plan.retry())
+    for number in others:
+        with pytest.raises(Refused, match=f"Client {number} has left round 0, attempt 0"):
+            first.message(number)
+    while again.server.stage is not Stage.DONE:
+        again.send()
+        again.answers = again.server.advance()
+    assert again.server.survivors == CLIENTS[:-1]
+    with pytest.raises(Refused, match="has left round 0, attempt 0"):
+        first.message(3)
+    with pytest.raises(Refused, match="has revealed shares in round 0"):  # what the old one did was not noted instead
+        first.members[3].join(again.plan.retry())
+
+
 # --- one process per message ------------------------------------------------------------------------------------------
 
 
@@ -599,6 +629,21 @@ def test_a_client_can_live_in_another_process_for_every_message() -> None:
             round.send(*(set(CLIENTS) - {11}))
             round.answers = round.server.advance()
             assert np.array_equal(seed.factors(9, 3), round.clients[3].seed.factors(9, 3))
+    round.finish()
+
+
+@pytest.mark.parametrize("stage", [Stage.SHARE, Stage.MASK, Stage.UNMASK])
+def test_a_state_that_is_resumed_twice_is_used_once(stage: Stage) -> None:
+    """Two values under the same masks would show their difference."""
+    round = Round().until(stage)
+    state = round.clients[11].suspend()
+    one, two = (round.members[11].resume(round.plan, state) for _ in range(2))
+    round.clients[11] = one
+    round.send(11)
+    round.clients[11] = two
+    with pytest.raises(Refused, match="an old state, whose masks and shares are used"):
+        round.message(11)
+    round.clients[11] = one
     round.finish()
 
 

@@ -46,8 +46,9 @@ def gifd(
 
     Differs: image and score come from the same restart and stage (the paper's code returns the last restart's image);
     the radius is a share, since the paper's are for one large generator; every stage starts from the iterate of the
-    last with the best match, not from the final one (keep="last"); of a style generator all noise maps move, not a
-    growing number of them.
+    last with the best match, not from the final one (keep="last"); of a style generator all noise maps move from the
+    first feature on, not a growing number of them, they start from its own maps, not from N(0, 1), and styles start
+    from its mapping of a random z, not from a normal fit of them.
     """
     if radii and len(radii) != features:
         raise ValueError(f"radii must be one for each of the {features} feature stages; given {len(radii)}.")

@@ -49,13 +49,13 @@ class Identity:
 class Member:
     """A client over many rounds. It remembers which it joined, and joins none of them again.
 
-    history    per session: the last round, its attempt, and whether shares were revealed in it. It has to outlive the
-               process: keep it with the identity.
+    history    per session: the last round, its attempt, and what comes next in it (done: shares were revealed). It has
+               to outlive the process: keep it with the identity.
     """
 
     number: int
     identity: Identity = field(default_factory=Identity.create)
-    history: dict[bytes, tuple[int, int, bool]] = field(default_factory=dict)
+    history: dict[bytes, tuple[int, int, Stage]] = field(default_factory=dict)
 
     def join(self, plan: Plan) -> Client:
         """Begin a round, with fresh keys.
@@ -67,33 +67,53 @@ class Member:
             raise Refused(f"Client {self.number} is not in the roster under its own key: ask for the right roster.")
         last = self.history.get(plan.session)
         if last is not None:
-            round_, attempt, revealed = last
+            round_, attempt, stage = last
             if (plan.round, plan.attempt) <= (round_, attempt):
                 raise Refused(
                     f"Client {self.number} has joined round {round_}, attempt {attempt} of this session and joins only "
                     f"later ones; given round {plan.round}, attempt {plan.attempt}. Use plan.retry() or plan.next()."
                 )
-            if revealed and plan.round == round_:
+            if stage is Stage.DONE and plan.round == round_:
                 raise Refused(
                     f"Client {self.number} has revealed shares in round {round_}: its sum may be known, and another "
                     "with other survivors would show a difference of few values. Use plan.next() and fresh values."
                 )
-        self.history[plan.session] = (plan.round, plan.attempt, False)
+        self.history[plan.session] = (plan.round, plan.attempt, Stage.ADVERTISE)
         return Client(plan, self)
 
     def resume(self, plan: Plan, state: bytes) -> Client:
-        """Go on with what `Client.suspend` returned; each such state is to be used once."""
+        """Go on with what `Client.suspend` returned. A state that was used already is refused when it is used again."""
         known = self.history.get(plan.session)
         if known is None or known[:2] != (plan.round, plan.attempt):
             raise Refused(
                 f"Client {self.number} is not in round {plan.round}, attempt {plan.attempt} of this session now, so "
                 "this state is an old one."
             )
-        if known[2]:
+        if known[2] is Stage.DONE:
             raise Refused(f"Client {self.number} has finished round {plan.round}: this state is an old one.")
         client = Client(plan, self)
         client._restore(state)
         return client
+
+    def reach(self, plan: Plan, stage: Stage) -> None:
+        """Note that this stage comes next; refused in a round that was left, and where it was reached before.
+
+        Without this a server could have two attempts at a round unmasked whose survivors differ in one client, and a
+        state that was resumed twice would use its masks for two values.
+        """
+        known = self.history.get(plan.session)
+        if known is None or known[:2] != (plan.round, plan.attempt):
+            raise Refused(
+                f"Client {self.number} has left round {plan.round}, attempt {plan.attempt} of this session and does "
+                "nothing more in it: two sums of the same values would show a difference of few. Go on with the round "
+                "that it joined last."
+            )
+        if ORDER.index(known[2]) >= ORDER.index(stage):
+            raise Refused(
+                f"Client {self.number} has come to the stage '{known[2].value}' of round {plan.round}: what was "
+                "resumed here is an old state, whose masks and shares are used."
+            )
+        self.history[plan.session] = (plan.round, plan.attempt, stage)
 
 
 class Client:
@@ -165,6 +185,7 @@ class Client:
                 seeds.append(SealedSeed(other, promise, primitives.seal(key, self._contribution, promise)))
         own = commitment("own mask", transcript, self.number, self.number, self._own)
         message = Shares(transcript, self.number, own, tuple(boxes), tuple(seeds))
+        self._member.reach(self.plan, Stage.MASK)
         self._directory, self._transcript, self._graph, self._channels = entries, transcript, graph, channels
         self._held = {self.number: (of_key[points[self.number]], of_own[points[self.number]])}
         self.stage = Stage.MASK
@@ -232,6 +253,7 @@ class Client:
         for other, shared in primitives.agree(self._key, {n: self._directory[n].mask_key for n in near}).items():
             streams.append((pair_mask_key(shared, self._transcript, self.number, other), self.number < other))
         add_streams(words, streams)
+        self._member.reach(self.plan, Stage.UNMASK)
         self.stage = Stage.UNMASK
         self._erase()
         message = MaskedInput(self._transcript, self.number, words.tobytes())
@@ -258,8 +280,8 @@ class Client:
         of_own = tuple((owner, own) for owner, (_, own) in sorted(self._held.items()) if owner in survivors)
         of_key = tuple((owner, key) for owner, (key, _) in sorted(self._held.items()) if owner not in survivors)
         answer = Revealed(self._transcript, self.number, of_own, of_key)
+        self._member.reach(self.plan, Stage.DONE)
         self._forget()
-        self._member.history[self.plan.session] = (self.plan.round, self.plan.attempt, True)
         return answer.sign(self._member.identity.secret).to_bytes()
 
     # --- between two messages, in another process --------------------------------------------------------------------
@@ -267,8 +289,8 @@ class Client:
     def suspend(self) -> bytes:
         """All that this client knows, secrets included, for `Member.resume`; this object can then do nothing more.
 
-        For deployments that start a process for every message. Keep it as the identity is kept, and use it once: a
-        state that is resumed twice could mask two values with the same masks.
+        For deployments that start a process for every message. Keep it as the identity is kept, with the history: by
+        that a state that is used twice is refused, which could mask two values with the same masks.
         """
         directory = Directory(self.plan.binding, 0, tuple(self._directory.values())) if self._directory else None
         held = b"".join(
@@ -362,6 +384,7 @@ class Client:
 
 
 KINDS = ("key share", "own mask share")
+ORDER = tuple(Stage)
 
 
 def commitment(kind: str, transcript: bytes, owner: int, holder: int, secret: bytes) -> bytes:

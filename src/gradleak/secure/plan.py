@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradleak.secure import primitives
 from gradleak.secure.errors import Oversize
 from gradleak.secure.primitives import KEY, number
-from gradleak.secure.ring import Part, Words, word
+from gradleak.secure.ring import Part, Words, blurred, word
 from gradleak.secure.seed import FACTOR_BITS, SharedSeed
 
 Graph: TypeAlias = dict[int, frozenset[int]]  # client -> the clients it shares masks and secrets with
@@ -70,6 +70,7 @@ class Plan:
     minimum       of clients in a sum: fewer are not revealed
     threshold     shares that recover a secret; None: more than half of the holders. Fewer than that are refused: with
                   more than half, a server that tells clients different stories cannot have both secrets of a client
+                  (with c holders on its side: more than half of holders + c)
     neighbours    with how many others a client shares masks and secrets; None: with all (Bonawitz et al. 2017). An even
                   number is cheaper and hides less (Bell et al. 2020): a server reads a client's values with its
                   neighbours on its side, and does not need all others; `risk` says how likely that is
@@ -209,7 +210,7 @@ class Plan:
                 raise Oversize(f"Part {part.name}: {error}") from None
             if part.factor:
                 assert seed is not None
-                coded *= seed.factors(part.size, self.factor_bits) ** part.factor
+                coded = blurred(coded, seed.factors(part.size, self.factor_bits) ** part.factor)
             pieces.append(coded)
         return np.concatenate(pieces).astype(word(self.ring_bits))
 
@@ -224,7 +225,8 @@ class Plan:
             if int(piece.max()) > bound or int(piece.min()) < -bound:
                 raise Oversize(
                     f"The sum of part {part.name} lies outside what {clients} clients can send. Somebody sent "
-                    "something else than the plan asks for; nothing of this sum can be used."
+                    "something else than the plan asks for; nothing of this sum can be used. Go on with plan.next(); "
+                    "where it happens again, with fewer clients in the roster."
                 )
             sums[part.name] = part.coding.decode(piece)
         return sums

@@ -52,10 +52,10 @@ class FixedPoint:
 
         `factor_bits`: how many bits a shared factor adds to every value, its power included.
         """
-        room = ring_bits - 1 - headroom - factor_bits
+        room, spare = ring_bits - 1 - headroom - factor_bits, bool(factor_bits)  # see `Part.bound`
         _check_clip(clip)
         bits = min(room - math.floor(math.log2(clip)) - math.floor(math.log2(clients)), 512)
-        while bits > -512 and clients * math.ceil(math.ldexp(clip, bits)) >= 1 << max(room, 0):
+        while bits > -512 and clients * (math.ceil(math.ldexp(clip, bits)) + spare) >= 1 << max(room, 0):
             bits -= 1
         try:
             return cls(clip, bits)
@@ -115,8 +115,11 @@ class Part:
             )
 
     def bound(self, factor_bits: int) -> int:
-        """The largest magnitude that one client can send: 2^factor_bits is the largest shared factor."""
-        return self.coding.bound << (self.factor * factor_bits)
+        """The largest magnitude that one client can send: 2^factor_bits is the largest shared factor.
+
+        With a factor one unit more, for what `blurred` adds.
+        """
+        return (self.coding.bound + bool(self.factor)) << (self.factor * factor_bits)
 
 
 def word(ring_bits: int) -> np.dtype[Any]:
@@ -124,6 +127,19 @@ def word(ring_bits: int) -> np.dtype[Any]:
     if ring_bits not in RING_BITS:
         raise ValueError(f"ring_bits must be 32 or 64; given {ring_bits}.")
     return np.dtype(f"<u{ring_bits // 8}")
+
+
+def blurred(coded: NDArray[np.int64], factors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Encoded values times the shared factors, each off at random by up to half a factor, so by half of its unit.
+
+    Exact products would give the factors away: the server has r a and r^b c as whole numbers, and the largest r that
+    divides both as it should is nearly always the factor. What is added is each client's own and not known to anyone.
+    Zeros stay zeros: they are seen anyway, and 0 / v has to be 0.
+    """
+    words = np.zeros(coded.size, "<u8")
+    add_streams(words, [(primitives.fresh(), True)])
+    off = (words % factors.astype("<u8")).astype(np.int64) - factors // 2
+    return np.where(coded == 0, 0, coded * factors + off)
 
 
 def add_streams(total: Words, streams: Iterable[tuple[bytes, bool]]) -> None:

@@ -23,6 +23,8 @@ from gradleak.secure.plan import Graph, Plan, connected
 from gradleak.secure.ring import add_streams, word
 from gradleak.secure.stages import Stage
 
+LEAVE_OUT = "There is no sum of this round: go on with the next, and a roster without it."
+
 
 class Server:
     """Collects one stage after the other: `receive` every message, then `advance` to get what to send, per client.
@@ -93,6 +95,8 @@ class Server:
         known = {key for other in self._advertised.values() for key in (other.channel_key, other.mask_key)}
         if known & {message.channel_key, message.mask_key} or message.channel_key == message.mask_key:
             raise Rejected(f"Client {message.sender} advertises a key that is already in use: keys must be fresh.")
+        for key in (message.channel_key, message.mask_key):  # one that nobody can agree with would end the round later
+            primitives.agree(primitives.fresh(), {message.sender: key})
         self._advertised[message.sender] = message
         return message.sender
 
@@ -116,6 +120,8 @@ class Server:
         others = sorted(self._advertised.keys() - {message.sender}) if self.plan.factor_bits else []
         if sorted(box.other for box in message.seeds) != others:
             raise Rejected(f"Client {message.sender} must send its contribution to the seed once to each of {others}.")
+        if len({box.commitment for box in message.seeds}) > 1:  # else clients would have different factors
+            raise Rejected(f"Client {message.sender} must commit itself to one contribution to the seed, told to all.")
         for box in message.shares:
             if bool(box.sealed) != (box.other != message.sender):
                 raise Rejected(f"Client {message.sender} sent a box without shares to client {box.other}.")
@@ -218,14 +224,16 @@ class Server:
         secret = shamir.combine(shares, self.plan.needed)
         promise = self._shared[owner].self_commitment
         if commitment("own mask", self._transcript, owner, owner, secret) != promise:
-            raise Rejected(f"Client {owner} handed out shares of another secret than it committed itself to.")
+            raise Rejected(
+                f"Client {owner} handed out shares of another secret than it committed itself to. {LEAVE_OUT}"
+            )
         return own_mask_key(secret, self._transcript, owner)
 
     def _recovered_pairs(self, owner: int, shares: dict[int, int]) -> list[tuple[bytes, bool]]:
         """The masks between a client that dropped out and its surviving neighbours, with the sign that removes them."""
         secret = shamir.combine(shares, self.plan.needed)
         if primitives.agreement_public(secret) != self._advertised[owner].mask_key:
-            raise Rejected(f"Client {owner} handed out shares of another key than it advertised.")
+            raise Rejected(f"Client {owner} handed out shares of another key than it advertised. {LEAVE_OUT}")
         near = self._graph[owner] & self._survivors
         agreed = primitives.agree(secret, {other: self._advertised[other].mask_key for other in near})
         return [
