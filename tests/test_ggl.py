@@ -185,3 +185,8 @@ def test_the_prior_alone_owes_nothing_to_the_update(double: Engine) -> None:
     assert runs[0].match != runs[1].match
     other = gl.attacks.get("prior-only", shift=1).run(task, seen[0], knowing(generator), engine=double)
     assert largest_difference(other.batch["x"], runs[0].batch["x"]) > 1e-3
+
+
+def test_a_random_search_returns_its_best_or_nothing() -> None:
+    with pytest.raises(ValueError, match="best_match"):
+        gl.attacks.get("ggl", search="random", keep="last")

@@ -48,11 +48,14 @@ def ggl(
                 are zero, and a length that no prediction may exceed
     shift       the generator is told label + shift: the wrong class, to measure what the right one is worth
 
-    Differs: the mask is that of the observation's zeros, where the paper's code prunes at the rate they show; CMA-ES
-    with a Cholesky factor; the best candidate by match is returned, not the mean; no Bayesian search (TuRBO).
+    Differs: the mask is that of the observation's zeros, where the paper's code prunes at the rate they show, and the
+    bound on the length holds where no defence is declared, too (`estimate`); CMA-ES with a Cholesky factor; the best
+    candidate by match is returned, not the mean; no Bayesian search (TuRBO).
     """
     if search not in SEARCHES:
         raise ValueError(f"search cannot be {search!r}.{did_you_mean(search, SEARCHES)}")
+    if search == "random" and keep == "last":
+        raise ValueError("A random search has no last iterate that means anything: use keep='best_match'.")
     optimiser: Optimiser
     if search == "adam":
         optimiser = Adam(lr=lr, steps=steps or 2500, schedule=RampedDecay(up=0.05, down=0.25))
