@@ -46,10 +46,10 @@ def gifd(
 
     Differs: image and score come from the same restart and stage (the paper's code returns the last restart's image);
     the radius is a share, since the paper's are for one large generator, and 0.5 by trial with a small DCGAN (with 0.1
-    features hardly leave where they began: 11 against 25 dB on four images that are in no table); every stage starts from the iterate of the
-    last with the best match, not from the final one (keep="last"); of a style generator all noise maps move from the
-    first feature on, not a growing number of them, they start from its own maps, not from N(0, 1), and styles start
-    from its mapping of a random z, not from a normal fit of them.
+    features hardly leave where they began: 11 against 25 dB on four images that are in no table); every stage starts
+    from the iterate of the last with the best match, not from the final one (keep="last"); of a style generator all
+    noise maps move from the first feature on, not a growing number of them, they start from its own maps, not from N(0,
+    1), and styles start from its mapping of a random z, not from a normal fit of them.
     """
     if radii and len(radii) != features:
         raise ValueError(f"radii must be one for each of the {features} feature stages; given {len(radii)}.")
