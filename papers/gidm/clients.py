@@ -50,8 +50,8 @@ class Effort:
     sampler: int = 16  # DDIM steps
     steps: int = 0  # iterations of the baselines; 0: as many forward-equivalents as GIDM takes
     restarts: int = 4  # where the noise is unknown
-    rate: float = 0.01  # of all attacks' Adam
-    decay: int = 0  # 1: it falls to zero by half a cosine
+    rate: float = 0.1  # of all attacks' Adam; the paper's is 0.01
+    decay: int = 1  # it falls to zero by half a cosine; 0, as in the paper: it stays
     methods: str = ""  # only these, separated by semicolons, since names have commas; all if empty
     seed: int = 0
     small: int = 0
