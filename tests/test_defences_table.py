@@ -23,8 +23,9 @@ NAMES = [entry.name for entry in gl.registry.entries("defence")]
 SETTINGS: dict[str, dict[str, Any]] = {"agp": {"layers": "0"}}  # its target layers have other names in ResNets
 # What of a client's update depends on chance, to the server: the attacker of these cannot match it to the last digit.
 RANDOM = {"agp", "dp-sgd", "local-gaussian", "mixup", "tip", "tip-dp-baseline"}
+RANDOM |= {"dp-fedavg-lewis", "dp-secadam", "ldp-secadam"}
 DETERMINISTIC = [name for name in NAMES if name not in RANDOM]
-GUARANTEED = {"dp-sgd": "local", "local-gaussian": "local", "dp-fedavg": "central"}
+GUARANTEED = {"dp-sgd": "local", "local-gaussian": "local", "dp-fedavg": "central", "ldp-secadam": "local"}
 
 
 def made(name: str) -> Defence:
@@ -78,7 +79,7 @@ def test_what_the_attacker_assumes_asks_for_no_random_numbers(name: str) -> None
 
     def replayed() -> Params:
         upload, _ = TRAINING.run(task, task.weights(), private(2), assumed, ClientState())
-        return upload.payload["update"]
+        return assumed.reveal([upload], [upload.num_examples])
 
     torch.manual_seed(0)
     first = replayed()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class Client:
 @dataclass(frozen=True)
 class Defence:
     """Every hook defaults to plain FedAvg. Override the phases that the defence changes."""
+
+    last: ClassVar[bool] = False  # it sends something else than an update: none may change the upload after it
 
     @property
     def name(self) -> str:
@@ -175,6 +177,10 @@ class Chain(Defence):
             owners = [member.name for member in members if overrides(member, hook)]
             if len(owners) > 1:
                 raise ValueError(f"{' and '.join(owners)} each define `{hook}`; a chain can hold one of them.")
+        for position, member in enumerate(members):
+            for later in members[position + 1 :] if member.last else ():
+                if overrides(later, "upload"):
+                    raise ValueError(f"{member.name} sends no update any more: {later.name} must come before it.")
 
     @property
     def name(self) -> str:

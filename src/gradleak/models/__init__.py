@@ -6,7 +6,8 @@ the classifier's input (batch, features), `classifier` is the last linear layer,
 No layer works in place and only BatchNorm keeps state, so all run under `torch.func` (vmap, forward mode, gradients of
 gradients). In training mode BatchNorm needs its own copy of the buffers in every lane.
 
-lenets.py   plain.py: perceptrons and stacks of convolutions   residual.py   transformers.py   unets.py
+lenets.py   plain.py: perceptrons and stacks of convolutions   residual.py   modern.py: ConvNeXt, ResNetV2
+transformers.py   unets.py
 pieces.py: their layers
 
 Common options
@@ -29,6 +30,7 @@ Common options
 from __future__ import annotations
 
 from gradleak.models.lenets import lenet5, lenet_cpl, lenet_zhu
+from gradleak.models.modern import ConvNeXtBlock, LayerScale, PreActivationBlock, convnext, resnetv2
 from gradleak.models.pieces import Activation, ChannelLayerNorm, Init, Norm, Shape
 from gradleak.models.plain import cnn_cifar, cnn_lewis, cnn_mnist, convnet, mlp, mlp_sme
 from gradleak.models.residual import BasicBlock, resnet, resnet8, resnet18, resnet20_4
@@ -36,5 +38,6 @@ from gradleak.models.transformers import TransformerBlock, vit, vit_sme
 from gradleak.models.unets import UNet, unet
 
 __all__ = ["cnn_cifar", "cnn_lewis", "cnn_mnist", "convnet", "lenet5", "lenet_cpl", "lenet_zhu", "mlp", "mlp_sme"]
-__all__ += ["resnet", "resnet18", "resnet20_4", "resnet8", "unet", "vit", "vit_sme"]
-__all__ += ["Activation", "BasicBlock", "ChannelLayerNorm", "Init", "Norm", "Shape", "TransformerBlock", "UNet"]
+__all__ += ["convnext", "resnet", "resnet18", "resnet20_4", "resnet8", "resnetv2", "unet", "vit", "vit_sme"]
+__all__ += ["Activation", "BasicBlock", "ChannelLayerNorm", "ConvNeXtBlock", "Init", "LayerScale", "Norm"]
+__all__ += ["PreActivationBlock", "Shape", "TransformerBlock", "UNet"]

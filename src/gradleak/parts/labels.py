@@ -496,5 +496,6 @@ class Auto(Rule):
         return self.rule(scene).read(scene)
 
 
-# Rules for updates of many steps register themselves. Last, since they build on what is above.
+# Rules for updates of many steps, and for signs, register themselves. Last, since they build on what is above.
 from gradleak.parts import label_counts as _label_counts  # noqa: E402, F401
+from gradleak.parts import sign_labels as _sign_labels  # noqa: E402, F401

@@ -1,0 +1,71 @@
+"""SecAdam of updates that every client has clipped and noised itself: the variant with a guarantee."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradleak import tree
+from gradleak.defence import Client, Defence, Upload
+from gradleak.defences.clipping import clip
+from gradleak.defences.noise import at_least, noised, own_draws
+from gradleak.defences.secadam import SecAdam, WithoutNoise, all_may_be_noise, sole_update
+from gradleak.guarantee import Exposure, Guarantee, accounted
+from gradleak.registry import named
+from gradleak.scene import Scene
+from gradleak.task import Task
+from gradleak.tree import Params, Tree
+
+
+@named("ldp-secadam", kind="defence", paper="ours; Dwork and Roth 2014 (the Gaussian mechanism) before SecAdam")
+@dataclass(frozen=True)
+class LocalDPSecAdam(SecAdam):
+    """A client clips its update to norm C, adds N(0, (z C)^2) of its own, and makes moments of what came out.
+
+    Moments, masks and sums are post-processing, in this round and later ones, so the guarantee is that of the noised
+    update: local differential privacy of the client, any two of whose updates lie up to 2 C apart (the accountant is
+    given z/2), over all rounds that it takes part in. It does not rest on secure aggregation.
+
+    The cheaper noise of `dp-fedavg` with model="distributed", a share of it from each client, would not do: it protects
+    the sum of updates, and the sum of their SQUARES is no function of that sum. A server that makes Adam's moments
+    itself, of a noised sum, needs no SecAdam.
+    """
+
+    clip: float = 1.0
+    noise_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("clip", self.clip, 0.0, excluded=True)
+        at_least("noise_multiplier", self.noise_multiplier, 0.0)
+        if self.moments != "update":
+            raise ValueError("The guarantee is that of the noised update: moments='update' only.")
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        return super().upload(self._private(upload, client), client)
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        return super().remember(self._private(before, client), after, client)  # the same draws: the same noise
+
+    def _private(self, upload: Upload, client: Client) -> Upload:
+        update = clip(sole_update(upload, self.name), self.clip)
+        if self.noise_multiplier:
+            update = noised(update, self.noise_multiplier * self.clip, own_draws(client, self.name))
+        return replace(upload, payload={"update": update})
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return WithoutNoise(replace(self, noise_multiplier=0.0), self)
+
+    def noise_variance(self, scene: Scene) -> Params:
+        return all_may_be_noise(scene.update) if self.noise_multiplier else tree.zeros_like(scene.update)
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        return accounted(
+            exposure,
+            noise_multiplier=self.noise_multiplier / 2,
+            releases=exposure.rounds,
+            unit="client",
+            model="local",
+            covers="the server and everybody else",
+            neighbours="any two data sets of the client (sensitivity 2 x clip)",
+            sampling="the server knows who takes part: not amplified, counted as if in every round",
+        )

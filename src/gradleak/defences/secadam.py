@@ -1,0 +1,171 @@
+"""SecAdam: clients send their moments under secure aggregation, and the server computes only Adam's ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.defence import Client, Defence, Noiseless, Upload
+from gradleak.defences.noise import at_least
+from gradleak.guarantee import Exposure, Guarantee
+from gradleak.registry import named
+from gradleak.tree import Params, Tree
+
+PAPER = "Lewis, Varadharajan, Noman, SecAdam, ICDCS 2024"
+FIRST, SECOND = "first", "second"  # what an upload holds instead of an update
+HIDDEN = "secure aggregation hides single clients from the server, and {what} is released exactly"
+
+
+def sole_update(upload: Upload, name: str) -> Params:
+    """The update that moments are made of; whatever else leaves a client would leave it without a mask."""
+    if upload.payload.keys() != {"update"}:
+        raise ValueError(
+            f"{name} makes moments of one update; the upload holds {', '.join(sorted(upload.payload))}. In a chain it "
+            "comes after whatever changes the update, and there can be one of its kind."
+        )
+    return upload.payload["update"]
+
+
+def means(uploads: Sequence[Upload], sizes: Sequence[int]) -> tuple[Params, Params]:
+    """The weighted means of both trees over the clients."""
+    total = sum(sizes)
+
+    def mean(name: str) -> Params:
+        parts = [tree.scale(u.payload[name], n / total) for u, n in zip(uploads, sizes, strict=True)]
+        found = parts[0]
+        for part in parts[1:]:
+            found = tree.add(found, part)
+        return found
+
+    return mean(FIRST), mean(SECOND)
+
+
+def soft_ratio(first: Tensor, second: Tensor, width: float | Tensor) -> Tensor:
+    """first / sqrt(second + width^2 mean(second)): the ratio with a slope, also where it is all but a sign.
+
+    In units of the tensor's own RMS, so that it is as blind to the scale of a gradient as the ratio itself.
+    """
+    return first / tree.safe_sqrt(second + width**2 * second.mean())
+
+
+@named("secadam", kind="defence", paper=PAPER)
+@dataclass(frozen=True)
+class SecAdam(Defence):
+    """The server sees rate * mean_i(m_i) / sqrt(mean_i(v_i + eps^2)), with m_i, v_i the moments of client i.
+
+    A client keeps m = b1 m + (1 - b1) u and v = b2 v + (1 - b2) u^2 from round to round, sends both with their bias
+    taken off, m / (1 - b1^t) and v / (1 - b2^t) + eps^2, and steps from the weights that it was sent. Both travel under
+    secure aggregation and under a positive factor r that the clients share: the server has r sum m and r^2 sum v, and
+    takes the step of Adam on the averaged moments. eps is inside the root, since nobody can add it under the factor.
+
+    rate      what the server multiplies the ratio by: Adam's learning rate
+    eps       in units of u
+    moments   "update": of u, what the client would otherwise send: one step of SGD with lr 1 makes it the gradient, and
+              the paper's experiments take one step in a round. "rule": those of the client's own Adam after its last
+              step, which begin anew in every round
+    masks     "cancelled": the sums that are left when masks have cancelled, as they do; "ring": every round of a
+              training runs the real protocol (`gradleak.secure.reveal`) in fixed point, from three clients on
+
+    Of one client in its first round the ratio is sign(u), whatever its size: attacks on it get a slope from `soft`.
+    This is what the server is said to learn. What it holds tells more (docs/secure-optimisers.md), see
+    `secure.reveal`. Buffers are not sent: they would leave without a mask.
+
+    The paper's text was not at hand: v's factor is squared by algebra, its additive masks need a sign to cancel. Sums
+    are weighted by numbers of examples where the federation is; the paper's are not (weighting="uniform").
+    """
+
+    last: ClassVar[bool] = True  # moments are no update: nobody may change the upload after it
+    rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    moments: Literal["update", "rule"] = "update"
+    masks: Literal["cancelled", "ring"] = "cancelled"
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "eps"):
+            at_least(name, getattr(self, name), 0.0, excluded=True)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; given {getattr(self, name)}.")
+        for name, known in (("moments", ("update", "rule")), ("masks", ("cancelled", "ring"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
+
+    # --- the client -------------------------------------------------------------------------------------------------
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        state = self._moments(sole_update(upload, self.name), client)
+        count = state["count"].double()
+        corrections = (1 - self.beta1**count, 1 - self.beta2**count)  # in float64, as in `rules.Adam`
+        first = tree.map(lambda m: m / corrections[0].to(m.dtype), state[FIRST])
+        second = tree.map(lambda v: v / corrections[1].to(v.dtype) + self.eps**2, state[SECOND])
+        return replace(upload, payload={FIRST: first, SECOND: second}, buffers=None)
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        return {} if self.moments == "rule" else self._moments(sole_update(before, self.name), client)
+
+    def _moments(self, update: Params, client: Client) -> Tree:
+        """Both moments after this round, with their bias, and of how many updates they are."""
+        if self.moments == "rule":
+            if not {FIRST, SECOND, "count"} <= client.optimiser.keys():
+                raise ValueError(
+                    f"{self.name}(moments='rule') sends the moments of the client's own optimiser, and this one keeps "
+                    "none: use LocalTraining(optimiser=Adam()), or moments='update'."
+                )
+            return client.optimiser
+        held = client.memory or {FIRST: tree.zeros_like(update), SECOND: tree.zeros_like(update), "count": None}
+        count = next(tree.leaves(update)).new_zeros(()) if held["count"] is None else held["count"]
+        return {
+            FIRST: tree.map(lambda m, u: self.beta1 * m + (1 - self.beta1) * u, held[FIRST], update),
+            SECOND: tree.map(lambda v, u: self.beta2 * v + (1 - self.beta2) * u * u, held[SECOND], update),
+            "count": count + 1,
+        }
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
+        return self.soft(uploads, sizes, 0.0)
+
+    def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params:
+        """What is revealed, with a slope of this width, for attackers; 0: as it is."""
+        first, second = means(uploads, sizes)
+        return tree.scale(tree.map(lambda m, v: soft_ratio(m, v, width), first, second), self.rate)
+
+    def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
+        if self.masks == "cancelled":
+            return self.reveal(uploads, sizes)
+        from gradleak.secure import reveal
+
+        seen = reveal.in_ring(reveal.weighted(uploads, sizes), round=int(server.get("round", 0)))
+        like = uploads[0].payload[FIRST]
+        return tree.map(lambda ratio, m: self.rate * ratio.to(m), seen.ratio(2), like)
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        return Guarantee(reason=HIDDEN.format(what="the ratio of their sums"))
+
+
+@dataclass(frozen=True)
+class WithoutNoise(Noiseless):
+    """A noisy defence of moments as an attacker re-runs it: what is remembered and revealed is that of `quiet`."""
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        return self.quiet.remember(before, after, client)
+
+    def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
+        return self.quiet.reveal(uploads, sizes)
+
+    def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params:
+        assert isinstance(self.quiet, SecAdam)
+        return self.quiet.soft(uploads, sizes, width)
+
+
+def all_may_be_noise(update: Params) -> Params:
+    """The variance of a ratio whose gradients were noised: nothing linear is left, so as much as was seen."""
+    variance = tree.squared_norm(update) / tree.size(update)
+    return tree.map(lambda u: torch.zeros_like(u) + variance, update)

@@ -1,0 +1,152 @@
+"""SecLion: clients send Lion's direction over random positive numbers, and the server takes its sign."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gradleak import tree
+from gradleak.defence import Client, Defence, Upload
+from gradleak.defences.noise import at_least, own_draws
+from gradleak.defences.secadam import FIRST, HIDDEN, PAPER, SECOND, means, soft_ratio, sole_update
+from gradleak.guarantee import Exposure, Guarantee
+from gradleak.registry import named
+from gradleak.scene import Scene
+from gradleak.task import Task
+from gradleak.tree import Params, Tree
+
+
+@named("seclion", kind="defence", paper=PAPER)
+@dataclass(frozen=True)
+class SecLion(Defence):
+    """The server steps by rate * (sign(mean_i c_i) + weight_decay * w), with c_i the direction of Lion of client i.
+
+    A client keeps m, sends c = b1 m + (1 - b1) u and then has m = b2 m + (1 - b2) u. In the place of a second moment it
+    sends U(low, high), drawn anew for every coordinate. Both are under secure aggregation and under the same shared
+    positive factor r: the server has r sum c and r sum e, and the sign of their ratio is that of sum c.
+
+    sees      what the attacker looks at. "signs": what the server is said to learn. "ratio": what it can compute of the
+              same uploads, mean c / mean e. e is known up to (low, high), and its mean over n clients better with
+              every one of them: the SIZES of c are then seen too, with a relative error of about
+              (high - low) / (high + low) / sqrt(3 n)
+    form      "decoupled": decay outside the sign, as in Lion; "printed": sign(c / e + weight_decay * w), as the
+              supplement prints it, where the random size of c / e decides what decay does
+    rate      the server's learning rate
+    low, high the paper gives no numbers
+
+    u is what the client would otherwise send: with one step of SGD and lr 1 the gradient. Of one client in its first
+    round the sign is that of its gradient, as with SecAdam. Reference of the rule: Chen et al., Symbolic Discovery of
+    Optimization Algorithms, 2023.
+    """
+
+    last: ClassVar[bool] = True  # moments are no update: nobody may change the upload after it
+    rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    low: float = 0.5
+    high: float = 1.5
+    sees: Literal["signs", "ratio"] = "signs"
+    form: Literal["decoupled", "printed"] = "decoupled"
+    masks: Literal["cancelled", "ring"] = "cancelled"
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "low"):
+            at_least(name, getattr(self, name), 0.0, excluded=True)
+        at_least("weight_decay", self.weight_decay, 0.0)
+        if not self.high >= self.low:
+            raise ValueError(f"high must be at least low; given {self.low} and {self.high}.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1; given {getattr(self, name)}.")
+        choices = {"sees": ("signs", "ratio"), "form": ("decoupled", "printed"), "masks": ("cancelled", "ring")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
+
+    # --- the client -------------------------------------------------------------------------------------------------
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        update = sole_update(upload, self.name)
+        first = tree.map(lambda m, u: self.beta1 * m + (1 - self.beta1) * u, _momentum(update, client), update)
+        return replace(upload, payload={FIRST: first, SECOND: self._denominators(update, client)}, buffers=None)
+
+    def _denominators(self, update: Params, client: Client) -> Params:
+        source, span = own_draws(client, self.name), self.high - self.low
+        return {
+            name: self.low + span * source.uniform(tuple(value.shape), stream=stream, dtype=value.dtype)
+            for stream, (name, value) in enumerate(update.items())
+        }
+
+    def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
+        update = sole_update(before, self.name)
+        held = _momentum(update, client)
+        return {FIRST: tree.map(lambda m, u: self.beta2 * m + (1 - self.beta2) * u, held, update)}
+
+    # --- the server -------------------------------------------------------------------------------------------------
+
+    def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
+        first, second = means(uploads, sizes)
+        seen = tree.map(torch.sign, first) if self.sees == "signs" else tree.map(torch.div, first, second)
+        return tree.scale(seen, self.rate)
+
+    def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params:
+        """What is revealed, with a slope of this width, for attackers; 0: as it is."""
+        if self.sees == "ratio":
+            return self.reveal(uploads, sizes)
+        first, _ = means(uploads, sizes)
+        return tree.scale(tree.map(lambda c: soft_ratio(c, c.square(), width), first), self.rate)
+
+    def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
+        first, second = means(uploads, sizes)
+        ratio = tree.map(torch.div, first, second)
+        if self.masks == "ring":
+            from gradleak.secure import reveal
+
+            seen = reveal.in_ring(
+                reveal.weighted(uploads, sizes), powers=(1, 1), largest=self.high, round=int(server.get("round", 0))
+            )
+            ratio = tree.map(lambda found, c: found.to(c), seen.ratio(1), first)
+        if not self.weight_decay:
+            return tree.scale(tree.map(torch.sign, ratio), self.rate)
+        if "weights" not in server:
+            raise ValueError(f"{self.name} decays the weights that it sent: aggregate(..., server) needs them.")
+        weights, decay = server["weights"], self.weight_decay
+        if self.form == "printed":
+            return tree.map(lambda c, w: self.rate * torch.sign(c + decay * w), ratio, weights)
+        return tree.map(lambda c, w: self.rate * (torch.sign(c) + decay * w), ratio, weights)
+
+    # --- the attacker -----------------------------------------------------------------------------------------------
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return _Expected(**vars(self))
+
+    def noise_variance(self, scene: Scene) -> Params:
+        """Of "ratio", one client: c / e is off by about the relative deviation of e. Signs are exact."""
+        if self.sees == "signs":
+            return tree.zeros_like(scene.update)
+        relative = (self.high - self.low) ** 2 / (3 * (self.high + self.low) ** 2)
+        return tree.map(lambda u: relative * u.square(), scene.update)
+
+    def guarantee(self, exposure: Exposure) -> Guarantee:
+        return Guarantee(reason=HIDDEN.format(what="the sign of their sum"))
+
+
+@dataclass(frozen=True)
+class _Expected(SecLion):
+    """SecLion as an attacker re-runs it: denominators in the middle of where they can be."""
+
+    def _denominators(self, update: Params, client: Client) -> Params:
+        return tree.map(lambda u: torch.full_like(u, (self.low + self.high) / 2), update)
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return self
+
+
+def _momentum(update: Params, client: Client) -> Params:
+    held: Params = client.memory.get(FIRST) or tree.zeros_like(update)
+    return held

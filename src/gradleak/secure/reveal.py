@@ -1,0 +1,321 @@
+"""What the server of SecAdam or SecLion has in the end: two masked sums, and what it, or a traitor, makes of them.
+
+Clients send first and second moments (`defences.SecAdam`). The server gets r * sum_i m_i and r^2 * sum_i v_i, with r a
+positive whole number per coordinate that all clients share (`SharedSeed`), and computes sum m / sqrt(n sum v).
+
+    in_ring     the real protocol, in fixed point
+    in_floats   the same sums with masks in float64: a simulation for audits, which protects nobody
+    observed    what the server sees of a cohort of clients, as an `Observation` for attacks
+    Traitor     a client that tells the server the shared seed; `uncovered` is what the server then knows
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.defence import Defence, Upload
+from gradleak.draws import Draws
+from gradleak.local import ClientState, LocalTraining
+from gradleak.observation import Observation, stack
+from gradleak.secure.client import Client, Member
+from gradleak.secure.plan import Plan, Roster
+from gradleak.secure.ring import FixedPoint, Part
+from gradleak.secure.seed import SharedSeed
+from gradleak.secure.simulation import flat, restored, simulate
+from gradleak.secure.stages import Stage
+from gradleak.task import Batch, Task, float32_products
+from gradleak.tree import Params, Tree
+
+FIRST, SECOND = "first", "second"  # the trees of an upload of moments
+FACTOR_BITS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """The sums as the server has them, in float64: r^a * sum of the first, r^b * sum of the second moments."""
+
+    first: Params
+    second: Params
+    clients: int
+    survivors: tuple[int, ...]
+    plan: Plan | None = None
+    costs: Any = None
+
+    def ratio(self, root: int) -> Params:
+        """mean(first) / mean(second)^(1/root): root 2 for SecAdam, 1 for SecLion. The factor cancels."""
+
+        def divided(first: Tensor, second: Tensor) -> Tensor:
+            return (first / self.clients) / (second / self.clients) ** (1 / root)
+
+        return tree.map(divided, self.first, self.second)
+
+
+def weighted(uploads: Sequence[Upload], sizes: Sequence[int]) -> dict[int, Tree]:
+    """What clients put in, by number: their moments times their share, so that sums over n clients are n means."""
+    total, count = sum(sizes), len(uploads)
+    return {
+        number: {name: tree.scale(held, count * size / total) for name, held in upload.payload.items()}
+        for number, (upload, size) in enumerate(zip(uploads, sizes, strict=True))
+    }
+
+
+def in_ring(
+    values: Mapping[int, Tree],
+    *,
+    clip: float | None = None,
+    largest: float | None = None,
+    powers: tuple[int, int] = (1, 2),
+    factor_bits: int = FACTOR_BITS,
+    ring_bits: int = 64,
+    minimum: int = 3,
+    threshold: int | None = None,
+    dropouts: Mapping[int, Stage] | None = None,
+    members: Sequence[Member] | None = None,
+    session: bytes | None = None,
+    round: int = 0,
+) -> Masked:
+    """One round of secure aggregation of moments, {client: {"first": ..., "second": ...}}, by the real protocol.
+
+    clip       of first moments, largest of second ones: entries beyond are refused. None: the largest entry there is,
+               which real clients would have to agree on beforehand
+    powers     of the shared factor: (1, 2) for SecAdam, (1, 1) for SecLion; (0, 0) without one
+
+    Sums are exact without a factor. With one they are off by up to half a unit a client, which hides the factor: whole
+    multiples would give it away (`ring.blurred`).
+
+    Second moments below the unit of their fixed-point numbers are raised to it: v is a square, a 64-bit ring with
+    factors of 8 bits leaves some 30 binary digits after the point, and a sum that is rounded to 0 could not be divided
+    by. Gradients below about 1e-5 of the largest then count less than they would in floating point.
+    """
+    numbers = list(values)
+    like = values[numbers[0]][FIRST]
+    vectors = {client: {name: flat(held[name]) for name in (FIRST, SECOND)} for client, held in values.items()}
+    bounds = [
+        limit or max(float(np.abs(held[name]).max()) for held in vectors.values()) or 1.0
+        for name, limit in ((FIRST, clip), (SECOND, largest))
+    ]
+    codings = [
+        FixedPoint.finest(bound, len(values), ring_bits=ring_bits, factor_bits=power * factor_bits)
+        for bound, power in zip(bounds, powers)
+    ]
+    for held in vectors.values():
+        held[SECOND] = np.maximum(held[SECOND], codings[1].unit)
+    members = [Member(client) for client in numbers] if members is None else members
+    plan = Plan(
+        Roster.of({member.number: member.identity.public for member in members}),
+        tuple(Part(n, tree.size(like), c, factor=p) for n, c, p in zip((FIRST, SECOND), codings, powers)),
+        session or secrets.token_bytes(16),
+        round,
+        minimum=minimum,
+        threshold=threshold,
+        factor_bits=factor_bits,
+        ring_bits=ring_bits,
+    )
+    done = simulate(plan, members, vectors, dropouts)
+    first, second = (restored(done.sums[name], like) for name in (FIRST, SECOND))
+    return Masked(first, second, len(done.survivors), done.survivors, plan, done.costs)
+
+
+def in_floats(
+    values: Mapping[int, Tree],
+    *,
+    powers: tuple[int, int] = (1, 2),
+    factor_bits: int = FACTOR_BITS,
+    seed: int = 0,
+    spread: float = 100.0,
+) -> Masked:
+    """The same sums in float64, for simulations: pairwise masks U(-spread, spread) that cancel up to rounding.
+
+    Such masks hide imperfectly and the generator is no cipher: nothing here protects anybody. Raises where the masks
+    do not cancel to 1e-6.
+    """
+    numbers = list(values)
+    like = values[numbers[0]][FIRST]
+    size = tree.size(like)
+    factor = factors(size, factor_bits, seed)
+    found = {}
+    for place, (name, power) in enumerate(zip((FIRST, SECOND), powers)):
+        plain = {client: torch.from_numpy(flat(values[client][name])) for client in numbers}
+        sent = {client: value * factor**power for client, value in plain.items()}
+        left = torch.zeros(size, dtype=torch.float64)
+        for one in range(len(numbers)):
+            for other in range(one + 1, len(numbers)):
+                pair = Draws(randomness.key("pair", seed, place, one, other))
+                mask = spread * (2 * pair.uniform((size,), dtype=torch.float64) - 1)
+                sent[numbers[one]] = sent[numbers[one]] + mask
+                sent[numbers[other]] = sent[numbers[other]] - mask
+        total = torch.stack(list(sent.values())).sum(0)
+        left = total - torch.stack([value * factor**power for value in plain.values()]).sum(0)
+        if not float(left.abs().max()) < 1e-6:
+            raise ArithmeticError(f"Masks left {float(left.abs().max()):.1e} behind: use a smaller spread.")
+        found[name] = tree.unflatten(total, like)
+    return Masked(found[FIRST], found[SECOND], len(numbers), tuple(numbers))
+
+
+def factors(size: int, bits: int, seed: int) -> Tensor:
+    """Shared factors as `SharedSeed` makes them, uniform in 1 ... 2^bits, of a seed for simulations; float64."""
+    uniform = Draws(randomness.key("shared factors", seed)).uniform((size,), dtype=torch.float64)
+    return (uniform * 2**bits).floor() + 1
+
+
+# --- a client on the server's side ------------------------------------------------------------------------------------
+
+
+class Traitor(Member):
+    """A client that follows the protocol and keeps the shared seed of the last round, `learned`, for the server."""
+
+    learned: SharedSeed | None = None
+
+    def join(self, plan: Plan) -> Client:
+        super().join(plan)
+        return _Talking(plan, self)
+
+
+class _Talking(Client):
+    def accept(self, delivery: bytes) -> None:
+        super().accept(delivery)
+        assert isinstance(self._member, Traitor)
+        self._member.learned = self.seed
+
+
+def uncovered(seen: Masked, seed: SharedSeed, own: Tree | None = None) -> tuple[Params, Params]:
+    """Mean first and second moments of the OTHER clients, which the shared seed and a traitor's own values give away.
+
+    own: what the traitor itself put in, {"first": ..., "second": ...}; None: it stays in the means. With two clients
+    these are the other one's moments; with n they are means over n - 1, as plain secure aggregation would show.
+    """
+    assert seen.plan is not None, "the seed is of a round of the real protocol"
+    found = []
+    for part, total in zip(seen.plan.parts, (seen.first, seen.second)):
+        r = torch.from_numpy(seed.factors(part.size, seen.plan.factor_bits).astype(np.float64))
+        sums = tree.flatten(total) / r**part.factor
+        if own is not None:
+            sums = sums - torch.from_numpy(flat(own[part.name]))
+        found.append(tree.unflatten(sums / (seen.clients - (own is not None)), total))
+    return found[0], found[1]
+
+
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """The clients of one round: what each would upload, which nobody but it knows, and what each remembers."""
+
+    task: Task
+    weights: Params
+    defence: Defence
+    uploads: tuple[Upload, ...]
+    memories: tuple[Tree, ...]
+    round: int = 0
+    key: str = "cohort"
+
+    @property
+    def sizes(self) -> list[int]:
+        return [upload.num_examples for upload in self.uploads]
+
+    def observed(self, update: Params | None = None, *, clients: Sequence[int] | None = None) -> Observation:
+        """What the server sees: what the defence reveals of the sums, unless something else is given.
+
+        `clients`: of whom it tells, where those are not all; attacks then look for so many examples.
+        """
+        chosen = range(len(self.uploads)) if clients is None else clients
+        if update is None:
+            update = self.defence.reveal([self.uploads[c] for c in chosen], [self.sizes[c] for c in chosen])
+        like = next(tree.leaves(self.weights))
+        return Observation(
+            weights=self.weights,
+            update=tree.to(tree.detach(update), like.device, like.dtype),
+            num_examples=sum(self.sizes[c] for c in chosen),
+            clients=len(chosen),
+            round=self.round,
+            key=self.key,
+            buffers=self.task.buffers() or None,
+        )
+
+
+def cohort(
+    task: Task,
+    batches: Sequence[Batch],
+    training: LocalTraining,
+    defence: Defence | None = None,
+    *,
+    weights: Params | None = None,
+    memories: Sequence[Tree] | None = None,
+    round: int = 0,
+    key: str = "cohort",
+    seed: int = 0,
+) -> Cohort:
+    """Let every client train on its batch, all as one vmapped run; batches must be of equal size.
+
+    `memories`: what each kept from the round before (`Cohort.memories`).
+    """
+    defence = defence or Defence()
+    weights = task.weights() if weights is None else weights
+    if len({len(next(iter(batch.values()))) for batch in batches}) != 1:
+        raise ValueError("The clients of a cohort must have equally many examples.")
+    where = next(tree.leaves(weights)).device
+    keys = torch.stack([randomness.key("client", key, seed, round, number) for number in range(len(batches))]).to(where)
+    extras = defence.broadcast(weights, {})
+    sizes: list[int] = []
+
+    def one(batch: Batch, own: Tensor, memory: Tree) -> tuple[Tree, Tree]:
+        state = ClientState(memory=memory, extras=extras, key=own)
+        sent, after = training.run(task, weights, batch, defence, state)
+        sizes.append(sent.num_examples)
+        return sent.payload, after.memory
+
+    held = {} if not memories or not memories[0] else tree.map(lambda *values: torch.stack(values), *memories)
+    with float32_products(), torch.no_grad():
+        sent, after = vmap(one)(stack(list(batches)), keys, held)
+    each = [tree.map(lambda value, i=i: value[i], {"sent": sent, "after": after}) for i in range(len(batches))]
+    uploads = tuple(Upload(own["sent"], sizes[0]) for own in each)
+    return Cohort(task, weights, defence, uploads, tuple(own["after"] for own in each), round, key)
+
+
+def observed(
+    task: Task,
+    batches: Sequence[Batch],
+    training: LocalTraining,
+    defence: Defence | None = None,
+    *,
+    weights: Params | None = None,
+    key: str = "cohort",
+    seed: int = 0,
+) -> Observation:
+    """What the server sees of these clients' sum: without a defence plain secure aggregation, their mean update."""
+    return cohort(task, batches, training, defence, weights=weights, key=key, seed=seed).observed()
+
+
+def masked_first(group: Cohort, *, factor_bits: int = FACTOR_BITS, seed: int = 0) -> Params:
+    """The estimate of the mean first moment that the server has before it divides: r sum m / (n E[r]).
+
+    r is unknown but uniform in 1 ... 2^bits, so most of its values have the same size: r m has a cosine of about
+    sqrt(3/4) = 0.87 with m, and the right signs.
+    """
+    seen = in_floats(weighted(group.uploads, group.sizes), factor_bits=factor_bits, seed=seed)
+    mean = (2**factor_bits + 1) / 2
+    return tree.scale(seen.first, 1 / (mean * seen.clients))
+
+
+def cosine(a: Params, b: Params) -> float:
+    """Between two trees, over all entries."""
+    a, b = (tree.to(each, "cpu", torch.float64) for each in (a, b))
+    length = math.sqrt(float(tree.squared_norm(a)) * float(tree.squared_norm(b)))
+    return float(tree.dot(a, b)) / length if length else 0.0
+
+
+def with_update(seen: Observation, update: Params) -> Observation:
+    """The same observation with another update, such as `masked_first`."""
+    return replace(seen, update=tree.map(lambda found, like: found.to(like), update, seen.update))
