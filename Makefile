@@ -12,7 +12,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PI
 CORE := .venv/.installed-core
 FULL := .venv/.installed-full
 # One thread a test worker: two workers already use the machine, and more threads only wait for each other.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+# --dist loadgroup: tests that share processes (a Ray cluster, a SuperLink) stay with one worker.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup audit browser test check bench clean
@@ -60,5 +61,5 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing into .venv: a minute or more, torch is large'
-	$(INSTALL) -e '.[dev,data,dp,metrics,secure]'
+	$(INSTALL) -e '.[dev,data,dp,metrics,secure,fl-sim]'
 	@touch $(CORE) $@

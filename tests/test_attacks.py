@@ -21,7 +21,7 @@ from gradleak.registry import BadSetting, UnknownName
 TRAINING = LocalTraining(lr=0.5)
 KNOWS = Knowledge(training=TRAINING)
 NAMES = gl.attacks.names()
-ALWAYS_DOUBLE = {"second-order"}  # whatever the engine says: least squares in float32 has no digits left
+ALWAYS_DOUBLE = {"second-order", "auto"}  # whatever the engine says: least squares in float32 has no digits left
 
 
 def attacked(name: str, examples: int = 1, *, seed: int = 0, engine: Engine | None = None, steps: int = 5):
@@ -50,6 +50,8 @@ def test_every_attack_says_what_it_does_and_where_it_comes_from(name: str) -> No
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_attack_lowers_its_objective(name: str, double: Engine) -> None:
+    if name == "sign-matching":
+        pytest.skip("the signs of this perceptron's gradient are the same for all images: tests/test_secadam.py has it")
     found = attacked(name, engine=double, steps=30)
     if found.evaluations < 2:
         pytest.skip("a closed form: nothing to lower")

@@ -463,4 +463,5 @@ def test_the_curvature_of_a_denoiser_is_analysed_round_by_round(home: Path) -> N
         [json.loads(line)["curvature"]["loss"] for line in (home / place / "analysis.jsonl").read_text().splitlines()]
         for place in ("one", "two")
     )
-    assert one == two and len(set(one)) == 3
+    assert one == two
+    assert len(set(one)) == 3

@@ -80,7 +80,7 @@ def result(*rows: list[dict[str, Any]], planned: list[str] | None = None) -> Aud
 # --- intervals --------------------------------------------------------------------------------------------------------
 
 
-def test_bootstrap_intervals_cover_the_truth() -> None:
+def test_intervals_cover_the_truth() -> None:
     """Of 400 samples of 40 targets with a true share of 0.3, about 95 % of the intervals hold it."""
     draw = np.random.default_rng(1)
     covered = 0
@@ -193,7 +193,7 @@ def test_an_unfinished_run_says_so_first() -> None:
 
 
 def test_the_rule_names_both_intervals() -> None:
-    assert "bootstrap" in RULE
+    assert "Jeffreys" in RULE
     assert "exact binomial" in RULE
 
 

@@ -33,7 +33,8 @@ CIFAR, FACES, FACES64, ROOMS64 = Setting(), Setting("celeba64", 32), Setting("ce
 ROOMS = Setting("houses64", 32)
 VELOCITY = Setting(target="v")
 SETTINGS = (CIFAR, FACES, ROOMS, FACES64, ROOMS64)
-SMALL = {"images": 2, "rounds": 2, "generative": 4, "fine": 20, "sampler": 3, "restarts": 1, "rate": 0.05, "decay": 0, "lpips": 0}
+SMALL = {"images": 2, "rounds": 2, "generative": 4, "fine": 20, "sampler": 3, "restarts": 1, "lpips": 0}
+SMALL |= {"rate": 0.05, "decay": 0}
 
 
 class Row(Protocol):

@@ -183,7 +183,7 @@ def observe(
     """
     if wire not in ("update", "weights"):
         raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
-    _fits(task, batch)
+    fitting(task, batch)
     defence = defence or Defence()
     weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
@@ -209,7 +209,7 @@ def observe(
     )
 
 
-def _fits(task: Task, batch: Batch) -> None:
+def fitting(task: Task, batch: Batch) -> None:
     """The client's batch must have the task's fields, shapes and classes: torch's own errors do not say which."""
     if batch.keys() - task.fields.keys() or task.fields.keys() - batch.keys() - task.drawn:
         raise TaskError(

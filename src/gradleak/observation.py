@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -167,6 +167,52 @@ Seen: TypeAlias = "Observation | Track | Sequence[Observation | Track]"
 """What an attack is given: one target, or several independent ones."""
 
 
+@dataclass(frozen=True)
+class Level:
+    """A threat model of Carletti et al., SoK: Gradient Inversion Attacks in FL, USENIX Security 2025.
+
+    `grants`: what may be known at it, by the fields of `Knowledge`; each level has all of those before it. `adds`: of
+    these, what makes it more than the one before.
+    """
+
+    letter: str
+    name: str
+    grants: tuple[str, ...]
+    adds: tuple[str, ...]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.letter} ({self.name})"
+
+
+LEVELS = {
+    level.letter: level
+    for level in (
+        Level("A", "eavesdropper", (), (), "Reads the messages. Attacked as B, which is stronger: a bound from above."),
+        Level("B", "basic knowledge", (), (), "Knows the model, the loss, and how many examples there were."),
+        Level(
+            "C", "training details", ("training", "defence", "y"), ("training", "defence"),
+            "Also knows the client's recipe and defence.",
+        ),
+        Level(
+            "D", "surrogate data", ("training", "defence", "y", "public"), ("public",),
+            "Also has public data that resemble the clients'.",
+        ),
+        Level(
+            "E", "client distribution", ("training", "defence", "y", "public", "generator", "given"),
+            ("generator", "given"),
+            "Also has a generator of such data, or fields of the private batch other than labels.",
+        ),
+    )
+}  # fmt: skip
+ACTIVE = {
+    "F": "an active server changes the model that it sends, so that gradients give single examples away",
+    "G": "an active server with data of its own prepares the model on them before it sends it",
+    "H": "an active server picks or isolates clients, and so undoes what an aggregate hides",
+}
+"""Out of scope: what such a server sees is no observation of an honest round; no result here says anything of it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Knowledge:
     """The threat model: what the adversary is granted besides the observation.
@@ -181,6 +227,43 @@ class Knowledge:
     generator: Any = None
     public: Any = None
 
+    @staticmethod
+    def at(level: str, **granted: Any) -> Knowledge:
+        """What an adversary of this level (A to E) knows: `Knowledge.at("C", training=..., defence=...)`.
+
+        Granting more than the level has is an error, and so is a level without what makes it one. F to H are refused.
+        """
+        letter = level.strip().upper()[:1]
+        if letter in ACTIVE:
+            raise ValueError(
+                f"Level {letter} is out of scope: {ACTIVE[letter]}. gradleak audits passive servers, levels A to E; a "
+                "good result says nothing about active ones."
+            )
+        if letter not in LEVELS:
+            raise ValueError(f"There is no level {level!r}: levels are {', '.join(map(str, LEVELS.values()))}.")
+        wanted, made = LEVELS[letter], Knowledge(**granted)
+        has = made.grants - made.given.keys() | ({"y"} & made.given.keys())
+        has |= {"given"} if made.given.keys() - {"y"} else frozenset()
+        if beyond := sorted(has - set(wanted.grants)):
+            raise ValueError(
+                f"Level {wanted} does not grant {', '.join(beyond)}. The level of what was given is {made.level}."
+            )
+        if wanted.adds and not has & set(wanted.adds):
+            raise ValueError(f"Level {wanted} needs {' or '.join(wanted.adds)}; without it the level is {made.level}.")
+        return made
+
+    def without(self, *capabilities: str) -> Knowledge:
+        """The same adversary less these: "labels", "recipe", "defence", "generator", "public"."""
+        less: dict[str, Any] = {"recipe": {"training": None}}
+        less |= {name: {name: None} for name in ("defence", "generator", "public")}
+        less["labels"] = {"given": {name: value for name, value in self.given.items() if name != "y"}}
+        changed = self
+        for name in capabilities:
+            if name not in less:
+                raise ValueError(f"{name!r} is not a capability: there are {', '.join(sorted(less))}.")
+            changed = replace(changed, **less[name])
+        return changed
+
     @property
     def grants(self) -> frozenset[str]:
         """What is known, by the words that `Attack.needs` uses."""
@@ -191,12 +274,12 @@ class Knowledge:
     def level(self) -> str:
         """The nearest model of Carletti et al. (USENIX Security 2025); F-H are active servers and out of scope."""
         if self.given.keys() - {"y"} or self.generator is not None:
-            return "E (client distribution)"
+            return str(LEVELS["E"])
         if self.public is not None:
-            return "D (surrogate data)"
+            return str(LEVELS["D"])
         if self.training is not None or self.defence is not None:
-            return "C (training details)"
-        return "B (basic knowledge)"
+            return str(LEVELS["C"])
+        return str(LEVELS["B"])
 
 
 class MissingKnowledge(ValueError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.func import jvp, vmap
 
 from gradleak import tree
 from gradleak.analysis.rounding import Rounding
@@ -70,7 +72,9 @@ class Local:
         block: int,
         engine: Engine | None,
         order: Order | None = None,
+        directions: Tensor | None = None,
     ) -> Local:
+        """`directions` (k, n): rows of J along these only, where all n would be too many."""
         engine = engine or Engine()
         fits(task, [seen])
         unknown = _unknown(task, seen, batch, knows)
@@ -81,7 +85,8 @@ class Local:
         scene = replace(scene, fields={name: value for name, value in given.items() if name not in unknown})
         pixels = {name: field.unit(given[name]) if field.bounded else given[name] for name, field in unknown.items()}
         pictured = {name: torch.full_like(pixels[name], field.bounded) for name, field in unknown.items()}
-        _demand_memory(tree.size(pixels), tree.size(scene.update), engine)
+        count = tree.size(pixels) if directions is None else len(directions)
+        _demand_memory(count, tree.size(scene.update), engine)
         predict, now = Replay(order=order), Now(torch.zeros((), device=like.device), 1)
         observed = predict.target(scene)
         lengths = tree.flatten(_spread(_norms(observed), observed))
@@ -96,7 +101,7 @@ class Local:
         p = tree.flatten(pixels)
         try:
             with float32_products(), double_backward_safe(), torch.no_grad():
-                rows = jacobian(residual, p, block)
+                rows = jacobian(residual, p, block) if directions is None else _along(residual, p, directions, block)
                 return Local(scene, pixels, residual(p), rows, lengths, tree.flatten(pictured).bool())
         except RuntimeError as problem:
             raise _explained(problem, block) from problem
@@ -108,7 +113,7 @@ class Local:
     def floor(self, noise: float, precision: Tensor | None, prior: float, rounding: Rounding) -> Floor:
         n = self.rows.shape[0]
         root, log_det = _root(precision, prior, self.pictured, self.rows)
-        factor = triangle(self.rows, self._whitening(noise, rounding))
+        factor = triangle(self.rows, self.whitening(noise, rounding))
         joint = torch.linalg.qr(torch.cat([factor, root]), mode="r").R  # joint^T joint = I_F + P
         diagonal = joint.diagonal().abs()
         if float(diagonal.min()) <= 10 * torch.finfo(joint.dtype).eps * float(diagonal.max()):
@@ -121,7 +126,7 @@ class Local:
             noise=noise,
         )
 
-    def _whitening(self, noise: float, rounding: Rounding) -> Tensor:
+    def whitening(self, noise: float, rounding: Rounding) -> Tensor:
         """(d,): what the columns of J are multiplied by so that the noise on the update has variance one."""
         scene = self.scene
         spread = _spread(_levels(scene.update), scene.update)
@@ -134,6 +139,12 @@ class Local:
             weight = assumed.visible(weight, scene)
         seen, deviation = tree.flatten(weight), tree.flatten(variance).sqrt()
         return torch.where(seen > 0, self.lengths / (seen * deviation), 0.0)
+
+
+def _along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, block: int) -> Tensor:
+    """(k, outputs): the derivative along each of k directions."""
+    directions = directions.to(p)
+    return torch.cat([vmap(lambda v: jvp(function, (p,), (v,))[1])(some) for some in directions.split(block)])
 
 
 def _unknown(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> dict[str, Field]:

@@ -14,6 +14,7 @@ from gradleak.attack import Attack
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
+import_module("gradleak.auto")  # the ensemble of all of them
 
 
 def get(name: str, **settings: Any) -> Attack:

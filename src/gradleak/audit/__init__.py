@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,15 +31,17 @@ from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import digest
 from gradleak.results.rows import Row
-from gradleak.results.store import Folder, FolderInUse, Memory, prepare
+from gradleak.results.store import Arrays, Folder, FolderInUse, Memory, prepare
 from gradleak.task import Task
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
 __all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted", "Progress", "Silent"]
+__all__ += ["Workers"]
 __all__ += ["FINAL", "builtin", "default_attacks", "estimate", "final_network", "from_settings"]
 
+WITHHELD = ("recipe", "statistics")
 FINAL = "the trained model"  # of run.toml: the attacker's generator is what came of the training that is attacked
 
 
@@ -71,6 +73,19 @@ class Silent:
     def note(self, text: str) -> None: ...
 
 
+class Workers(Protocol):
+    """Runs cells elsewhere, several at a time, such as `distributed.RayWorkers`."""
+
+    def run(
+        self,
+        runner: Runner,
+        work: Sequence[tuple[Cell, tuple[int, ...]]],
+        progress: Progress,
+        log: Callable[[dict[str, Any]], None],
+    ) -> Iterator[tuple[Cell, list[Row], Arrays | None]]:
+        """The rows and arrays of each cell once, in any order. `log`: what happened to whom, for the record."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C. The message says what is kept and how to go on."""
 
@@ -96,6 +111,8 @@ class Audit:
     trial        a quick run that shows only that everything runs; verdict and report say so
     given        fields that the threat model grants the attacker, such as ("t", "noise") of a denoiser's clients
     generator    a prior of the attacker's own (`Knowledge.generator`), such as a trained denoiser
+    withheld     what the attacker is not told although an audit grants it otherwise: "recipe", the client's training
+                 (`Knowledge.training`), and "statistics", the buffers that clients return (see `ablation`)
     """
 
     task: Task
@@ -118,8 +135,11 @@ class Audit:
     trial: bool = False
     given: Sequence[str] = ()
     generator: Any = None
+    withheld: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if odd := [name for name in self.withheld if name not in WITHHELD]:
+            raise AuditError(f"withheld names {odd[0]!r}.{registry.did_you_mean(odd[0], WITHHELD)}")
         for name in ("attacks", "defences", "rounds", "seeds", "knowledge"):
             given = getattr(self, name)
             if isinstance(given, str) or not isinstance(given, Sequence) or not given:
@@ -153,6 +173,7 @@ class Audit:
                     repeats=self.repeats if form == "averaged" else 1,
                     given=tuple(self.given),
                     generator=self.generator,
+                    withheld=tuple(self.withheld),
                 )
             )
             for against, defence in defences
@@ -178,7 +199,7 @@ class Audit:
         """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
-        known = {"given": tuple(self.given), "generator": self.generator}
+        known = {"given": tuple(self.given), "generator": self.generator, "withheld": tuple(self.withheld)}
         return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
 
     def _keyed(self, cell: Cell) -> Cell:
@@ -186,6 +207,7 @@ class Audit:
         what: list[Any] = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
         what += [cell.repeats] * (cell.repeats > 1)
         what += [{"given": sorted(cell.given)}] * bool(cell.given)
+        what += [{"withheld": sorted(cell.withheld)}] * bool(cell.withheld)
         what += [{"generator": self._prior}] * (cell.generator is not None)
         return replace(cell, key=digest([what, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
 
@@ -201,7 +223,12 @@ class Audit:
         if trained is not None:
             self._demand_training(trained, held)
             held["trained"] = trained.fingerprint([0, *self.rounds])  # 0: where the positive control is
+        held |= self._more_fingerprints()
         return held if gallery is None else {**held, "gallery": gallery.fingerprint}
+
+    def _more_fingerprints(self) -> dict[str, str]:
+        """Of what else the targets come from."""
+        return {}
 
     def _demand_training(self, trained: Checkpoints, held: Mapping[str, str]) -> None:
         """The training must be one of this task on these data, and of a defence that steers it from the server."""
@@ -221,15 +248,20 @@ class Audit:
     def side(self) -> PrivateSide:
         """The private side: data, targets, uploads."""
         gallery = None if self.gallery is None else examples_of(self.gallery, self.task, "gallery")
-        return PrivateSide(
-            self.task,
-            examples_of(self.data, self.task),
-            self.targets,
-            self.unrelated,
-            gallery,
-            self.trained,
-            self.engine,
+        return self._side_of(
+            {
+                "task": self.task,
+                "data": examples_of(self.data, self.task),
+                "targets": self.targets,
+                "unrelated": self.unrelated,
+                "given_gallery": gallery,
+                "trained": self.trained,
+                "engine": self.engine,
+            }
         )
+
+    def _side_of(self, parts: dict[str, Any]) -> PrivateSide:
+        return PrivateSide(**parts)
 
     def settings(self) -> dict[str, Any]:
         """What run.toml holds; `from_settings` makes an audit from it where every part has a name."""
@@ -238,9 +270,15 @@ class Audit:
     # --- running ---------------------------------------------------------------------------------------------------
 
     def run(
-        self, out: str | Path | None = None, *, progress: Progress | None = None, resume: bool = True
+        self,
+        out: str | Path | None = None,
+        *,
+        progress: Progress | None = None,
+        resume: bool = True,
+        workers: Workers | None = None,
     ) -> AuditResult:
-        """Run every cell that `out` does not hold yet. Killed at any moment, it loses at most the cell in flight.
+        """Run every cell that `out` does not hold yet, here or by `workers`. Killed at any moment, it loses at most the
+        cells in flight.
 
         The folder will hold the private images beside their reconstructions: treat it as the data itself.
         """
@@ -263,7 +301,7 @@ class Audit:
                     f"The model does not run on the CPU ({self.fingerprint['gradient']}): whether a later run is the "
                     "same one is told by its code, weights and settings alone."
                 )
-            self._loop(cells, store, runner, progress)
+            self._loop(cells, store, runner, progress, workers)
         except KeyboardInterrupt:
             kept = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"
             told = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
@@ -281,18 +319,36 @@ class Audit:
                 except ValueError as problem:  # of TaskError too: the model lacks what the defence needs
                     raise AuditError(f"The defence {name} cannot be used here. {problem}") from problem
 
-    def _loop(self, cells: Sequence[Cell], store: Memory | Folder, runner: Runner, progress: Progress) -> None:
+    def _loop(
+        self,
+        cells: Sequence[Cell],
+        store: Memory | Folder,
+        runner: Runner,
+        progress: Progress,
+        workers: Workers | None = None,
+    ) -> None:
         held: dict[str, list[Row]] = {}
         for row in store.rows():
             held.setdefault(row["cell"], []).append(row)
+        if workers is not None:
+            for cell in (cell for cell in cells if cell.key in held):
+                progress.finished(cell, held[cell.key])
+            work = [(cell, self._rounds(cell)) for cell in cells if cell.key not in held]
+            for cell, rows, arrays in workers.run(runner, work, progress, store.log):
+                store.add(cell.key, rows, arrays)
+                progress.finished(cell, rows)
+            return
         for index, cell in enumerate(cells):
             if cell.key not in held:
                 progress.cell(cell, index)
-                rounds = (0,) if cell.control else tuple(sorted(set(self.rounds)))
-                rows, arrays = runner.attempt(cell, rounds, progress.share)
+                rows, arrays = runner.attempt(cell, self._rounds(cell), progress.share)
                 store.add(cell.key, rows, arrays)
                 held[cell.key] = rows
             progress.finished(cell, held[cell.key])
+
+    def _rounds(self, cell: Cell) -> tuple[int, ...]:
+        """Of training, up to those that the cell's defence is attacked at."""
+        return (0,) if cell.control else tuple(sorted(set(self.rounds)))
 
 
 def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery: Any = None) -> Audit:

@@ -48,6 +48,7 @@ class Cell:
     repeats: int = 1  # rounds in which the attacker has seen the same client train on the same examples
     given: tuple[str, ...] = ()  # fields that the threat model grants
     generator: Any = None  # a prior of the attacker's own
+    withheld: tuple[str, ...] = ()  # capabilities that the threat model takes away: "recipe", "statistics"
 
     @property
     def knows(self) -> Knowledge:
@@ -55,7 +56,8 @@ class Cell:
         known = None if self.defence is None else FORMS[self.form](self.defence)
         recipe = self.federation.training_at(self.round)
         # Which fields are granted is known here, what is in them only where the clients are.
-        return Knowledge(dict.fromkeys(self.given, torch.empty(0)), recipe, known, self.generator)
+        whole = Knowledge(dict.fromkeys(self.given, torch.empty(0)), recipe, known, self.generator)
+        return whole.without("recipe") if "recipe" in self.withheld else whole
 
     def __str__(self) -> str:
         against = self.defence_name if self.form == UNDEFENDED else f"{self.defence_name} ({self.form})"

@@ -15,7 +15,7 @@ from gradleak.audit.cells import Cell
 from gradleak.audit.private import PrivateSide, Victims
 from gradleak.checks import Check, Checks, observation_checks
 from gradleak.engine import Engine
-from gradleak.observation import Observation, as_targets
+from gradleak.observation import Observation, Track, as_targets
 from gradleak.results.labels import record
 from gradleak.results.rows import ROW_VERSION, Row, finite
 from gradleak.results.scoring import scores_of
@@ -39,9 +39,27 @@ class Runner:
     lpips: LPIPS | None = None
     analyses: Sequence[Analysis] = ()
 
+    def prepare(self, cell: Cell, rounds: tuple[int, ...]) -> None:
+        """Train what the cell's clients start from, so that a copy of this runner need not."""
+        self.side._snapshots(cell.federation, cell.defence, rounds)
+
     def attempt(self, cell: Cell, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays | None]:
         """The rows and arrays of a cell, or the one row that says why there are none."""
-        row: Row = {
+        try:
+            return self._run(cell, self._row(cell), rounds, share)
+        except Exception as problem:
+            # The one place where every error is caught: hours of other cells must not be lost to one. It never becomes
+            # a score: the row says failed and carries the traceback, and the verdict calls the line inconclusive.
+            return self.failed(cell, problem), None
+
+    def failed(self, cell: Cell, problem: BaseException) -> list[Row]:
+        """The one row of a cell that raised this."""
+        first, trace = str(problem).partition("\n")[0], "".join(traceback.format_exception(problem))
+        told = {"target": None, "error": f"{type(problem).__name__}: {first}", "traceback": trace}
+        return [{**self._row(cell), "status": "failed", **told}]
+
+    def _row(self, cell: Cell) -> Row:
+        return {
             "version": ROW_VERSION,
             "cell": cell.key,
             "status": "done",
@@ -52,16 +70,8 @@ class Runner:
             "round": cell.round,
             "seed": cell.seed,
             "examples": cell.federation.examples,
-            "targets": self.side.targets,
+            "targets": self.side.count(cell.federation),
         }
-        try:
-            return self._run(cell, row, rounds, share)
-        except Exception as problem:
-            # The one place where every error is caught: hours of other cells must not be lost to one. It never becomes
-            # a score: the row says failed and carries the traceback, and the verdict calls the line inconclusive.
-            first = str(problem).partition("\n")[0]
-            told = {"target": None, "error": f"{type(problem).__name__}: {first}", "traceback": traceback.format_exc()}
-            return [{**row, "status": "failed", **told}], None
 
     def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays]:
         began = time.perf_counter()
@@ -69,6 +79,8 @@ class Runner:
         victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed, cell.repeats)
         # Unrelated updates run in the same lanes as the targets: same prior, same budget. The truth stays here.
         seen = [*victims.seen, *victims.unrelated]
+        if "statistics" in cell.withheld:
+            seen = [_without_statistics(each) for each in seen]
         task, knows = self.side.task, replace(cell.knows, given=victims.given(cell.given))
         found = cell.attack.run(task, seen, knows, seed=cell.seed, engine=self.engine, progress=share)
         arrays = _arrays(found, victims)
@@ -124,6 +136,13 @@ def _arrays(found: Reconstruction, victims: Victims) -> Arrays:
         **{f"trace/{name}": found.trace[name][:, every, chosen] for name in ("match", "objective")},
         "diverged": found.diverged[every, chosen],
     }
+
+
+def _without_statistics(seen: Observation | Track) -> Observation | Track:
+    """As a server sees it whose clients keep their buffers to themselves."""
+    if isinstance(seen, Track):
+        return Track(tuple(replace(each, returned_buffers=None) for each in seen.observations))
+    return replace(seen, returned_buffers=None)
 
 
 def _told(check: Check) -> dict[str, str]:

@@ -200,6 +200,10 @@ class PrivateSide:
     _signals: dict[Any, float] = field(default_factory=dict)
     _random: dict[Any, bool] = field(default_factory=dict)
 
+    def count(self, federation: Federation) -> int:
+        """Targets of a cell."""
+        return self.targets
+
     def truth(self, federation: Federation) -> Batch:
         """The batches of all targets, (targets, examples, ...).
 

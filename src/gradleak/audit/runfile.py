@@ -31,6 +31,7 @@ PLAIN = (
     "unrelated",
     "trial",
     "given",
+    "withheld",
 )  # as Audit takes them
 TABLES = ("federation", "engine", "origin")
 WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
@@ -54,6 +55,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         "unrelated": audit.unrelated,
         "trial": audit.trial,
         **({"given": list(audit.given)} if audit.given else {}),
+        **({"withheld": list(audit.withheld)} if audit.withheld else {}),
         "lpips": None if audit.lpips is None else audit.lpips.name,
         "analyses": [text(analysis) for analysis in audit.analyses],
         "origin": dict(audit.origin),
@@ -85,6 +87,7 @@ def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
     named = all(item is None or isinstance(item, str) for item in (*audit.attacks, *audit.defences))
     obstacles = {
         "its trained weights were given in Python": audit.trained is not None and "trained" not in audit.origin,
+        "it attacks what was recorded (gradleak audit --observations)": "observations" in audit.origin,
         "its task or its data are Python objects": not {"task", "data"} <= audit.origin.keys(),
         "an attack or a defence is a Python object": not named,
         "the client's recipe is more than plain SGD": described(training) != described(LocalTraining(lr=1.0)),

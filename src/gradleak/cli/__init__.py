@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from gradleak.cli.gate import gate
 from gradleak.cli.priors import app as prior_app
 
 DEFECT = 70  # EX_SOFTWARE of sysexits.h: must not be taken for a crossed threshold (1)
@@ -93,6 +94,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Real images: what there is, a
 bench_app = typer.Typer(invoke_without_command=True, help="Measure speed on this machine; alone: the engine.")
 app.add_typer(data_app, name="data")
 app.add_typer(prior_app, name="prior")
+app.command()(gate)
 app.add_typer(bench_app, name="bench")
 
 Reference = Annotated[
@@ -152,6 +154,16 @@ def audit(
     trained: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Attack the checkpoints of this `gradleak train`.")
     ] = None,
+    observations: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Attack what was recorded there, such as by flower.Tap.")
+    ] = None,
+    task: Annotated[
+        str, typer.Option("--task", "-t", metavar="FILE.py:NAME", help="The Task, as an option: for --observations.")
+    ] = "",
+    truth: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --observations: the examples of clients whose data are yours."),
+    ] = None,
     rounds: Annotated[str, typer.Option(help="Rounds at which to attack: 0,50; with --from: all there are.")] = "",
     targets: Annotated[int | None, typer.Option(min=1, help="Updates attacked in each cell.")] = None,
     seeds: Annotated[str, typer.Option(help="Of the attacks' random starts: 0,1,2 or 0-2.")] = "",
@@ -172,6 +184,13 @@ def audit(
     device: OtherDevice = None,
     precision: OtherPrecision = None,
     one_by_one: OneByOne = False,
+    ray: Annotated[
+        str, typer.Option(metavar="auto|ADDRESS", help="Attack cells on a Ray cluster; auto: one here, or its own.")
+    ] = "",
+    ray_gpus: Annotated[float, typer.Option(min=0.0, metavar="SHARE", help="With --ray: GPUs of a cell: 0.5.")] = 0.0,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Run it again without each capability that the attacker was granted.")
+    ] = False,
     fail_above: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, metavar="SHARE", help="Exit 1 where more than this share is recovered."),
@@ -185,40 +204,103 @@ def audit(
     from gradleak.audit import estimate
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
+    from gradleak.cli.recorded import RecordedRequest
     from gradleak.cli.request import Request
+
+    if reference and task:
+        raise loading.LoadError(f"{reference} and --task {task} both name the task: give one of them.")
+    words: dict[str, Any] = {
+        "reference": reference or task,
+        "attacks": loading.methods(attack or ()),
+        "defences": loading.methods(defence or ()),
+        "rounds": loading.numbers(rounds, "--rounds") if rounds else (),
+        "seeds": loading.numbers(seeds, "--seeds") if seeds else (),
+        "given": loading.fields(given),
+        "data": data,
+        "training": loading.recipe(lr, steps, epochs, batch_size),
+        "quick": quick,
+    }
+    context.find_root().obj = "Interrupted before the first cell; nothing was written."
+    loading.leave_room()
+    if observations is not None:
+        _only_for_made_updates({"--config": config, "--from": trained, "--targets": targets, "--repeats": repeats})
+        _only_for_made_updates({"--clients": clients, "--examples": examples})
+        engine = loading.engine(device or "auto", precision or "strict", one_by_one)
+        recorded = RecordedRequest(observations, truth=truth, engine=engine, **words)
+        model = recorded.task
+        found = recorded.read(model)
+        typer.echo("\n".join(recorded.heading(model, found)))
+        if truth is None:
+            _blind(recorded, model, found, out)
+            return
+        request: Any = recorded
+        planned: Any = recorded.audit(model, found)
+        folder = out or recorded.out
+    else:
+        if truth is not None:
+            raise loading.LoadError("--truth goes with --observations: an audit of its own updates knows the truth.")
+        request = Request(
+            config=config,
+            trained=trained,
+            targets=targets,
+            repeats=repeats,
+            clients=clients,
+            examples=examples,
+            device=device or "",
+            precision=precision or "",
+            one_by_one=one_by_one,
+            **words,
+        )
+        planned = request.audit()
+        folder = out or request.folder
+    _tell(f"{estimate(planned, out=folder)}\nInto {folder}. Ctrl-C is safe: the same command resumes.")
+    with shown() as progress, loading.workers(ray, ray_gpus) as cluster:
+        result = request.run(planned, out, progress, workers=cluster)
+    if ablate:
+        _ablated(planned, result)
+    _told(result, fail_above)
+
+
+def _ablated(planned: Any, result: Any) -> None:
+    """The same audit without each capability of the attacker, and what that changes."""
+    from gradleak.audit.ablation import ablation
+    from gradleak.cli.progress import shown
+
+    with shown() as progress:
+        found = ablation(planned, result.folder, whole=result, progress=progress)
+    typer.echo(f"What each capability of the attacker is worth:\n{found.table()}\n")
+
+
+def _only_for_made_updates(given: dict[str, Any]) -> None:
+    from gradleak.cli.loading import LoadError
+
+    for option, value in given.items():
+        if value is not None:
+            raise LoadError(f"{option} is for audits that make their own updates; --observations takes recorded ones.")
+
+
+def _blind(request: Any, model: Any, found: Any, out: Path | None) -> None:
+    """An audit of recorded observations without any truth."""
+    from gradleak.audit.recorded import summary
+    from gradleak.cli.progress import shown
+
+    with shown() as progress:
+        findings, folder = request.blind(model, found, out, progress)
+    typer.echo(summary(findings))
+    for name in dict.fromkeys(name for row in findings for name in row["files"]):
+        typer.echo(f"wrote {folder / name}")
+
+
+def _told(result: Any, fail_above: float | None) -> None:
+    """Print table, verdict and where the report is; exit 1 where a stated threshold is crossed."""
+    from gradleak.cli import loading
     from gradleak.report.terminal import fitted
     from gradleak.report.threshold import crossed
 
-    request = Request(
-        reference=reference,
-        config=config,
-        trained=trained,
-        attacks=loading.methods(attack or ()),
-        defences=loading.methods(defence or ()),
-        rounds=loading.numbers(rounds, "--rounds") if rounds else (),
-        seeds=loading.numbers(seeds, "--seeds") if seeds else (),
-        targets=targets,
-        repeats=repeats,
-        given=loading.fields(given),
-        data=data,
-        clients=clients,
-        examples=examples,
-        training=loading.recipe(lr, steps, epochs, batch_size),
-        device=device or "",
-        precision=precision or "",
-        one_by_one=one_by_one,
-        quick=quick,
-    )
-    context.find_root().obj = "Interrupted before the first cell; nothing was written."
-    loading.leave_room()
-    planned = request.audit()
-    folder = out or request.folder
-    _tell(f"{estimate(planned, out=folder)}\nInto {folder}. Ctrl-C is safe: the same command resumes.")
-    with shown() as progress:
-        result = request.run(planned, out, progress)
     typer.echo(fitted(result, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     typer.echo(f"\n{result.verdict}")
     typer.echo(f"\nReport: {result.report((result.folder or Path()) / 'report.html')}")
+    result.write_verdict((result.folder or Path()) / "verdict.json")
     if len(result.failed) == len(result.rows):
         first = loading.sentence(result.failed[0]["error"])
         raise ValueError(f"every cell failed, the first with: {first} Where: see rows.jsonl.")

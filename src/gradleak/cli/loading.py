@@ -14,7 +14,8 @@ import shlex
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -188,6 +189,20 @@ def engine(device: str, precision: str, one_by_one: bool = False) -> Engine:
             f"The device {device!r} cannot be used: {sentence(str(problem).splitlines()[0])} Try --device cpu."
         ) from None
     return made
+
+
+@contextmanager
+def workers(address: str, gpus: float) -> Iterator[Any]:
+    """The Ray cluster that --ray names, for as long as a run lasts; nothing was named: None, and cells run here."""
+    if not address:
+        if gpus:
+            raise LoadError("--ray-gpus says what a cell gets of a Ray cluster: give --ray auto or an address too.")
+        yield None
+        return
+    from gradleak.distributed import RayWorkers
+
+    with RayWorkers(address, gpus=gpus) as cluster:
+        yield cluster
 
 
 def images(text: str, split: str | None = None, size: int | None = None) -> Any:

@@ -39,23 +39,26 @@ class _Clock:
 
     def __init__(self) -> None:
         self.total = self.done = self.kept = 0
-        self.began = self.cell_began = time.monotonic()
-        self.running: Any = None
+        self.began = time.monotonic()
+        self.running: Any = None  # the one that began last
+        self.begun: dict[int, float] = {}  # when, of all that are running: workers may take several at a time
 
     def start(self, total: int) -> None:
         self.total, self.began = total, time.monotonic()
 
     def enter(self, cell: Any) -> None:
-        self.running, self.cell_began = cell, time.monotonic()
+        self.running = cell
+        self.begun[id(cell)] = time.monotonic()
 
     def leave(self, cell: Any) -> str:
         """Count a finished cell; the time it took in words, or that it was there before."""
         self.done += 1
-        if self.running is not cell:
+        began = self.begun.pop(id(cell), None)
+        if began is None:
             self.kept += 1
             return "kept from before"
-        self.running = None
-        return f"in {duration(time.monotonic() - self.cell_began)}"
+        self.running = None if self.running is cell else self.running
+        return f"in {duration(time.monotonic() - began)}"
 
     def left(self, share: float) -> str:
         """The time left in words, or nothing while it cannot be told."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradleak import audit, registry
-from gradleak.audit import FINAL, Audit, Progress, final_network
+from gradleak.audit import FINAL, Audit, Progress, Workers, final_network
 from gradleak.audit.cells import named_attacks
 from gradleak.audit.runfile import federation_of
 from gradleak.cli.loading import LoadError, a_task, images, is_reference, kept_in, named_object, sentence, training_data
@@ -70,9 +70,13 @@ class Request:
         )
         return _quick(_with_prior(made)) if self.quick else _with_prior(made)
 
-    def run(self, planned: Audit, out: Path | None, progress: Progress) -> AuditResult:
+    def run(self, planned: Audit, out: Path | None, progress: Progress, workers: Workers | None = None) -> AuditResult:
         """Run into `out`; without it into the folder of these words or, if that holds another run, the next one."""
-        return kept_in(out, self.folder, lambda folder: planned.run(folder, progress=progress), "run", progress)
+
+        def into(folder: Path) -> AuditResult:
+            return planned.run(folder, progress=progress, workers=workers)
+
+        return kept_in(out, self.folder, into, "run", progress)
 
     @property
     def folder(self) -> Path:

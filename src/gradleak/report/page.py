@@ -93,6 +93,7 @@ class Page:
     version: str
     verdict: Banner
     threat: str
+    assumed: tuple[str, ...]
     results: Table
     gallery: tuple[Group, ...]
     control: Control
@@ -111,6 +112,7 @@ class Page:
     @staticmethod
     def of(result: AuditResult) -> Page:
         from gradleak import __version__
+        from gradleak.results.ledger import ledger_of
 
         verdict, summaries = result.verdict, result.summaries
         grid = [row for row in result.rows if not row.get("control")]
@@ -121,6 +123,7 @@ class Page:
             version=__version__,
             verdict=Banner(verdict.word, tone(verdict.word), verdict.paragraph, verdict.rule),
             threat=_threat(grid, result.settings),
+            assumed=tuple(map(str, ledger_of(result.settings, grid))),
             results=_results(summaries),
             gallery=tuple(_gallery(result, grid)),
             control=_control(result),

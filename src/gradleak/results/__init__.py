@@ -8,6 +8,7 @@ A result in a folder holds the private images beside what was made of them: trea
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
@@ -20,18 +21,30 @@ from torch import Tensor
 from gradleak.metrics import to_unit
 from gradleak.results.configuration import from_toml
 from gradleak.results.headline import Headline, headlines_of
+from gradleak.results.ledger import Assumption, ledger_of
 from gradleak.results.rows import BadRun, Row, read_object
 from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays, Folder, Memory, Store
 from gradleak.results.summary import Rate, Summary, summaries_of
 from gradleak.results.tables import FORMATS, Comparison, entries, notes
-from gradleak.results.verdict import TRIAL, Control, Verdict, control_of, overall, verdict_on
+from gradleak.results.verdict import TRIAL, Control, Verdict, card_of, control_of, overall, verdict_on
 from gradleak.task import Field
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
-__all__ = ["AuditResult", "BadRun", "Comparison", "Control", "Headline", "Rate", "Row", "Summary", "Verdict"]
+__all__ = [
+    "Assumption",
+    "AuditResult",
+    "BadRun",
+    "Comparison",
+    "Control",
+    "Headline",
+    "Rate",
+    "Row",
+    "Summary",
+    "Verdict",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +119,32 @@ class AuditResult:
         return replace(found, paragraph=" ".join([*caveats, found.paragraph]))
 
     @property
+    def ledger(self) -> tuple[Assumption, ...]:
+        """What the attacker was assumed to know, capability by capability."""
+        return ledger_of(self.settings, [row for row in self.rows if not row["control"]])
+
+    @property
+    def cards(self) -> list[dict[str, Any]]:
+        """Everything that is said of each line of the table, as JSON holds it."""
+        return [card_of(line, self.positive_control) for line in self.summaries]
+
+    def record(self) -> dict[str, Any]:
+        """The verdict as JSON: the headline, every line with the rule behind its word, and the assumptions."""
+        verdict = self.verdict
+        return {
+            "version": 1,
+            "word": verdict.word,
+            "because": verdict.because,
+            "paragraph": verdict.paragraph,
+            "rule": verdict.rule,
+            "complete": self.complete,
+            "trial": self.trial,
+            "control": self.positive_control.text,
+            "lines": self.cards,
+            "assumptions": [each.record() for each in self.ledger],
+        }
+
+    @property
     def trial(self) -> bool:
         """Whether the run only shows that everything runs."""
         return bool(self.settings.get("trial"))
@@ -135,6 +174,12 @@ class AuditResult:
 
         path = Path(path)
         path.write_text(render(self), encoding="utf-8")
+        return path
+
+    def write_verdict(self, path: str | Path) -> Path:
+        """Write `record` as JSON. It holds figures and words, no images."""
+        path = Path(path)
+        path.write_text(json.dumps(self.record(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
 
     def _repr_html_(self) -> str:

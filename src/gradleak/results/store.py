@@ -5,6 +5,7 @@ environment.json       commit, versions, hardware, time; later runs that resumed
 rows.jsonl             one line per cell and target (schema in rows.py)
 arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
 arrays/gallery.safetensors   the images used for re-identification
+workers.jsonl          of a run on several machines: which attempt at which cell ended how
 
 The folder holds private images: treat it as the data itself. Nothing that is read from it is executed.
 """
@@ -58,6 +59,9 @@ class Memory:
 
     def put(self, name: str, arrays: Arrays) -> None:
         self._arrays[name] = arrays
+
+    def log(self, told: Mapping[str, Any]) -> None:
+        """What happened to workers, which nobody keeps without a folder."""
 
     def arrays(self, name: str) -> Arrays:
         if name not in self._arrays:
@@ -123,6 +127,11 @@ class Folder:
         (self.path / "arrays").mkdir(exist_ok=True)
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in arrays.items()}
         replace_whole(self.path / "arrays" / f"{name}.safetensors", save(plain))
+
+    def log(self, told: Mapping[str, Any]) -> None:
+        """One line of workers.jsonl: which attempt at which cell ended how."""
+        with open(self.path / "workers.jsonl", "ab") as file:
+            file.write(json.dumps(told).encode() + b"\n")
 
     def arrays(self, name: str) -> Arrays:
         from safetensors import SafetensorError

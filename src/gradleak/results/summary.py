@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
@@ -12,52 +12,40 @@ import numpy as np
 
 from gradleak.guarantee import Guarantee
 from gradleak.results.certificate import Certified
+from gradleak.results.intervals import NAN, RESAMPLES, Paired, Rate, paired, rate
 from gradleak.results.labels import Trained, guarantee_of
 from gradleak.results.rows import FORMS, Row
+from gradleak.results.ruling import (
+    CONVERGED,
+    INCONCLUSIVE,
+    LEAKS,
+    NOT_SHOWN,
+    PART,
+    VOID,
+    WORDS,
+    Ruling,
+    ruling_of,
+)
 from gradleak.results.scoring import UNRELATED
 
-LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
-WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)
-"""From the worst to the best; a line that is inconclusive is worse than one that shows nothing: it may yet leak."""
+__all__ = [
+    "INCONCLUSIVE",
+    "LEAKS",
+    "NAN",
+    "NOT_SHOWN",
+    "PART",
+    "RESAMPLES",
+    "SMALL",
+    "VOID",
+    "WORDS",
+    "Rate",
+    "Summary",
+]
+__all__ += ["rate", "summaries_of"]
 
-CONVERGED = 0.8  # share of targets on which an attack must have converged before its failure means anything
 SMALL = 20  # targets; below, tables and texts call the sample small
-RESAMPLES = 2000
-NAN = float("nan")
 Name: TypeAlias = tuple[str, str, str, int, int]
 """What tells lines apart: attack, defence, form, round, examples."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share or mean with its 95 % interval over targets (see `rate`), and the number of targets."""
-
-    value: float
-    low: float
-    high: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.value:.0%} [{self.low:.0%}, {self.high:.0%}]"
-
-
-def rate(targets: Sequence[Sequence[float]]) -> Rate:
-    """The mean over everything, with a percentile interval from resampling whole targets; the same every time.
-
-    Values lie in [-1, 1]. Where all agree on -1, 0 or 1, resampling would claim certainty; then the bound is the exact
-    one (Clopper and Pearson 1934) for so many equal results: 0 of n still allows 1 - 0.025^(1/n).
-    """
-    if not targets:
-        return Rate(NAN, NAN, NAN, 0)
-    sums = np.array([sum(values) for values in targets], dtype=float)
-    counts = np.array([len(values) for values in targets], dtype=float)
-    value, number = float(sums.sum() / counts.sum()), len(targets)
-    if value in (-1.0, 0.0, 1.0) and bool((sums == value * counts).all()):
-        slack = 1 - 0.025 ** (1 / number)
-        return Rate(value, value - slack if value > 0 else value, value + slack if value < 1 else value, number)
-    drawn = np.random.default_rng(0).integers(number, size=(RESAMPLES, number))
-    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), [0.025, 0.975])
-    return Rate(value, float(low), float(high), number)
 
 
 @dataclass(frozen=True)
@@ -89,16 +77,19 @@ class Summary:
     certified: Certified | None = None  # where the attack says what the update determines
     guarantee: Guarantee | None = None  # what the defence proves; None: there is no defence, or no row says
     trained: Trained | None = None  # whose weights were attacked, where they come from the folder of a training
+    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, from the worst for the attacker
+    ranks: dict[str, float] = field(default_factory=dict)  # of re-identification: median, and the median by chance
+    paired: Paired | None = None  # PSNR against the unrelated update's; None without one
 
     @property
     def word(self) -> str:
-        """The verdict for this line alone, by the rule of verdict.py."""
-        if self.recovered.value >= 0.5 and self.excess.low > 0:
-            return LEAKS
-        rank = self.rates.get("rank1", Rate(NAN, NAN, NAN, 0))
-        if self.recovered.value > 0 or (self.identified.low > 0 and rank.low > self.chance):
-            return PART
-        return NOT_SHOWN if self.optimised else INCONCLUSIVE
+        """The verdict for this line alone, by the rules of ruling.py."""
+        return self.ruling.word
+
+    @property
+    def ruling(self) -> Ruling:
+        """The word with the rule that produced it."""
+        return ruling_of(self)
 
     @property
     def optimised(self) -> bool:
@@ -171,6 +162,9 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
         certified=Certified.of(done),
         guarantee=next((guarantee_of(row["guarantee"]) for row in done if row.get("guarantee")), None),
         trained=next((Trained.of(row["trained"]) for row in done if row.get("trained")), None),
+        tail={key: _tail(values, clearest[key] is min) for key, values in columns.items()},
+        ranks=_ranks(done),
+        paired=paired(_against(done)),
     )
 
 
@@ -180,6 +174,29 @@ def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]]) -> Rate:
     for row in rows:
         targets.setdefault(row["target"], []).extend(take(row))
     return rate(list(targets.values()))
+
+
+def _tail(values: Sequence[float], small: bool) -> float:
+    """The value that 5 % of the images are beyond, towards the private image: what averages hide of a few clients."""
+    return float(np.quantile(values, 0.05 if small else 0.95))
+
+
+def _ranks(rows: Sequence[Row]) -> dict[str, float]:
+    """The median rank of the private image in its gallery, and what the median would be by chance."""
+    found = _numbers(row["scores"]["rank"] for row in rows)
+    sizes = [size for row in rows for size in row["gallery_size"]]
+    return {"median": float(median(found)), "by chance": (median(sizes) + 1) / 2} if found else {}
+
+
+def _against(rows: Sequence[Row]) -> list[float]:
+    """Per target: the mean PSNR minus that of the same attack on an unrelated update."""
+    targets: dict[int, list[float]] = {}
+    for row in rows:
+        blind = row["baselines"].get(UNRELATED, {}).get("psnr") or ()
+        pairs = zip(row["scores"]["psnr"], blind, strict=False)
+        held = [own - other for own, other in pairs if own is not None and other is not None]
+        targets.setdefault(row["target"], []).extend(held)
+    return [fmean(held) for held in targets.values() if held]
 
 
 def _beyond(row: Row, hit: str) -> list[int]:

@@ -1,8 +1,8 @@
 """The verdict, in words that can be defended.
 
 Rule. An image is recovered when SSIM > 0.5, PSNR > 18 dB and it is re-identified at rank 1 among other real images.
-Shares have 95 % intervals: by bootstrap over targets or, where all targets agree, the exact binomial ones (Clopper and
-Pearson). What the same attack reaches on an unrelated update is taken off. One attack against one defence
+Shares have 95 % intervals over targets (intervals.py): Jeffreys' or, where all targets agree, the exact binomial ones
+(Clopper and Pearson). What the same attack reaches on an unrelated update is taken off. One attack against one defence
 
 leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
 leaks in part         when any image is recovered, or re-identification at rank 1 exceeds both chance and the
@@ -19,10 +19,11 @@ example, the first attack) stays below a median PSNR of 18 dB is void.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
-from gradleak.results.rows import FORMS, Row
+from gradleak.results.rows import FORMS, Row, finite
 from gradleak.results.summary import INCONCLUSIVE, LEAKS, NAN, NOT_SHOWN, PART, VOID, WORDS, Summary
 
 CONTROL_PSNR = 18.0
@@ -32,11 +33,15 @@ RULE = (__doc__ or "").partition("Rule. ")[2].strip()
 
 @dataclass(frozen=True)
 class Verdict:
-    """`word`: leaks, leaks in part, not shown to leak, inconclusive or void; `rule` says how it is reached."""
+    """`word`: leaks, leaks in part, not shown to leak, inconclusive or void; `rule` says how words are reached.
+
+    `because`: the rule that produced this one, with its figures.
+    """
 
     word: str
     paragraph: str
     rule: str = RULE
+    because: str = ""
 
     def __str__(self) -> str:
         return f"{self.word.upper()}. {self.paragraph}"
@@ -86,9 +91,9 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
     missing = planned - sum(len(line.cells) for line in lines)
     word = word_on(lines, missing)
     if word in (LEAKS, PART):
-        return Verdict(word, _leak(strongest_of(lines)))
+        return Verdict(word, _leak(strongest_of(lines)), because=str(strongest_of(lines).ruling))
     if word == NOT_SHOWN:
-        return Verdict(word, _nothing(strongest_of(lines), lines))
+        return Verdict(word, _nothing(strongest_of(lines), lines), because=str(strongest_of(lines).ruling))
     reasons = [
         f"{line} failed ({line.errors[0]})"
         if line.errors
@@ -99,17 +104,20 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
     if missing:
         reasons.append(f"{missing} of {planned} cells were not run")
     text = f"No image was recovered, but that shows nothing: {'; '.join(reasons)}."
-    return Verdict(word, f"{text} More steps or restarts may change it.")
+    because = f"{word}: no attack worked in every form that was planned ({'; '.join(reasons)})"
+    return Verdict(word, f"{text} More steps or restarts may change it.", because=because)
 
 
 def overall(verdicts: Mapping[str, Verdict], control: Control) -> Verdict:
     """Void without a working control, else the worst word among the defended, or of the undefended; a line for each."""
     if not control.passed:
-        return Verdict(VOID, control.text)
+        return Verdict(
+            VOID, control.text, because=f"{VOID}: the positive control failed, so nothing here shows anything"
+        )
     defended = [verdict for name, verdict in verdicts.items() if name != "none"] or list(verdicts.values())
-    word = min((verdict.word for verdict in defended), key=WORDS.index)
+    worst = min(defended, key=lambda verdict: WORDS.index(verdict.word))
     told = [f"{'Undefended' if name == 'none' else name}: {v.word}. {v.paragraph}" for name, v in verdicts.items()]
-    return Verdict(word, "\n".join([*told, control.text]))
+    return Verdict(worst.word, "\n".join([*told, control.text]), because=worst.because)
 
 
 def _most_informed(lines: Iterable[Summary]) -> list[Summary]:
@@ -127,8 +135,10 @@ def _leak(line: Summary) -> str:
     text = (
         f"{line} recovered {round(share.value * total)} of {total} images ({share.value:.0%}, 95 % interval "
         f"{share.low:.0%} to {share.high:.0%}; {blind}). PSNR {line.medians['psnr']:.1f} dB in the median, "
-        f"{line.worst['psnr']:.1f} dB for the clearest image."
+        f"{line.tail.get('psnr', NAN):.1f} dB for one image in twenty, {line.worst['psnr']:.1f} dB for the clearest."
     )
+    if line.paired is not None:
+        text += f" {str(line.paired)[:1].upper()}{str(line.paired)[1:]}."
     if not share.value:
         rank = line.rates["rank1"].value
         text += f" What it shows still picks out the right image in {rank:.0%} of cases (chance {line.chance:.1%})."
@@ -153,3 +163,40 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
 
 def _sample(line: Summary) -> str:
     return f" Small sample: {line.targets} {'target' if line.targets == 1 else 'targets'}." if line.small else ""
+
+
+def card_of(line: Summary, control: Control) -> dict[str, Any]:
+    """Everything that is said of a line, as JSON holds it: the report card of one attack against one defence."""
+    ruling = line.ruling
+    word, text = (ruling.word, ruling.text) if control.passed else (VOID, "the positive control failed")
+    certified = line.certified
+    return finite(
+        {
+            **{name: getattr(line, name) for name in ("attack", "defence", "form", "round", "examples")},
+            "word": word,
+            "rule": ruling.rule if control.passed else "control failed",
+            "because": f"{text} ({ruling.because})" if control.passed else control.text,
+            "targets": line.targets,
+            "seeds": line.seeds,
+            "recovered": line.recovered.record(),
+            "excess": line.excess.record(),
+            "rates": {name: held.record() for name, held in line.rates.items()},
+            "re-identification": {**line.ranks, "chance of rank 1": line.chance, "excess": line.identified.record()},
+            "paired": line.paired and line.paired.record(),
+            "means": line.means,
+            "medians": line.medians,
+            "95th percentile": line.tail,
+            "worst case": line.worst,
+            "labels": line.means.get("labels"),
+            "no gradient": line.baseline,
+            "identifiability": certified and {"text": str(certified), **asdict(certified)},
+            "control": {"passed": control.passed, "psnr": control.psnr},
+            "converged": line.converged,
+            "diverged": line.diverged,
+            "errors": list(line.errors),
+            "utility": line.trained and asdict(line.trained),
+            "guarantee": line.guarantee and str(line.guarantee),
+            "epsilon": line.guarantee and line.guarantee.epsilon,
+            "seconds": line.seconds,
+        }
+    )

@@ -1,0 +1,1 @@
+"""A usual PyTorch app for Flower."""

@@ -1,0 +1,168 @@
+"""The members of `auto`: each says when it applies, and how it is run within each budget. One table, no other rule.
+
+Order is that of the run. Members that a preset does not name are left out of it. What a member needs to know is its own
+to declare (`Attack.needs`); what it applies to is said here, by properties of the case alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradleak import registry
+from gradleak.attack import Attack
+from gradleak.attacks.second_order import MOST_DENSE
+from gradleak.auto.case import Case
+
+PRESETS = ("quick", "standard", "thorough")
+STEPS = ("steps", "fine_steps", "weight_steps")  # settings that count steps, in whatever attack
+POLISH = "polish"
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One attack of the ensemble.
+
+    attack     its registered name; "polish": second-order steps from the best candidate so far
+    applies    to a case, whatever the budget
+    presets    settings by preset
+    limits     by preset, the most unknowns that a target may have; none: any number
+    tried      settings, and the values that tuning on proxy clients may choose from
+    label      what it is called in the trace, where one attack is a member twice
+    """
+
+    attack: str
+    applies: Callable[[Case], bool]
+    presets: Mapping[str, Settings]
+    limits: Mapping[str, int] = field(default_factory=dict)
+    tried: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.attack
+
+    def fits(self, case: Case, preset: str) -> bool:
+        return preset in self.presets and case.unknowns <= self.limits.get(preset, case.unknowns) and self.applies(case)
+
+    def settings(self, preset: str, steps: int | None, **other: Any) -> dict[str, Any]:
+        """Of this preset, with `other` ones in their place, no count of steps above `steps`."""
+        chosen = {**self.presets[preset], **other}
+        if steps is None:
+            return chosen
+        known = ("steps",) if self.attack == POLISH else registry.entry("attack", self.attack).settings
+        counts = {name: chosen.get(name) for name in STEPS if name in known}
+        return {**chosen, **{name: min(steps, steps if count is None else count) for name, count in counts.items()}}
+
+    def make(self, settings: Settings) -> Attack:
+        made: Attack = registry.get("attack", self.attack, **settings)
+        return made
+
+
+def _any(**settings: Any) -> dict[str, Settings]:
+    return dict.fromkeys(PRESETS, settings)
+
+
+def _of(quick: Settings | None = None, standard: Settings | None = None, thorough: Settings | None = None) -> Any:
+    found = dict(zip(PRESETS, (quick, standard, thorough), strict=True))
+    return {name: settings for name, settings in found.items() if settings is not None}
+
+
+_DENSE = {"quick": 1024, "standard": MOST_DENSE}
+_VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
+
+MEMBERS: tuple[Member, ...] = (
+    Member("analytic", lambda case: case.classifier and case.single and case.linear_first, _any()),
+    # Least squares, wherever a replay can follow the client.
+    Member(
+        "second-order",
+        lambda case: case.followed and (case.steps or 1) <= 8,
+        _of({"certify": False}, {"certify": False}, {"certify": False, "restarts": 4}),
+        limits=_DENSE,
+    ),
+    # One gradient of a classifier.
+    Member(
+        "cpl",
+        lambda case: case.classifier and case.single and case.smooth,
+        _of({"steps": 300}, {"steps": 1000}, {"steps": 6000, "restarts": 2}),
+        tried={"alpha": (0.0, 0.5)},
+    ),
+    Member(
+        "idlg",
+        lambda case: case.classifier and case.single and case.smooth,
+        _of(None, {"steps": 1000}, {"steps": 6000, "restarts": 2}),
+    ),
+    Member(
+        "ig",
+        lambda case: case.classifier and case.single,
+        _of({"steps": 300, "tv": 1e-4}, {"steps": 2000, "tv": 1e-4, "restarts": 2}, {"restarts": 4}),
+        tried=_VARIATION,
+    ),
+    Member(
+        "ig",
+        lambda case: case.classifier and case.single and not case.smooth,
+        _of(None, {"steps": 2000, "tv": 1e-2, "restarts": 2}, {"steps": 8000, "tv": 1e-2, "restarts": 4}),
+        label="ig, stronger prior",
+    ),
+    Member(
+        "gi",
+        lambda case: case.classifier and case.single and case.normed,
+        _of(None, {"steps": 2000}, {"steps": 10000}),
+        tried={"batch_norm": (0.0, 0.1)},
+    ),
+    Member(
+        "sign-matching",
+        lambda case: case.classifier and case.signs,
+        _of({"steps": 300}, {"steps": 2000}, {"restarts": 4}),
+    ),
+    # With a generator of images.
+    Member(
+        "gias",
+        lambda case: case.classifier and case.generator,
+        _of({"steps": 150, "weight_steps": 0}, {"steps": 1000, "weight_steps": 1000}, {}),
+    ),
+    Member("ggl", lambda case: case.classifier and case.generator, _of(None, {"steps": 100}, {})),
+    # Several local steps.
+    Member(
+        "coarse-replay",
+        lambda case: case.classifier and case.several,
+        _of({"steps": 150, "coarse": 5}, {"steps": 600, "coarse": 10}, {"steps": 1000, "coarse": 20}),
+        tried={"tv": (5e-4, 5e-3, 5e-2)},
+    ),
+    Member("sme", lambda case: case.classifier and case.several, _of({"steps": 150}, {"steps": 600}, {})),
+    Member("nl-sme", lambda case: case.classifier and case.several, _of(None, {"steps": 600}, {})),
+    Member("fedleak", lambda case: case.classifier and case.several, _of(None, None, {})),
+    Member(
+        "dlfa",
+        lambda case: case.classifier and 1 < (case.steps or 0) <= 100 and not case.aggregate,
+        _of(None, {"steps": 200}, {}),
+    ),
+    # Denoisers; what Knowledge gives is used instead of searched for.
+    Member(
+        "dlg-dm",
+        lambda case: case.denoiser,
+        _of(*({"steps": n, "noise": "unknown", "t": "analytic", "restarts": 4} for n in (300, 1000, 6500))),
+    ),
+    Member(
+        "dlg-dm",
+        lambda case: case.denoiser and "noise" not in case.knows.given,
+        _of(
+            *(
+                {"steps": n, "noise": "unknown", "t": "analytic", "param": "xt_q", "restarts": 4}
+                for n in (300, 1000, 6500)
+            )
+        ),
+        label="dlg-dm, noised image and residual",
+    ),
+    Member("gidm", lambda case: case.sampler, _of(None, {"steps": 500, "fine_steps": 500}, {})),
+    # Whatever was found last, to the last digit. An unfollowed client would only be fitted with its errors.
+    Member(
+        POLISH,
+        lambda case: case.followed and (case.steps or 1) <= 8 and (not case.denoiser or "noise" in case.knows.given),
+        _of({"steps": 12}, {"steps": 30}, {"steps": 60}),
+        limits=_DENSE,
+    ),
+)

@@ -1,0 +1,174 @@
+"""One measure for what members found, so that attacks with different objectives can be compared.
+
+    residual = ||visible(replay(candidate)) - visible(observed)|| / ||visible(observed)||
+
+The replay is the client's own rule, through the defence as far as it is known, in float64; `visible` is what that
+defence leaves to compare (`Defence.visible`). Of several possible orders of a client's minibatches the best counts;
+where there are too many to try, all steps are made on all examples, for every candidate alike. Where the recipe is not
+granted, the scale of an update means nothing: the prediction is then scaled by the factor (from 0) that fits best.
+
+Noise. Where the known defence adds some, the truth itself has a residual of about `noise`: what lies below fits the
+noise. Candidates within 5 % of that level explain the update equally well, and of those the least rough is taken (the
+discrepancy principle of Morozov, 1966, with the choice left to a prior of images). No truth is needed for any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradleak.attack import Composed, Stage
+from gradleak.attacks.analytic import Evaluate
+from gradleak.auto.case import Case
+from gradleak.draws import Draws
+from gradleak.engine import Engine
+from gradleak.local import LocalTraining, Order
+from gradleak.observation import Knowledge
+from gradleak.parts.matches import Cosine, Relative
+from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import one_hot
+from gradleak.parts.spaces import Pixels
+from gradleak.scene import Match, Scene
+from gradleak.task import Batch, Task
+
+WITHIN = 1.05  # times the noise: as good as the truth
+SOLVED = 3e-7  # a residual at the rounding of float32; what has arrived there has nothing left to explain
+
+
+@dataclass(frozen=True)
+class Residual:
+    """Of one candidate; `noise` is about what the truth would have, `order` the walk that explains it best."""
+
+    value: float
+    noise: float
+    roughness: float
+    order: Order | None = None
+
+    @property
+    def counted(self) -> float:
+        """What is compared: nothing is better than the noise."""
+        return max(self.value, WITHIN * self.noise)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The smaller the better."""
+        return (self.counted, self.roughness if self.value <= WITHIN * self.noise else 0.0)
+
+    @property
+    def solved(self) -> bool:
+        return self.value <= SOLVED
+
+
+def residuals(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
+    """Of one candidate for each of these targets; one that is not finite has an infinite one."""
+    found: dict[int, Residual] = {}
+    sizes = {case.targets[row].num_examples for row in rows}
+    for size in sizes:  # how many steps a client makes depends on its examples
+        own = [place for place, row in enumerate(rows) if case.targets[row].num_examples == size]
+        for place, value in zip(own, _of_size(case, [rows[p] for p in own], [batches[p] for p in own]), strict=True):
+            found[place] = value
+    return [found[place] for place in range(len(rows))]
+
+
+def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
+    match: Match = Cosine() if case.knows.training is None else Relative(whole=True)
+    best: list[Residual] = []
+    sane = [{name: value.nan_to_num() for name, value in batch.items()} for batch in batches]
+    finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
+    for replay in _replays(case, case.targets[rows[0]].num_examples):
+        stage = Stage(Pixels(as_given), replay, match, (), Evaluate())
+        looked = Composed("residual", (stage,), Given(sane), keep="last").run(
+            case.task, [case.targets[row] for row in rows], about(case, rows), engine=exactly(case)
+        )
+        noise = looked.noise if looked.noise is not None else torch.zeros_like(looked.match)
+        values = zip(_length(looked.match[:, 0], match).tolist(), _length(noise[:, 0], match).tolist(), strict=True)
+        now = [
+            Residual(value if good else float("inf"), level, roughness(batch["x"], case.task), replay.order)
+            for (value, level), good, batch in zip(values, finite, sane, strict=True)
+        ]
+        best = [min(pair, key=lambda each: each.value) for pair in zip(best, now, strict=True)] if best else now
+    return best
+
+
+def _length(match: Tensor, kind: Match) -> Tensor:
+    """The relative length of what is left: with m = 1 - cos it is sin = sqrt(m (2 - m)), 1 from a right angle on."""
+    match = match.double().nan_to_num(torch.inf)
+    return torch.where(match < 1, (match * (2 - match)).clamp_min(0).sqrt(), 1.0) if kind.scale_free else match.sqrt()
+
+
+def _replays(case: Case, examples: int) -> list[Replay]:
+    training = case.knows.training
+    if training is None or training.batch_size is None or training.batch_size >= examples:
+        return [Replay()]
+    if len(case.orders) > 1:
+        return [Replay(order=order) for order in case.orders]
+    return [Replay(training=in_whole_steps(training, examples))]
+
+
+def in_whole_steps(training: LocalTraining, examples: int) -> LocalTraining:
+    """As many steps, each on all examples: what is left of a recipe when the order cannot be known."""
+    return replace(training.public, steps=len(training.order(examples)), epochs=None, batch_size=None)
+
+
+def exactly(case: Case) -> Engine:
+    """In float64: differences of updates that nearly agree have no digits otherwise."""
+    return replace(case.engine, precision="double")
+
+
+def about(case: Case, rows: Sequence[int]) -> Knowledge:
+    """The knowledge about some of the targets: fields given per target are picked, one given for all stays."""
+    count = len(case.targets)
+
+    def own(name: str, value: Tensor) -> Tensor:
+        known = case.task.fields.get(name)
+        soft = known is not None and known.classes is not None and value.is_floating_point()
+        rank = 1 + len(known.shape) + soft if known is not None else value.dim()
+        return value[list(rows)] if value.dim() == rank + 1 and value.shape[0] == count else value
+
+    return replace(case.knows, given={name: own(name, value) for name, value in case.knows.given.items()})
+
+
+class Given:
+    """A field rule that hands out one batch after the other: those of the targets, in their order."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.left = iter(alike(batches))
+
+    def __call__(self, scene: Scene) -> Batch:
+        like = next(iter(scene.weights.values()))
+        return {
+            name: value.to(like.device, like.dtype if value.is_floating_point() else None)
+            for name, value in next(self.left).items()
+        }
+
+
+def as_given(scene: Scene, draws: Draws, name: str) -> Tensor:
+    """A start: the field that was handed in."""
+    return scene.fields[name]
+
+
+def alike(batches: Sequence[Batch]) -> list[Batch]:
+    """The same batches; where some have soft labels and others whole ones, all have soft ones."""
+    soft = {n: v for batch in batches for n, v in batch.items() if n in ("y", "t") and v.is_floating_point()}
+
+    def one(batch: Batch) -> Batch:
+        return {
+            name: one_hot(value, soft[name].shape[-1], soft[name].dtype)
+            if name in soft and not value.is_floating_point()
+            else value
+            for name, value in batch.items()
+        }
+
+    return [one(batch) for batch in batches]
+
+
+def roughness(x: Tensor, task: Task) -> float:
+    """Mean absolute difference of neighbours, in [0, 1] pixels; along every axis but the examples' and channels'."""
+    field = task.fields["x"]
+    unit = field.unit(x.double().cpu())
+    axes = range(2, unit.dim()) if len(field.shape) == 3 else range(1, unit.dim())
+    steps = [unit.diff(dim=axis).abs().mean() for axis in axes if unit.shape[axis] > 1]
+    return float(torch.stack(steps).mean()) if steps else 0.0

@@ -1,0 +1,262 @@
+"""A client's side of Flower: the full client rule (`train`), or an upload-level defence around any training (a mod)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+
+from gradleak import draws as randomness
+from gradleak import tree
+from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.defence import Client, Defence, Upload, overrides
+from gradleak.draws import Draws
+from gradleak.federation.clients import evaluating, flat, unflat
+from gradleak.federation.rounds import Snapshot, measured
+from gradleak.flower.records import (
+    EXAMPLES,
+    MEMORY,
+    FlowerError,
+    examples_of,
+    extras_of,
+    model_record,
+    params_of,
+    placed,
+    record_of,
+    round_of,
+)
+from gradleak.local import ClientState, LocalTraining, fitting
+from gradleak.task import Batch, Task, float32_products
+from gradleak.tree import Params, Tree
+
+LOSS = "train_loss"
+
+
+def train(
+    message: Message,
+    context: Context,
+    task: Task,
+    data: Batch,
+    training: LocalTraining,
+    defence: Defence | None = None,
+    *,
+    seed: int | None = None,
+) -> Message:
+    """Answer a train message by the client rule: what a simulated client does, and what replaying attackers re-run.
+
+    data      the examples of this round, in model-input space
+    defence   with all of its client-side hooks; what it remembers is kept in `context.state`. One that also acts on the
+              server needs `Defended` there
+    seed      None: noise and shuffles of this message alone, of secret numbers. A number: those of
+              `Federation(seed=...)`, client partition-id, so that a simulation repeats them; not for real clients
+
+    The reply holds the trained weights under the name that the message had them, num-examples and train_loss (of the
+    model as it was sent, in evaluation mode).
+    """
+    name, record = model_record(message.content)
+    sent = params_of(record)
+    like = next(iter(task.weights().values()))
+    weights, buffers = (placed(part, like) for part in sorted_state(sent, task))
+    batch = placed(data, like)
+    fitting(task, batch)
+    count, number = len(next(iter(batch.values()))), round_of(message) - 1
+    key, shuffle = _randomness(seed, context, number, like)
+    state = ClientState(
+        memory=_recalled(context, like),
+        buffers={**task.buffers(), **buffers},
+        extras={what: placed(part, like) for what, part in extras_of(message.content).items()},
+        key=key,
+    )
+    loss, _ = measured(evaluating(task), Snapshot(weights, {**task.buffers(), **buffers}), batch, Draws(key))
+    with torch.no_grad(), float32_products():
+        upload, after = training.run(task, weights, batch, defence, state, order=training.order(count, shuffle))
+    _keep(context, after.memory)
+    arrays = _returned(record, sent, weights, upload, buffers, task)
+    metrics = MetricRecord({EXAMPLES: upload.num_examples, LOSS: float(loss) / count})
+    return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=message)
+
+
+def keep_truth(folder: str | os.PathLike[str], message: Message, context: Context, batch: Batch) -> Path:
+    """Keep what this client trains on in this round, for the auditor, under the name that `Tap` gives the observation.
+
+    For clients whose data are the auditor's own (canaries): never call it in anybody else's client.
+    """
+    from safetensors.torch import save_file
+
+    home = Path(folder)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = home / f"round{round_of(message):04d}-node{context.node_id}.safetensors"
+    save_file({name: value.detach().cpu().contiguous().clone() for name, value in batch.items()}, path)
+    return path
+
+
+# --- an upload-level defence as a mod ---------------------------------------------------------------------------------
+
+
+class UploadDefence:
+    """A client mod that runs the `upload` hook of a defence on whatever training returned: clipping, noise, pruning.
+
+        @app.train(mods=[UploadDefence(Pruning(keep=0.1), task)])
+
+    task      of the model: says which tensors are trained; with it the defence is tried out at once
+    seed      as in `train`
+
+    A defence that changes the gradients of local steps, or looks at the examples, cannot act from outside the training
+    and is refused: `flower.train` runs it. One that acts on the server as well needs `Defended` there.
+    """
+
+    def __init__(self, defence: Defence, task: Task | None = None, *, seed: int | None = None) -> None:
+        name = defence.name
+        if overrides(defence, "gradient") and not _idle_gradient(defence):
+            raise FlowerError(
+                f"{name} changes the gradients of local steps, which a mod never sees. Let the client train with it: "
+                f"flower.train(message, context, task, data, training, defence={defence!r})."
+            )
+        if not overrides(defence, "upload"):
+            raise FlowerError(
+                f"{name} does nothing to an upload. A defence of the server goes around the strategy: "
+                "flower.Defended(strategy, task, defence); others into flower.train(...)."
+            )
+        if any(overrides(defence, hook) for hook in ("initial", "broadcast", "aggregate", "advance", "idle")):
+            warnings.warn(
+                f"{name} also acts on the server: wrap the strategy there, flower.Defended(strategy, task, defence). "
+                "This mod does the client's part alone.",
+                stacklevel=2,
+            )
+        self.defence, self.task, self.seed = defence, task, seed
+        if task is not None:
+            self._try(task)
+
+    def _try(self, task: Task) -> None:
+        """One upload of noise, thrown away: what the defence asks for is known before the first round."""
+        source = Draws(randomness.key("flower", "trial"))
+        weights = task.weights()
+        update = tree.scale(
+            {n: source.normal(tuple(w.shape), stream=i).to(w) for i, (n, w) in enumerate(weights.items())}, 1e-2
+        )
+        self._sent(weights, Upload({"update": update}, 1, task.buffers() or None), {}, {}, source)
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        name, record = model_record(message.content)
+        before = params_of(record)
+        extras = extras_of(message.content)
+        number = round_of(message) - 1
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        back, returned = model_record(reply.content, name)
+        weights, buffers = sorted_state(before, self.task)
+        new_weights, new_buffers = sorted_state(params_of(returned), self.task)
+        like = next(iter(weights.values()))
+        update = tree.subtract(weights, new_weights)
+        plain = Upload({"update": update}, examples_of(reply.content), new_buffers or None)
+        key, _ = _randomness(self.seed, context, number, like)
+        sent, memory = self._sent(weights, plain, extras, _recalled(context, like), Draws(key))
+        _keep(context, memory)
+        reply.content[back] = _returned(record, before, weights, sent, buffers, self.task)
+        return reply
+
+    def _sent(
+        self, weights: Params, plain: Upload, extras: dict[str, Params], memory: Tree, source: Draws
+    ) -> tuple[Upload, Tree]:
+        advice = f"{self.defence.name} looks at {{}}, which a mod never sees: use flower.train(...), which runs it."
+        view = Client(
+            task=self.task or _Absent(f"{self.defence.name} looks at the model: give UploadDefence(defence, task)."),  # type: ignore[arg-type]
+            start=weights,
+            moved=plain.payload["update"],
+            batch=_Absent(advice.format("the client's examples")),  # type: ignore[arg-type]
+            optimiser=_Absent(advice.format("the client's optimiser")),  # type: ignore[arg-type]
+            extras=extras,
+            memory=memory,
+            draws=source,
+        )
+        with torch.no_grad():
+            sent = self.defence.upload(plain, view)
+            return sent, self.defence.remember(plain, sent, view)
+
+
+class _Absent:
+    """Stands for what a mod does not have; whoever looks at it is told what to do instead."""
+
+    def __init__(self, advice: str) -> None:
+        self.__dict__["advice"] = advice
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise FlowerError(self.__dict__["advice"])
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+
+def _idle_gradient(defence: Defence) -> bool:
+    """Does the hook only ask for the gradient and hand it on? Some defences have such forms (clipping of updates)."""
+    weights, batch, gradient = {"": torch.zeros(1)}, {"": torch.zeros(1, 1)}, {"": torch.zeros(1)}
+    asked: list[bool] = []
+
+    def compute(at: Params, on: Batch, *, statistics: bool = True) -> Params:
+        asked.append(at is weights and on is batch)
+        return gradient
+
+    absent: Any = _Absent("")
+    try:
+        found = defence.gradient(compute, weights, batch, Client(absent, weights, {}, batch, {}, {}, {}, None))
+    except Exception:  # it looked at the model, or drew noise: whatever it is, it does something
+        return False
+    return found is gradient and asked == [True]
+
+
+# --- what both share --------------------------------------------------------------------------------------------------
+
+
+def _randomness(
+    seed: int | None, context: Context, number: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Generator]:
+    """The key of this client in this round, and the source of its shuffles: secret, or as a simulation has them."""
+    if seed is None:
+        words = [secrets.randbits(32), secrets.randbits(32)]
+        return torch.tensor(words).to(like.device), torch.Generator().manual_seed(secrets.randbits(63))
+    client = context.node_config.get("partition-id", context.node_id)
+    order = randomness.key("federation", seed, "order", client, number)
+    own = randomness.key("federation", seed, client, number).to(like.device)
+    return own, torch.Generator().manual_seed(int(order[0]))
+
+
+def _recalled(context: Context, like: torch.Tensor) -> Tree:
+    held = context.state.array_records.get(MEMORY)
+    return {} if held is None else unflat(placed(params_of(held), like))
+
+
+def _keep(context: Context, memory: Tree) -> None:
+    held = {name: torch.as_tensor(value) for name, value in flat(memory).items()}
+    if held:
+        context.state[MEMORY] = record_of(held)
+    elif MEMORY in context.state:
+        del context.state[MEMORY]
+
+
+def _returned(
+    record: ArrayRecord, sent: Params, weights: Params, upload: Upload, buffers: Params, task: Task | None
+) -> ArrayRecord:
+    """The model that leaves: the weights less the update, in the names, order and types in which they came.
+
+    Buffers that the defence withholds go back as they were sent: strategies want the whole model.
+    """
+    if upload.payload.keys() != {"update"}:
+        others = ", ".join(sorted(upload.payload.keys() - {"update"})) or "no update"
+        raise FlowerError(
+            f"The defence sends {others}; a Flower strategy averages weights, and nothing else can be sent through it."
+        )
+    names = {name: name for name in sent} if task is None else own_names(sent, task)
+    after: Params = {names[name]: value for name, value in sent.items()} | buffers | (upload.buffers or {})
+    after |= tree.subtract(weights, upload.payload["update"])
+    if task is not None:
+        after |= {name: after[first] for name, first in tied(task).items()}
+    return ArrayRecord({name: after[names[name]].detach().cpu().to(sent[name].dtype) for name in record})

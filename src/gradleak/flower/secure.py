@@ -1,0 +1,336 @@
+"""Secure aggregation over Flower's messages: the server learns the sum of the updates, and not the updates.
+
+The protocol, what it assumes and what it hides: docs/secure-aggregation.md. Here its four stages travel as messages:
+two queries before the training (keys, shares), the train message itself (masked values) and one query after it
+(shares that take the masks off the sum). Flower starts a process for each of them, so that a client puts what it knows
+into `context.state` in between, which stays on its node.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore import log
+
+from gradleak import tree
+from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.flower.records import FlowerError, examples_of, model_record, params_of
+from gradleak.secure import (
+    Client,
+    FixedPoint,
+    Identity,
+    Member,
+    Oversize,
+    Part,
+    Plan,
+    Roster,
+    SecureError,
+    Server,
+    Stage,
+    flat,
+    restored,
+)
+from gradleak.task import Task
+from gradleak.tree import Params
+
+ACTION = "secure"
+QUERY = f"query.{ACTION}"
+RECORD = "gradleak.secure"  # config record of messages, and of a client's state
+UPDATE, COUNT = "update", "examples"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What every client and the server agree on before the training, on a way that the server cannot change.
+
+    roster        who may take part, by number, and their public keys (`Identity.public`)
+    clip          the largest magnitude of an entry of an update; a client whose update is larger drops out of the round
+    examples      the largest number of examples of a client
+    minimum, threshold, neighbours, ring_bits   see `secure.Plan`
+    """
+
+    roster: Roster
+    clip: float
+    examples: int = 10**6
+    minimum: int = 3
+    threshold: int | None = None
+    neighbours: int | None = None
+    ring_bits: int = 64
+
+    def plan(self, size: int, session: bytes, round: int) -> Plan:
+        """Of one round of a training, for a model with so many trained entries."""
+        clients = len(self.roster)
+        parts = (
+            Part(UPDATE, size, FixedPoint.finest(self.clip, clients, ring_bits=self.ring_bits)),
+            Part(COUNT, 1, FixedPoint(float(self.examples), 0)),
+        )
+        settings = {name: getattr(self, name) for name in ("minimum", "threshold", "neighbours", "ring_bits")}
+        return Plan(self.roster, parts, session, round, **settings)
+
+
+# --- a client ---------------------------------------------------------------------------------------------------------
+
+
+class SecureClient:
+    """A client's half: a mod around its training, and the answers to the server's queries.
+
+        secure = SecureClient(agreement, task, number, identity)
+        app.query("secure")(secure.answer)
+
+        @app.train(mods=[secure])
+        def train(message, context): ...
+
+    number, identity   under which it is in the roster; functions of the Context where one app serves many clients
+
+    Whatever the training returns, only masked values leave: weights, metrics and the number of examples are taken out
+    of the reply. What the client has to remember between messages is in `context.state`, secrets included.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        task: Task,
+        number: int | Callable[[Context], int],
+        identity: Identity | Callable[[Context], Identity],
+    ) -> None:
+        self.agreement, self.task, self.number, self.identity = agreement, task, number, identity
+
+    def answer(self, message: Message, context: Context) -> Message:
+        """The queries: advertise keys, share keys, unmask."""
+        asked = _asked(message.content)
+        stage, content = Stage[str(asked["stage"])], _bytes(asked.get("content", b""))
+        if stage is Stage.ADVERTISE:
+            member = self._member(context)
+            plan = self._plan(asked)
+            client = member.join(plan)
+            sent = client.advertise()
+            self._keep(context, member, client, asked)
+            return _reply(message, sent)
+        member, client, told = self._resumed(context)
+        sent = client.share(content) if stage is Stage.SHARE else client.unmask(content)
+        self._keep(context, member, client if stage is Stage.SHARE else None, told)
+        return _reply(message, sent)
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        """Around training: what leaves is masked."""
+        asked = _asked(message.content)
+        _, record = model_record(message.content)
+        before = params_of(record)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        member, client, told = self._resumed(context)
+        client.accept(_bytes(asked["content"]))
+        weights, _ = sorted_state(before, self.task)
+        after, _ = sorted_state(params_of(model_record(reply.content)[1]), self.task)
+        values = {
+            UPDATE: flat(tree.subtract(weights, after)),
+            COUNT: np.array([float(examples_of(reply.content))]),
+        }
+        try:
+            sent = client.mask(values)
+        except Oversize:  # its text names the largest entry, and errors travel to the server
+            raise FlowerError("The update, or the number of examples, is beyond what was agreed on (clip).") from None
+        self._keep(context, member, client, told)
+        return _reply(message, sent)
+
+    def _plan(self, asked: Mapping[str, Any]) -> Plan:
+        """Of this client's own agreement: the server names session and round, and nothing else."""
+        size = tree.size(self.task.weights())
+        return self.agreement.plan(size, _bytes(asked["session"]), int(asked["round"]))
+
+    def _member(self, context: Context) -> Member:
+        number = self.number(context) if callable(self.number) else self.number
+        identity = self.identity(context) if callable(self.identity) else self.identity
+        held = context.state.config_records.get(RECORD)
+        history = {} if held is None else json.loads(str(held["history"]))
+        joined = {
+            bytes.fromhex(name): (last, attempt, Stage[stage]) for name, (last, attempt, stage) in history.items()
+        }
+        return Member(number, identity, joined)
+
+    def _resumed(self, context: Context) -> tuple[Member, Client, dict[str, Any]]:
+        held = context.state.config_records.get(RECORD)
+        if held is None or not held.get("state"):
+            raise FlowerError("This client has not advertised keys in this round: it joins the next one.")
+        member, told = self._member(context), {"session": held["session"], "round": held["round"]}
+        client = member.resume(self._plan(told), _bytes(held["state"]))
+        context.state[RECORD] = ConfigRecord({**dict(held), "state": b""})  # a state is used once
+        return member, client, told
+
+    @staticmethod
+    def _keep(context: Context, member: Member, client: Client | None, told: Mapping[str, Any]) -> None:
+        joined = {name.hex(): (last, attempt, stage.name) for name, (last, attempt, stage) in member.history.items()}
+        history = json.dumps(joined)
+        state = b"" if client is None else client.suspend()
+        context.state[RECORD] = ConfigRecord(
+            {"session": told["session"], "round": told["round"], "state": state, "history": history}
+        )
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Round:
+    plan: Plan
+    server: Server
+    nodes: dict[int, int]  # client -> node
+    record: ArrayRecord
+    trouble: list[str] = field(default_factory=list)
+
+
+class SecureAggregation(Strategy):
+    """FedAvg over secure sums: the mean of the clients' updates, each counted once.
+
+    strategy    of which only sampling and evaluation are used; it asks whom it samples, and no others are asked
+    agreement   the same that the clients hold
+    timeout     seconds for each of the three queries; the training itself has Flower's
+
+    Clients that drop out, at any stage, are made up for down to the threshold. Below it the round gives no sum: the
+    model stays, and `trouble` says why. `aggregated` is what is known of the last sum: clients and their examples.
+    Running statistics are not sent: the model keeps those it began with.
+    """
+
+    def __init__(self, strategy: Strategy, agreement: Agreement, task: Task, *, timeout: float = 600.0) -> None:
+        self.strategy, self.agreement, self.task, self.timeout = strategy, agreement, task, timeout
+        self.session = secrets.token_bytes(16)
+        self.trouble: dict[int, list[str]] = {}
+        self.aggregated: tuple[int, int] | None = None
+        self._round: _Round | None = None
+        self._grid: Grid | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The first two stages, by queries; what is returned are the messages of the third."""
+        self._grid, self._round = grid, None
+        self.trouble[server_round] = []
+        messages = {
+            one.metadata.dst_node_id: one for one in self.strategy.configure_train(server_round, arrays, config, grid)
+        }
+        plan = self.agreement.plan(tree.size(self.task.weights()), self.session, server_round)
+        now = _Round(plan, Server(plan), {}, arrays, self.trouble[server_round])
+        try:
+            self._query(now, Stage.ADVERTISE, dict.fromkeys(messages, b""), names=True)
+            directories = now.server.advance()
+            self._query(now, Stage.SHARE, {now.nodes[client]: sent for client, sent in directories.items()})
+            deliveries = now.server.advance()
+        except SecureError as problem:
+            return self._without(now, problem)
+        self._round = now
+        ready = []
+        for client, delivery in deliveries.items():
+            message = messages[now.nodes[client]]
+            content = RecordDict(dict(message.content))  # Flower gives all messages one content: this is each one's own
+            content[RECORD] = self._told(now, Stage.MASK, delivery)
+            ready.append(Message(content, dst_node_id=now.nodes[client], message_type=message.metadata.message_type))
+        return ready
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The last stage, by a query, and the sum."""
+        now, self._round, self.aggregated = self._round, None, None
+        if now is None:
+            return None, None
+        self._received(now, replies)
+        try:
+            requests = now.server.advance()
+            self._query(now, Stage.UNMASK, {now.nodes[client]: sent for client, sent in requests.items()})
+            now.server.advance()
+        except SecureError as problem:
+            self._without(now, problem)
+            return None, None
+        clients, sums = len(now.server.survivors), now.server.sums
+        self.aggregated = clients, round(float(sums[COUNT][0]))
+        state = params_of(now.record)
+        weights, _ = sorted_state(state, self.task)
+        mean = tree.scale(restored(sums[UPDATE], weights), 1 / clients)
+        after = tree.map(lambda value, step: (value.double() - step).to(value.dtype), weights, mean)
+        metrics = MetricRecord({"clients": clients, "num-examples": self.aggregated[1]})
+        return self._model(now.record, state, after), metrics
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _query(self, now: _Round, stage: Stage, contents: Mapping[int, bytes], names: bool = False) -> None:
+        """Ask nodes, and hand what they answer to the server; who does not answer has dropped out."""
+        assert self._grid is not None
+        messages = [
+            Message(RecordDict({RECORD: self._told(now, stage, content)}), dst_node_id=node, message_type=QUERY)
+            for node, content in contents.items()
+        ]
+        replies = list(self._grid.send_and_receive(messages, timeout=self.timeout))
+        self._received(now, replies, names)
+        for node in contents.keys() - {reply.metadata.src_node_id for reply in replies}:
+            now.trouble.append(f"node {node} did not answer at the stage '{stage.value}'")
+
+    def _received(self, now: _Round, replies: Iterable[Message], names: bool = False) -> None:
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                now.trouble.append(f"node {node}: {reply.error.reason}")
+                continue
+            try:
+                client = now.server.receive(_bytes(_asked(reply.content)["content"]))
+            except (SecureError, FlowerError, KeyError) as problem:
+                now.trouble.append(f"node {node}: {problem}")
+                continue
+            if names:
+                now.nodes[client] = node
+
+    def _without(self, now: _Round, problem: SecureError) -> list[Message]:
+        now.trouble.append(str(problem))
+        log(WARNING, "Secure aggregation: no sum in round %s. %s", now.plan.round, problem)
+        return []
+
+    def _told(self, now: _Round, stage: Stage, content: bytes) -> ConfigRecord:
+        return ConfigRecord({"stage": stage.name, "session": self.session, "round": now.plan.round, "content": content})
+
+    def _model(self, like: ArrayRecord, state: Params, weights: Params) -> ArrayRecord:
+        names = own_names(state, self.task)
+        held: dict[str, torch.Tensor] = {**{names[name]: value for name, value in state.items()}, **weights}
+        held |= {name: held[first] for name, first in tied(self.task).items()}
+        return ArrayRecord({name: held[names[name]].to(state[name].dtype) for name in like})
+
+
+def _asked(content: RecordDict) -> ConfigRecord:
+    if RECORD not in content.config_records:
+        raise FlowerError("This message is none of secure aggregation: the other side must use it too.")
+    return content.config_records[RECORD]
+
+
+def _reply(message: Message, content: bytes) -> Message:
+    return Message(RecordDict({RECORD: ConfigRecord({"content": content})}), reply_to=message)
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise FlowerError(f"A message of secure aggregation holds {type(value).__name__} where bytes should be.")
+    return value

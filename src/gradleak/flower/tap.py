@@ -1,0 +1,265 @@
+"""Tap: a strategy that records what its server saw, and changes nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from gradleak import __version__
+from gradleak.flower.privacy import recognised
+from gradleak.flower.recording import Recording, Written, entries_of
+from gradleak.flower.records import EXAMPLES, EXTRAS, FlowerError, examples_of, model_record
+from gradleak.guarantee import Exposure
+from gradleak.observation import MOST
+from gradleak.results.labels import record as label
+from gradleak.task import Task
+
+KEEP = ("observations", "aggregate", "summary")
+
+
+@dataclass
+class _Asked:
+    """One recorded round while it goes on."""
+
+    sent: dict[int, Message] = field(default_factory=dict)  # by node
+    seconds: float = 0.0
+
+
+class Tap(Strategy):
+    """Any strategy of Flower's message API, with a record of what the server was sent.
+
+    rounds    to record, counted as Flower counts, from 1; None: all
+    clients   how many of a round's clients (those with the lowest numbers), or which nodes; None: all
+    keep      "observations": what each client sent. "aggregate": only what the strategy made of them, one observation
+              of so many clients (all that is seen under secure aggregation). "summary": no tensors, only the record
+    out       the folder; where it holds another recording, OUT-2, OUT-3, ...
+    task      of the model, where it is at hand: says which tensors are trained (else names and types tell)
+
+    Put it outermost, around wrappers for privacy: those change replies, and the server has seen them before that.
+    Clients that fail, do not answer, or answer with something that is no model are lines of the record. An observation
+    is written tensor by tensor; nothing of it is held. `rounds` of an Observation are Flower's.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        rounds: Collection[int] | None = None,
+        clients: int | Collection[int] | None = None,
+        keep: str = "observations",
+        out: str | os.PathLike[str] = "observations",
+        task: Task | None = None,
+    ) -> None:
+        if keep not in KEEP:
+            raise FlowerError(f"keep must be {', '.join(map(repr, KEEP))}; given {keep!r}.")
+        if isinstance(clients, int) and clients < 1:
+            raise FlowerError(f"clients must be at least 1, or the nodes to record; given {clients}.")
+        self.strategy, self.keep = strategy, keep
+        self.rounds = None if rounds is None else frozenset(rounds)
+        self.clients = clients if clients is None or isinstance(clients, int) else frozenset(clients)
+        self.recording = Recording(out)
+        self._trained = None if task is None else frozenset(task.weights())
+        self._open: dict[int, _Asked] = {}
+        self._done = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":  # not set yet: while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    @property
+    def folder(self) -> Any:
+        """Where the recording is."""
+        return self.recording.folder
+
+    # --- what the strategy does, with an eye on it -------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self._noted(server_round, self.strategy.configure_train(server_round, arrays, config, grid))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        return self._recorded(server_round, replies, self.strategy.aggregate_train)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return self.strategy.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        self.strategy.summary()
+
+    def start(self, *args: Any, **kwargs: Any) -> Result:
+        """Flower's loop; where the strategy has a loop of its own, that one, with its two methods watched."""
+        inner = self.strategy
+        if type(inner).start is Strategy.start:
+            return super().start(*args, **kwargs)
+        configure, aggregate, own = inner.configure_train, inner.aggregate_train, vars(inner)
+        before: dict[str, Any] = {name: own[name] for name in ("configure_train", "aggregate_train") if name in own}
+        try:
+            own["configure_train"] = lambda number, *rest, **named: self._noted(
+                number, configure(number, *rest, **named)
+            )
+            own["aggregate_train"] = lambda number, replies: self._recorded(number, replies, aggregate)
+            return inner.start(*args, **kwargs)
+        finally:
+            del own["configure_train"], own["aggregate_train"]
+            own.update(before)
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def _noted(self, server_round: int, messages: Iterable[Message]) -> Iterable[Message]:
+        if self.rounds is not None and server_round not in self.rounds:
+            return messages
+        began, held = time.perf_counter(), list(messages)
+        asked = _Asked({message.metadata.dst_node_id: message for message in held})
+        asked.seconds = time.perf_counter() - began
+        self._open[server_round] = asked
+        return held
+
+    def _recorded(
+        self,
+        server_round: int,
+        replies: Iterable[Message],
+        aggregate: Callable[[int, Iterable[Message]], tuple[ArrayRecord | None, MetricRecord | None]],
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        asked = self._open.pop(server_round, None)
+        if asked is None:
+            return aggregate(server_round, replies)
+        # Before the strategy: wrappers for privacy change replies in place, after the server has seen them.
+        began, held = time.perf_counter(), list(replies)
+        rows = self._of_clients(server_round, asked, held)
+        seconds = asked.seconds + time.perf_counter() - began
+        arrays, metrics = aggregate(server_round, held)
+        began = time.perf_counter()
+        self._done += 1
+        aggregated = self._of_round(server_round, asked, rows, arrays)
+        disk = sum(row.get("disk_seconds", 0.0) for row in (*rows, aggregated))
+        spent = {"round": server_round, "tap_seconds": seconds + time.perf_counter() - began - disk}
+        try:
+            self.recording.describe(self._about(server_round))
+            self.recording.add([*rows, aggregated, {**spent, "disk_seconds": disk}])
+        except OSError as problem:
+            warnings.warn(f"Round {server_round} could not be recorded: {problem}.", RuntimeWarning, stacklevel=2)
+        return arrays, metrics
+
+    def _of_clients(self, server_round: int, asked: _Asked, replies: list[Message]) -> list[dict[str, Any]]:
+        """One line for every client that was asked, whatever came of it; and for whoever answered unasked."""
+        wanted = self._wanted(asked)
+        rows: dict[int, dict[str, Any]] = {}
+        for reply in replies:
+            node = reply.metadata.src_node_id
+            if node in rows and rows[node]["status"] != "error":
+                rows[node]["repeated"] = rows[node].get("repeated", 0) + 1  # the first one counts
+                continue
+            rows[node] = {"round": server_round, "node": node, **self._of_reply(server_round, asked, reply, wanted)}
+        for node in asked.sent:
+            rows.setdefault(node, {"round": server_round, "node": node, "status": "no reply"})
+        return list(rows.values())
+
+    def _wanted(self, asked: _Asked) -> set[int]:
+        if isinstance(self.clients, int):
+            return set(sorted(asked.sent)[: self.clients])  # the same ones again, where they are asked again
+        return set(asked.sent) if self.clients is None else set(asked.sent) & self.clients
+
+    def _of_reply(self, server_round: int, asked: _Asked, reply: Message, wanted: set[int]) -> dict[str, Any]:
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            return {"status": "error", "reason": str(reply.error.reason)}
+        if node not in asked.sent:
+            return {"status": "not asked"}
+        try:
+            examples = examples_of(reply.content, getattr(self.strategy, "weighted_by_key", EXAMPLES))
+        except FlowerError as problem:
+            examples = None
+            if self.keep == "observations":
+                return {"status": "unusable", "reason": str(problem)}
+        counted = {} if examples is None else {"num_examples": examples}
+        if node not in wanted or self.keep != "observations":
+            return {"status": "answered", **counted}
+        try:
+            written = self._write(server_round, asked.sent[node], reply, node, examples or 1)
+        except FlowerError as problem:
+            return {"status": "unusable", "reason": str(problem), **counted}
+        except OSError as problem:  # a full disk must not end a training
+            return {"status": "not written", "reason": str(problem), **counted}
+        return {"status": "recorded", **counted, **asdict(written)}
+
+    def _write(self, server_round: int, sent: Message, reply: Message, node: int, examples: int) -> Written:
+        key = getattr(self.strategy, "arrayrecord_key", "arrays")
+        (_, before), (_, after) = model_record(sent.content, key), model_record(reply.content, key)
+        header = self._header(server_round, f"node{node}/round{server_round}", examples, 1)
+        entries = entries_of(before, after, _extras(sent), self._trained)
+        return self.recording.write(f"round{server_round:04d}-node{node}", header, entries)
+
+    def _of_round(
+        self, server_round: int, asked: _Asked, rows: list[dict[str, Any]], arrays: ArrayRecord | None
+    ) -> dict[str, Any]:
+        """The line of what the strategy made of the round."""
+        told: dict[str, Any] = {"round": server_round, "node": None}
+        if arrays is None:
+            return {**told, "status": "not aggregated"}
+        counted = getattr(self.strategy, "aggregated", None)  # a strategy that knows better than the replies tell
+        clients, examples = (
+            counted
+            if counted is not None
+            else (
+                sum(row["status"] in ("answered", "recorded", "unusable", "not written") for row in rows),
+                sum(row.get("num_examples", 0) for row in rows),
+            )
+        )
+        told |= {"status": "aggregated", "clients": clients, "num_examples": examples}
+        if self.keep != "aggregate" or not asked.sent:
+            return told
+        first = next(iter(asked.sent.values()))
+        try:
+            _, before = model_record(first.content, getattr(self.strategy, "arrayrecord_key", "arrays"))
+            header = self._header(server_round, f"round{server_round}", max(1, examples), max(1, clients))
+            entries = entries_of(before, arrays, _extras(first), self._trained)
+            return {**told, **asdict(self.recording.write(f"round{server_round:04d}", header, entries))}
+        except (FlowerError, OSError) as problem:
+            return {**told, "reason": str(problem)}
+
+    @staticmethod
+    def _header(server_round: int, key: str, examples: int, clients: int) -> dict[str, Any]:
+        return {"num_examples": min(examples, MOST), "round": server_round, "clients": clients, "key": key}
+
+    def _about(self, server_round: int) -> dict[str, Any]:
+        known = recognised(self.strategy, Exposure(rounds=server_round))
+        return {
+            "format": "gradleak.recording",
+            "version": 1,
+            "gradleak": __version__,
+            "flwr": version("flwr"),
+            "strategy": _name(self.strategy),
+            "keep": self.keep,
+            "rounds_recorded": self._done,
+            "privacy": [{"wrapper": one.name, "says": one.text, "guarantee": label(one.guarantee)} for one in known],
+        }
+
+
+def _extras(sent: Message) -> dict[str, ArrayRecord]:
+    records = sent.content.array_records.items()
+    return {name[len(EXTRAS) :]: record for name, record in records if name.startswith(EXTRAS)}
+
+
+def _name(strategy: Any) -> str:
+    """The strategy and all that it wraps, outermost first."""
+    inner = getattr(strategy, "strategy", None)
+    own = type(strategy).__name__
+    return own if inner is None else f"{own}({_name(inner)})"

@@ -1,0 +1,235 @@
+"""A client-side check of an update before it is sent: allow, noise or block. In doubt it blocks.
+
+    policy = Policy.load("policy.toml")
+    decision = check(task, seen, policy, knows=Knowledge(training=training), batch=batch, seconds=20)
+    if decision.action == "block": ...                      # else send decision.update
+
+The client attacks its own update with `auto`, as a server that knows the recipe would. With its batch at hand it
+compares, image by image; without, an update that a search reproduces to rounding counts as inverted. It fails closed:
+whatever goes wrong, and whatever is not decided in time, is treated as the policy says of what is undecided, and that
+cannot be "allow".
+
+What it cannot do: an update that passes has withstood these attacks for so long, on this machine. That is no proof of
+safety; a server has more time. Only differential privacy with a stated epsilon proves anything.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradleak import metrics, tree
+from gradleak.analysis.risk import risk
+from gradleak.auto import PRESETS, Auto
+from gradleak.auto.residual import SOLVED
+from gradleak.checks import observation_checks
+from gradleak.defences.gaussian import LocalGaussian
+from gradleak.engine import Engine
+from gradleak.observation import Knowledge, Observation
+from gradleak.registry import did_you_mean
+from gradleak.results.configuration import from_toml
+from gradleak.task import Batch, Task
+from gradleak.tree import Params
+
+ALLOW, NOISE, BLOCK = "allow", "noise", "block"
+
+
+class BadPolicy(ValueError):
+    """A policy that cannot be read, or that would let undecided updates pass."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a client lets out. In TOML each setting by its name, at the top of the file.
+
+    on_leak      "noise" or "block", where the update gives images away
+    undecided    "noise" or "block", where the check failed, found no working attack, or ran out of time
+    psnr, ssim   with the batch at hand: an image counts as given away above both
+    most_bits    without it: block from this risk score on (bits per pixel), if not inverted anyway; none: not looked at
+    noise        standard deviation that is added, as a multiple of the update's root mean square
+    preset       of `auto`
+    """
+
+    on_leak: str = BLOCK
+    undecided: str = BLOCK
+    psnr: float = 18.0
+    ssim: float = 0.5
+    most_bits: float | None = None
+    noise: float = 1.0
+    preset: str = "quick"
+
+    def __post_init__(self) -> None:
+        for name in ("on_leak", "undecided"):
+            if getattr(self, name) not in (NOISE, BLOCK):
+                raise BadPolicy(
+                    f"{name} must be 'noise' or 'block'; given {getattr(self, name)!r}. A gate fails closed."
+                )
+        if self.preset not in PRESETS:
+            raise BadPolicy(f"preset cannot be {self.preset!r}.{did_you_mean(str(self.preset), PRESETS)}")
+        for name in ("psnr", "ssim", "noise", "most_bits"):
+            value = getattr(self, name)
+            numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not numeric and not (name == "most_bits" and value is None):
+                raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
+        if self.noise <= 0:
+            raise BadPolicy(f"noise must be above 0; given {self.noise}.")
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """From a TOML file; an unknown setting is an error that names the nearest."""
+        try:
+            held: Mapping[str, Any] = from_toml(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise BadPolicy(f"{path} cannot be read as a policy: {problem}.") from None
+        known = [entry.name for entry in fields(Policy)]
+        if odd := [name for name in held if name not in known]:
+            raise BadPolicy(f"{path} has no setting {odd[0]!r}.{did_you_mean(odd[0], known)}")
+        return Policy(**held)
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """`action` with its reason. `update`: what may be sent; None where nothing may. `figures`: what was measured."""
+
+    action: str
+    reason: str
+    update: Params | None
+    seconds: float
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.action.upper()}. {self.reason} ({self.seconds:.1f} s)"
+
+    def record(self) -> dict[str, Any]:
+        return {"action": self.action, "reason": self.reason, "seconds": self.seconds, "figures": self.figures}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an attack on the client's own update showed. `leaks`: None where that could not be decided."""
+
+    leaks: bool | None
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def check(
+    task: Task,
+    seen: Observation,
+    policy: Policy | None = None,
+    *,
+    knows: Knowledge = Knowledge(),
+    batch: Batch | None = None,
+    seconds: float = 20.0,
+    seed: int = 0,
+    engine: Engine | None = None,
+) -> Decision:
+    """Decide on one update. `batch`: the client's own examples, which make the decision sharper and stay here.
+
+    Noise is drawn afresh from the system's random source, and the noised update is attacked again, by an attacker who
+    knows how much noise there is, in what is left of the time; one that still leaks, or is not decided, is blocked.
+    """
+    began, policy = time.perf_counter(), policy or Policy()
+    found = _finding(task, seen, policy, knows, batch, seconds, seed, engine)
+    action = {False: ALLOW, True: policy.on_leak, None: policy.undecided}[found.leaks]
+    spent = time.perf_counter() - began
+    if action != NOISE:
+        return Decision(action, found.text, seen.update if action == ALLOW else None, spent, found.figures)
+    noised, std = _noised(seen.update, policy.noise)
+    defence = LocalGaussian(sigma=std)
+    again = _finding(
+        task,
+        replace(seen, update=noised),
+        replace(policy, most_bits=None),
+        replace(knows, defence=defence),
+        batch,
+        max(0.01, seconds - spent),
+        seed,
+        engine,
+    )
+    figures = {"before": found.figures, "after": again.figures, "noise": std}
+    spent = time.perf_counter() - began
+    if again.leaks is False:
+        text = f"{found.text} With noise of {policy.noise:g} times its root mean square: {again.text}"
+        return Decision(NOISE, text, noised, spent, figures)
+    why = "it still leaks" if again.leaks else "it could not be decided"
+    return Decision(BLOCK, f"{found.text} With noise {why}: {again.text}", None, spent, figures)
+
+
+def _finding(
+    task: Task,
+    seen: Observation,
+    policy: Policy,
+    knows: Knowledge,
+    batch: Batch | None,
+    seconds: float,
+    seed: int,
+    engine: Engine | None,
+) -> Finding:
+    if odd := [check for check in observation_checks(seen, task) if check.severity == "error"]:
+        return Finding(None, f"The update cannot be judged: {odd[0].text}.")
+    began = time.perf_counter()
+    try:
+        figures: dict[str, Any] = {}
+        if batch is None and policy.most_bits is not None:
+            figures["risk"] = risk(task, seen, knows, engine=engine).record()
+            if figures["risk"]["score"] >= policy.most_bits:
+                told = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
+                return Finding(True, f"The update says too much: {told}.", figures)
+        left = max(0.01, seconds - (time.perf_counter() - began))
+        attack = Auto(preset=policy.preset, seconds=left, certify=False)
+        result = attack.run(task, seen, knows, seed, engine=engine)
+    except Exception as problem:
+        # Whatever happens here must not let an update pass: an error is the same as no answer.
+        first = str(problem).partition("\n")[0]
+        return Finding(None, f"The check could not be made ({type(problem).__name__}: {first}).")
+    figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
+    figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in result.settings["tried"]]
+    cut = any(each["outcome"] == "stopped" or "are over" in each.get("why", "") for each in result.settings["tried"])
+    worked = result.checks.converged[0]
+    leak = _compared(result, batch, policy, figures) if batch is not None else _inverted(result, figures)
+    if leak is not None:
+        return Finding(True, leak, figures)
+    if cut:
+        return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
+    if not worked:
+        return Finding(None, "No attack worked as an optimiser, which shows nothing.", figures)
+    return Finding(False, "Attacks that converged gave no image away; that is no proof of safety.", figures)
+
+
+def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]) -> str | None:
+    """With the client's own images: is any of them shown?"""
+    scores = metrics.compare(result, batch)
+    shown = (scores.psnr > policy.psnr) & (scores.ssim > policy.ssim)
+    figures |= {"psnr": float(scores.psnr.max()), "ssim": float(scores.ssim.max()), "shown": int(shown.sum())}
+    if not bool(shown.any()):
+        return None
+    return (
+        f"{int(shown.sum())} of {shown.numel()} images come back from this update, the clearest with "
+        f"{figures['psnr']:.1f} dB."
+    )
+
+
+def _inverted(result: Any, figures: dict[str, Any]) -> str | None:
+    """Without them: an update that is reproduced to rounding has been inverted, or nearly always so."""
+    if figures["residual"] > SOLVED:
+        return None
+    return f"{figures['winner']} reproduces the update to {figures['residual']:.0e}: images were found that give it."
+
+
+def _noised(update: Params, share: float) -> tuple[Params, float]:
+    """The update with fresh noise, and its standard deviation. The seed is the system's: no server can draw it too."""
+    std = share * float(tree.norm(update)) / math.sqrt(tree.size(update))
+    source = torch.Generator().manual_seed(secrets.randbits(63))
+    noise = {
+        name: torch.randn(value.shape, generator=source, dtype=torch.float64).to(value)
+        for name, value in update.items()
+    }
+    return tree.map(lambda value, drawn: value + std * drawn, update, noise), std

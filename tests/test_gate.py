@@ -1,0 +1,214 @@
+"""The client-side gate: it blocks what leaks, in doubt it blocks, and noise is attacked before it passes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import gradleak as gl
+from conftest import private, tiny
+from gradleak import tree
+from gradleak.analysis.risk import risk
+from gradleak.checks import Checks
+from gradleak.cli import app
+from gradleak.defences import LocalGaussian
+from gradleak.gate import BadPolicy, Policy, check
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge
+
+ONE = LocalTraining(lr=0.5)
+KNOWS = Knowledge(training=ONE)
+CPU = gl.Engine(device="cpu")
+
+
+def update(defence: Any = None, examples: int = 1) -> tuple[gl.Task, gl.Observation, dict[str, torch.Tensor]]:
+    task, batch = tiny(), private(examples)
+    return task, gl.observe(task, batch, ONE, defence), batch
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_batch", [True, False])
+def test_an_update_that_can_be_inverted_is_blocked(with_batch: bool) -> None:
+    task, seen, batch = update()
+    found = check(task, seen, knows=KNOWS, batch=batch if with_batch else None, engine=CPU)
+    assert found.action == "block"
+    assert found.update is None
+    assert ("come back" if with_batch else "reproduces the update") in found.reason
+
+
+@pytest.mark.parametrize(("converged", "action"), [(True, "allow"), (False, "block")])
+def test_what_withstood_working_attacks_is_allowed_and_what_met_none_is_not(
+    converged: bool, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradleak import gate
+
+    noise = LocalGaussian(sigma=3.0)
+    task, seen, batch = update(noise)
+    knows = replace(KNOWS, defence=noise)
+    blurred = gl.attacks.get("ig", steps=3).run(task, seen, knows, engine=CPU)
+
+    class Searched:
+        """As `auto` answers, with a search that went well or did not."""
+
+        settings: ClassVar = {"winner": ["ig"], "tried": [{"member": "ig", "outcome": "ran"}]}
+        checks = Checks((), (converged,))
+        match, batch, fields, diverged = blurred.match, blurred.batch, blurred.fields, blurred.diverged
+        chosen = blurred.chosen
+
+    monkeypatch.setattr(gate.Auto, "run", lambda *given, **settings: Searched())
+    found = check(task, seen, knows=knows, batch=batch, engine=CPU)
+    assert found.figures["psnr"] < 18
+    assert found.action == action
+    assert (found.update is seen.update) is converged
+    assert ("no proof of safety" if converged else "shows nothing") in found.reason
+
+
+def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradleak import gate
+
+    task, seen, batch = update()
+    asked: list[Knowledge] = []
+
+    def finding(task: Any, seen: Any, policy: Any, knows: Knowledge, *rest: Any) -> Any:
+        asked.append(knows)
+        return gate.Finding(len(asked) % 2 == 1, "Told.")
+
+    monkeypatch.setattr(gate, "_finding", finding)
+    first, second = (check(task, seen, Policy(on_leak="noise", noise=0.5), knows=KNOWS) for _ in range(2))
+    assert (first.action, second.action) == ("noise", "noise")
+    assert isinstance(asked[1].defence, LocalGaussian)  # whoever attacks the noised update knows the noise
+    added = [tree.subtract(each.update, seen.update) for each in (first, second) if each.update is not None]
+    share = float(tree.norm(added[0])) / float(tree.norm(seen.update))
+    assert share == pytest.approx(0.5, rel=0.3)
+    assert not torch.equal(tree.flatten(added[0]), tree.flatten(added[1]))
+    monkeypatch.setattr(gate, "_finding", lambda *rest: gate.Finding(True, "Told."))
+    assert check(task, seen, Policy(on_leak="noise"), knows=KNOWS).action == "block"
+
+
+# --- closed -----------------------------------------------------------------------------------------------------------
+
+
+def test_whatever_goes_wrong_blocks() -> None:
+    task, seen, batch = update()
+    other = replace(seen, update=tree.zeros_like(seen.update))
+    assert check(task, other, knows=KNOWS, engine=CPU).action == "block"
+    foreign = gl.observe(gl.Task.supervised(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3)).double(),
+        torch.nn.functional.cross_entropy, like=(batch["x"], batch["y"])), batch, ONE)  # fmt: skip
+    broken = check(task, foreign, knows=KNOWS, engine=CPU)
+    assert broken.action == "block"
+    assert "could not be made" in broken.reason
+
+
+def test_time_that_is_over_blocks() -> None:
+    task, seen, batch = update(LocalGaussian(sigma=3.0))
+    found = check(task, seen, knows=KNOWS, batch=batch, seconds=1e-3, engine=CPU)
+    assert found.action == "block"
+    assert found.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('undecided = "allow"', "fails closed"),
+        ('on_leak = "allow"', "fails closed"),
+        ("noise = 0.0", "above 0"),
+        ("psnr = nan", "finite"),
+        ('preset = "quik"', "Did you mean 'quick'"),
+        ("psrn = 3", "Did you mean 'psnr'"),
+        ("psnr = ", "cannot be read"),
+    ],
+)
+def test_a_policy_that_would_open_the_gate_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    with pytest.raises(BadPolicy, match=message):
+        Policy.load(path)
+    with pytest.raises(BadPolicy, match="cannot be read"):
+        Policy.load(tmp_path / "missing.toml")
+
+
+# --- the risk score ---------------------------------------------------------------------------------------------------
+
+
+def test_the_risk_falls_with_noise_and_with_the_size_of_the_batch() -> None:
+    task = tiny()
+    noises = [LocalGaussian(sigma=sigma) for sigma in (1e-4, 1e-1)]
+    quiet, loud = (
+        risk(task, gl.observe(task, private(1), ONE, noise), replace(KNOWS, defence=noise), engine=CPU)
+        for noise in noises
+    )
+    one, many = (risk(task, gl.observe(task, private(n), ONE), KNOWS, engine=CPU) for n in (1, 12))
+    assert one.score > quiet.score > loud.score >= 0
+    assert one.score > many.score  # 91 equations for 192 unknowns
+    assert (one.unknowns, many.unknowns, one.directions) == (16, 192, 16)
+    assert 0 < one.effective_rank <= 1
+
+
+def test_a_few_directions_stand_for_all() -> None:
+    task, batch = tiny(), private(4)
+    seen = gl.observe(task, batch, ONE)
+    every, some = (risk(task, seen, KNOWS, directions=k, engine=CPU) for k in (64, 32))
+    assert (every.directions, some.directions) == (64, 32)
+    assert some.score == pytest.approx(every.score, rel=0.25)
+    with pytest.raises(ValueError, match="directions must be"):
+        risk(task, seen, KNOWS, directions=1)
+
+
+def test_most_bits_block_before_any_attack() -> None:
+    task, seen, _ = update()
+    found = check(task, seen, Policy(most_bits=1.0), knows=KNOWS, engine=CPU)
+    assert found.action == "block"
+    assert "bits per pixel" in found.reason
+    assert "winner" not in found.figures
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+TASK = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import private, tiny
+task, batch = tiny(), private(1)
+"""
+
+
+def test_the_command_fails_closed(tmp_path: Path) -> None:
+    task, seen, _ = update()
+    (tmp_path / "train.py").write_text(TASK.format(tests=str(Path(__file__).parent)))
+    file, policy = seen.save(tmp_path / "update.safetensors"), tmp_path / "policy.toml"
+    policy.write_text('on_leak = "block"\nundecided = "block"\npsnr = 18.0\n')
+    words = ["gate", str(file), "--task", f"{tmp_path}/train.py:task", "--lr", "0.5", "--max-seconds", "20"]
+    out = tmp_path / "sent.safetensors"
+    told = CliRunner().invoke(app, [*words, "--policy", str(policy), "--device", "cpu", "-o", str(out)])
+    assert told.exit_code == 1, told.output
+    assert told.output.startswith("BLOCK.")
+    assert not out.exists()
+    policy.write_text('undecided = "allow"\n')
+    refused = CliRunner().invoke(app, [*words, "--policy", str(policy)])
+    assert refused.exit_code == 2
+    assert "fails closed" in refused.output
+    own = CliRunner().invoke(app, [*words, "--data", f"{tmp_path}/train.py:batch", "--device", "cpu"])
+    assert own.exit_code == 1
+    assert "come back" in own.output
+
+
+def test_what_is_allowed_is_written_with_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradleak import gate
+
+    _, seen, _ = update()
+    (tmp_path / "train.py").write_text(TASK.format(tests=str(Path(__file__).parent)))
+    file, out = seen.save(tmp_path / "update.safetensors"), tmp_path / "sent.safetensors"
+    monkeypatch.setattr(gate, "_finding", lambda *rest: gate.Finding(False, "Told."))
+    words = ["gate", str(file), "--task", f"{tmp_path}/train.py:task", "--device", "cpu", "-o", str(out)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert out.read_bytes() == file.read_bytes()
+    assert json.loads(out.with_suffix(".json").read_text())["action"] == "allow"

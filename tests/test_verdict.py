@@ -1,0 +1,218 @@
+"""Words with their rules, report cards, what was assumed, and what each assumption is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradleak as gl
+from conftest import private, tiny
+from gradleak.audit.ablation import CAPABILITIES, ablation
+from gradleak.defences import Pruning
+from gradleak.local import LocalTraining
+from gradleak.observation import ACTIVE, LEVELS, Knowledge
+from gradleak.results.intervals import paired
+from gradleak.results.ruling import RULES, WORDS
+from gradleak.results.summary import summaries_of
+from test_results import ALL, NONE, SOME, control, result, row, rows_of
+
+# --- each word by its rule --------------------------------------------------------------------------------------------
+
+CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "half recovered": (rows_of(ALL), "leaks"),
+    "some recovered": (rows_of(SOME), "leaks in part"),
+    "re-identified": (rows_of(NONE, rank1=True), "leaks in part"),
+    "searched in vain": (rows_of(NONE), "not shown to leak"),
+    "no working attack": (rows_of(NONE, converged=False), "inconclusive"),
+}
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_every_word_names_the_rule_that_produced_it(rule: str) -> None:
+    rows, word = CASES[rule]
+    ruling = summaries_of(rows)[0].ruling
+    assert (ruling.word, ruling.rule) == (word, rule)
+    assert result(rows).verdict.because.startswith(f"{word}: ")
+    assert ruling.because.partition(" of ")[0] in result(rows).verdict.because
+
+
+def test_there_is_a_case_for_every_rule_and_a_rule_for_every_word() -> None:
+    assert [rule.name for rule in RULES] == list(CASES)
+    assert {rule.word for rule in RULES} == set(WORDS)
+    assert RULES[-1].holds(summaries_of(rows_of(ALL))[0])  # the last one always holds
+
+
+def test_figures_stand_beside_the_rule() -> None:
+    told = summaries_of(rows_of(SOME))[0].ruling.because
+    assert "recovered 33%" in told or "recovered" in told
+    assert "over an unrelated update" in told
+    assert "converged on 0% of 6 targets" in summaries_of(CASES["no working attack"][0])[0].ruling.because
+
+
+def test_a_void_run_says_so_on_every_card() -> None:
+    run = result(control(psnr=5.0), rows_of(ALL))
+    assert run.verdict.because.startswith("void: the positive control failed")
+    assert {card["word"] for card in run.cards} == {"void"}
+    assert result(rows_of(ALL)).cards[0]["word"] == "leaks"
+
+
+# --- a card -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_holds_what_an_auditor_signs(tmp_path: Path) -> None:
+    rows = [row(1, n, hit=n < 15, targets=20, psnr=30.0 + n if n < 15 else 9.0) for n in range(20)]
+    run = result(rows)
+    [card] = run.cards
+    wanted = {"word", "rule", "because", "recovered", "excess", "re-identification", "paired", "worst case"}
+    wanted |= {"95th percentile", "labels", "identifiability", "control", "converged", "utility", "epsilon"}
+    assert wanted <= card.keys()
+    assert card["re-identification"] == {
+        "median": 1.0, "by chance": 25.5, "chance of rank 1": 0.02, "excess": card["excess"],
+    }  # fmt: skip
+    assert card["worst case"]["psnr"] == 44.0
+    assert card["95th percentile"]["psnr"] == pytest.approx(43.05)
+    assert card["paired"]["difference"] == pytest.approx(np.mean([entry["scores"]["psnr"][0] for entry in rows]) - 8)
+    held = json.loads(run.write_verdict(tmp_path / "verdict.json").read_text())
+    assert held["word"] == "leaks"
+    assert held["lines"] == run.cards
+    assert {each["capability"] for each in held["assumptions"]} >= {"labels", "recipe", "defence", "private data"}
+
+
+def test_numbers_that_are_not_finite_are_null_on_a_card() -> None:
+    [card] = result([{**row(), "status": "failed", "error": "a bad day", "target": None}]).cards
+    assert card["recovered"]["value"] is None
+    json.dumps(card, allow_nan=False)
+
+
+# --- the paired test --------------------------------------------------------------------------------------------------
+
+
+def test_sign_flips_are_exact_for_few_and_honest_about_it() -> None:
+    all_better, mixed = paired([1.0, 2.0, 3.0]), paired([1.0, -1.0])
+    assert all_better is not None
+    assert mixed is not None
+    assert all_better.p == 1 / 8 == all_better.least
+    assert "smallest that 3 can give" in str(all_better)
+    assert mixed.p == 0.75  # three of four sums are at least 0
+    assert paired([]) is None
+
+
+def test_sign_flips_hold_their_level() -> None:
+    """Without an effect p falls below 5 % in about 5 % of cases; with one, nearly always."""
+    source = np.random.default_rng(0)
+    for shift, low, high in ((0.0, 0.01, 0.10), (1.0, 0.95, 1.0)):
+        found = [paired((source.normal(size=20) + shift).tolist()) for _ in range(100)]
+        assert low <= np.mean([each is not None and each.p < 0.05 for each in found]) <= high
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+RECIPE = LocalTraining(lr=0.5)
+
+
+def test_levels_are_named_and_hold_what_they_grant() -> None:
+    assert list(LEVELS) == list("ABCDE")
+    assert Knowledge.at("A").grants == Knowledge.at("b").grants == frozenset()
+    assert Knowledge.at("C", training=RECIPE).level == "C (training details)"
+    assert Knowledge.at("D", training=RECIPE, public=object()).level == "D (surrogate data)"
+    assert Knowledge.at("E", given={"t": torch.zeros(1)}).level == "E (client distribution)"
+
+
+@pytest.mark.parametrize("letter", ACTIVE)
+def test_active_servers_are_refused_by_name_with_the_reason(letter: str) -> None:
+    with pytest.raises(ValueError, match=f"Level {letter} is out of scope: an active server"):
+        Knowledge.at(letter)
+
+
+def test_a_level_grants_no_more_and_no_less_than_it_says() -> None:
+    with pytest.raises(ValueError, match="does not grant training"):
+        Knowledge.at("B", training=RECIPE)
+    with pytest.raises(ValueError, match="needs public; without it the level is C"):
+        Knowledge.at("D", training=RECIPE)
+    with pytest.raises(ValueError, match="There is no level 'Z'"):
+        Knowledge.at("Z")
+
+
+def test_capabilities_can_be_taken_away() -> None:
+    y = torch.zeros(1, dtype=torch.long)
+    knows = Knowledge(given={"y": y, "t": y}, training=RECIPE, defence=Pruning(), generator=1, public=2)
+    assert knows.without("labels", "recipe").grants == {"t", "defence", "generator", "public"}
+    assert knows.without().grants == knows.grants
+    with pytest.raises(ValueError, match="'data' is not a capability"):
+        knows.without("data")
+
+
+# --- ledger and ablation ----------------------------------------------------------------------------------------------
+
+
+def small(**changes: Any) -> gl.Audit:
+    data = {name: value.float() if name == "x" else value for name, value in private(24).items()}
+    task = tiny(norm="eval", dtype=torch.float32)
+    settings: dict[str, Any] = {"attacks": ["ig:steps=4"], "targets": 1, "unrelated": 0, "given": ("y",)}
+    settings |= {
+        "defences": [Pruning(keep=0.5)],
+        "knowledge": ("naive", "adaptive"),
+        "engine": gl.Engine(device="cpu"),
+        **changes,
+    }
+    return gl.Audit(task, data, **settings)
+
+
+def test_one_call_takes_the_capabilities_away_one_by_one(tmp_path: Path) -> None:
+    found = ablation(small(), tmp_path / "run")
+    assert set(found.without) == {"labels", "statistics", "recipe", "defence"}
+    assert all(isinstance(each, gl.AuditResult) for each in found.without.values())
+    ledgers = {name: {a.capability: a.granted for a in each.ledger} for name, each in found.without.items()}
+    assert {a.capability: a.granted for a in found.whole.ledger}["labels"] is True
+    assert ledgers["labels"]["labels"] is False
+    assert ledgers["recipe"]["recipe"] is False
+    assert ledgers["statistics"]["batch statistics"] is False
+    assert ledgers["defence"]["defence"] is False
+    recipe = found.without["recipe"]
+    assert isinstance(recipe, gl.AuditResult)
+    assert all(each["knows"] in ("B (basic knowledge)", "C (training details)") for each in recipe.rows)
+    assert (tmp_path / "run-without-recipe" / "run.toml").exists()
+    assert "withheld" in (tmp_path / "run-without-recipe" / "run.toml").read_text()
+    table = found.table()
+    assert len(table.splitlines()) == 1 + 1 + len(found.without)
+    assert not {"generator"} & set(found.without)  # it was not granted
+    assert set(CAPABILITIES) == {"labels", "statistics", "recipe", "generator", "defence"}
+
+
+def test_an_attack_that_cannot_do_without_says_so() -> None:
+    found = ablation(small(attacks=["idlg:steps=2"], defences=[None], given=()))
+    assert isinstance(found.without["recipe"], str)
+    assert "needs training" in found.without["recipe"]
+    assert "cannot run" in found.table()
+
+
+def test_what_can_be_withheld_is_named() -> None:
+    with pytest.raises(ValueError, match="withheld names 'labels'"):
+        small(withheld=("labels",))
+
+
+# --- measured, and stored ---------------------------------------------------------------------------------------------
+
+STORED = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def test_the_stored_figures_of_false_alarms_keep_to_their_bounds() -> None:
+    held = json.loads((STORED / "false-alarms.json").read_text())
+    unrelated, undefended = held["unrelated, 1 per cell"], held["undefended, 1 per cell"]
+    assert unrelated["cases"] == undefended["cases"] == 200
+    assert unrelated["leaks"] <= 0.05
+    assert undefended["leaks"] >= 0.99
+    assert held["unrelated, 8 per cell"]["leaks"] <= 0.05
+
+
+def test_the_stored_risk_score_orders_settings_as_attacks_do() -> None:
+    held = json.loads((STORED / "risk-score.json").read_text())
+    assert len(held["rows"]) >= 15
+    assert held["spearman"]["score"] > 0.7
+    ranks = [np.argsort(np.argsort([row[name] for row in held["rows"]])) for name in ("score", "psnr")]
+    assert np.corrcoef(*ranks)[0, 1] == pytest.approx(held["spearman"]["score"], abs=0.05)  # ties apart
