@@ -2,8 +2,9 @@
 
     python benchmarks/false_alarms.py        # benchmarks/results/false-alarms.json; some ten minutes on one core
 
-One untrained LeNet, one example per update, no defence, `auto:preset=quick`, grey faces reduced to 14 x 14: pictures
-that look alike, so that a wrong one has the best chance to pass. Every image is attacked once, and judged in two ways.
+One untrained LeNet, one example per update, no defence, `auto:preset=quick`, grey faces and other patches,
+reduced to 14 x 14: many look alike, so that a wrong one has a chance to pass. Every image is attacked once, and judged
+in two ways.
 
 undefended   scored against the image that it is of, beside the reconstruction of another as the no-gradient baseline
 unrelated    scored against ANOTHER image, as if that client had sent this update: what an audit would see whose update

@@ -23,9 +23,9 @@ from gradleak.task import Batch, Field, Task
 __version__ = "0.1.0"
 
 # Loaded on first use: `gl.attacks`, `gl.Audit`, ...
-_modules: tuple[str, ...] = ("adapters", "analysis", "assignment", "attacks", "audit", "bench", "checks", "data")
-_modules += ("defences", "distributed", "federation", "flower", "generators", "metrics", "models", "parts")
-_modules += ("registry", "report", "results", "rules", "secure", "study")
+_modules: tuple[str, ...] = ("adapters", "analysis", "assignment", "attacks", "audit", "auto", "bench", "checks")
+_modules += ("data", "defences", "distributed", "federation", "flower", "gate", "generators", "metrics", "models")
+_modules += ("parts", "registry", "report", "results", "rules", "secure", "study")
 _names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
 _names |= {"Study": "study", "StudyResult": "study"}
 
