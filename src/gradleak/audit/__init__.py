@@ -27,6 +27,7 @@ from gradleak.engine import Engine
 from gradleak.environment import describe
 from gradleak.federation import Federation, network_of
 from gradleak.federation.checkpoints import Checkpoints
+from gradleak.generators import load as load_generator
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import digest
@@ -287,6 +288,7 @@ class Audit:
         for cell in cells:
             require(cell.attack, cell.knows)  # known before the first cell, so said before the first cell
         self._try_defences()
+        self._demand_unseen(cells)
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
         runner = Runner(self.side, gallery, self.engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
@@ -310,6 +312,20 @@ class Audit:
             if isinstance(store, Folder):
                 store.unlock()
         return AuditResult.of(store, settings, environment, folder)
+
+    def _demand_unseen(self, cells: Sequence[Cell]) -> None:
+        """A generator that has learnt the targets by heart would show them without any update."""
+        card = getattr(self.generator, "card", None)
+        if card is None or card.images is None:
+            return
+        for federation in {cell.federation.examples: cell.federation for cell in cells}.values():
+            pictures = self.task.fields["x"].unit(self.side.truth(federation)["x"]).flatten(0, 1)
+            if seen := len(card.seen(pictures)):
+                raise AuditError(
+                    f"The generator was trained on {seen} of the {len(pictures)} images that are to be attacked: what "
+                    "it shows of them is no leakage. Attack others, or train it without them (gradleak prior train "
+                    "--exclude)."
+                )
 
     def _try_defences(self) -> None:
         for name, defence in named_defences(self.defences):
@@ -358,8 +374,9 @@ def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery
         gallery = _pictures(given["origin"]["gallery"], task)
     if "trained" in given["origin"]:
         given["trained"] = Checkpoints(Path(given["origin"]["trained"]))
-        if given["origin"].get("generator") == FINAL:
-            given["generator"] = final_network(task, given["trained"])
+    where = given["origin"].get("generator")
+    if where is not None:
+        given["generator"] = final_network(task, given["trained"]) if where == FINAL else load_generator(where)
     return Audit(task, data, gallery=gallery, **given)
 
 

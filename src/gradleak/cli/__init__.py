@@ -154,6 +154,10 @@ def audit(
     trained: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Attack the checkpoints of this `gradleak train`.")
     ] = None,
+    generator: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.safetensors", help="For gias, gifd, ggl: a generator (gradleak prior train)."),
+    ] = None,
     observations: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Attack what was recorded there, such as by flower.Tap.")
     ] = None,
@@ -224,7 +228,7 @@ def audit(
     loading.leave_room()
     if observations is not None:
         _only_for_made_updates({"--config": config, "--from": trained, "--targets": targets, "--repeats": repeats})
-        _only_for_made_updates({"--clients": clients, "--examples": examples})
+        _only_for_made_updates({"--clients": clients, "--examples": examples, "--generator": generator})
         engine = loading.engine(device or "auto", precision or "strict", one_by_one)
         recorded = RecordedRequest(observations, truth=truth, engine=engine, **words)
         model = recorded.task
@@ -244,6 +248,7 @@ def audit(
             trained=trained,
             targets=targets,
             repeats=repeats,
+            generator=generator,
             clients=clients,
             examples=examples,
             device=device or "",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradleak import audit, registry
+from gradleak import audit, generators, registry
 from gradleak.audit import FINAL, Audit, Progress, Workers, final_network
 from gradleak.audit.cells import named_attacks
 from gradleak.audit.runfile import federation_of
@@ -41,6 +41,7 @@ class Request:
     targets: int | None = None
     repeats: int | None = None
     given: tuple[str, ...] = ()
+    generator: Path | None = None  # a file of `gradleak prior train`, or converted
     data: str = ""
     clients: int | None = None
     examples: int | None = None
@@ -68,6 +69,9 @@ class Request:
             engine=_usable(replace(made.engine, **engine)),
             **_said({name: getattr(self, name) for name in names}),
         )
+        if self.generator is not None:
+            origin = {**made.origin, "generator": str(self.generator)}
+            made = replace(made, generator=generators.load(self.generator), origin=origin)
         return _quick(_with_prior(made)) if self.quick else _with_prior(made)
 
     def run(self, planned: Audit, out: Path | None, progress: Progress, workers: Workers | None = None) -> AuditResult:

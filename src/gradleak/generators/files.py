@@ -130,6 +130,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Staged, Card]:
         )
     network = _built(path, architecture, settings)
     _fill(path, network, tensors)
+    network.card = card  # so that an audit can tell whether its targets were learnt
     return network, card
 
 

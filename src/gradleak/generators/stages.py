@@ -20,6 +20,7 @@ class Staged(nn.Module):
     classes: int | None
     shape: tuple[int, int, int]
     blocks: int
+    card: Any = None  # of the file that it was read from
 
     @property
     def settings(self) -> dict[str, Any]:
