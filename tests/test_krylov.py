@@ -13,8 +13,8 @@ from torch.func import vmap
 
 from conftest import largest_difference, perceptron, private
 from gradleak import draws, tree
-from gradleak.convolution import LaneConvolutions
 from gradleak.engine import Engine
+from gradleak.layers import LaneLayers
 from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.scene import Now, Scored
 from gradleak.tree import Tree
@@ -361,7 +361,7 @@ def test_a_step_can_be_captured(lanes: bool, double: Engine) -> None:
     [search] = searches(attack, task, seen, knowing(batch), double)
     if not lanes:
         return gate(search)
-    with LaneConvolutions():
+    with LaneLayers():
         gate(search)
 
 
@@ -369,6 +369,6 @@ def test_lane_convolutions_change_nothing(double: Engine) -> None:
     task, seen, batch = observed()
     attack = attack_of(stage_of(optimiser=GaussNewtonKrylov(steps=20)), restarts=2)
     plain = attack.run(task, seen, knowing(batch), engine=double)
-    with LaneConvolutions():
+    with LaneLayers():
         lanes = attack.run(task, seen, knowing(batch), engine=double)
     assert largest_difference(plain.match, lanes.match) < 1e-10

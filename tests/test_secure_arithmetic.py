@@ -62,7 +62,11 @@ def test_shares_lie_on_a_polynomial_through_the_secret(holders: int, threshold: 
     assert int(total.eval(0)) == int.from_bytes(secret, "big")
 
 
-@pytest.mark.parametrize("secret", [bytes(32), b"\xff" * 32, bytes(31) + b"\x01", secrets.token_bytes(32)])
+@pytest.mark.parametrize(
+    "secret",
+    [bytes(32), b"\xff" * 32, bytes(31) + b"\x01", secrets.token_bytes(32)],
+    ids=["zero", "largest", "one", "random"],
+)
 def test_every_subset_of_enough_shares_gives_the_secret(secret: bytes) -> None:
     shares = shamir.split(secret, range(1, 7), 4)
     for size in (4, 5, 6):

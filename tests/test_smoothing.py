@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradleak as gl
 from conftest import scene_of
 from gradleak import models, tree
-from gradleak.convolution import LaneConvolutions
+from gradleak.layers import LaneLayers
 from gradleak.parts.smoothing import SmoothActivations, Smoothed, SmoothObjective, kinked
 from gradleak.task import Batch
 
@@ -281,7 +281,7 @@ def test_a_captured_step_can_hold_it(name: str) -> None:
 @pytest.mark.parametrize("order", [("lanes", "smooth"), ("smooth", "lanes")])
 def test_lane_convolutions_and_smoothing_both_act_in_either_order(order: tuple[str, str]) -> None:
     task, x, y = mixed(), draw(3, 2, 1, 8, 8), torch.tensor([0, 2])
-    modes: dict[str, Callable[[], Any]] = {"lanes": LaneConvolutions, "smooth": lambda: SmoothActivations(8.0)}
+    modes: dict[str, Callable[[], Any]] = {"lanes": LaneLayers, "smooth": lambda: SmoothActivations(8.0)}
     weights, layer = task.weights(), nn.Conv2d(1, 1, 3, bias=False).double()
 
     def under(*names: str) -> tuple[str, Tensor, Tensor]:
