@@ -74,6 +74,44 @@ def test_a_torch_client_is_what_the_client_rule_says(make: Any, known: bool) -> 
     assert found.relative < 1e-9
 
 
+def test_tied_weights_that_were_recorded_with_the_task_are_sorted_later() -> None:
+    """A tap that knows the task has the second name among the buffers, exactly; the weight is known to rounding."""
+    torch.manual_seed(0)
+    task = gl.Task.supervised(Tied().train(), cross_entropy, like=LIKE)
+    before = {name: value.clone() for name, value in task.model.state_dict().items()}
+    after = {name: value.clone() for name, value in before.items()}
+    after["first.weight"] = torch.randn(16, 16)
+    rounded = before["first.weight"] - (before["first.weight"] - after["first.weight"])
+    assert not torch.equal(rounded, after["first.weight"])  # what this is about
+    after["second.weight"] = after["first.weight"].clone()
+    weights = task.weights()
+    seen = gl.Observation(
+        weights={name: before[name] for name in weights},
+        update={name: before[name] - after[name] for name in weights},
+        num_examples=1,
+        buffers={name: value for name, value in before.items() if name not in weights},
+        returned_buffers={name: value for name, value in after.items() if name not in weights},
+    )
+    found = adapters.fitted(seen, task)
+    assert found.weights.keys() == weights.keys()
+    assert found.buffers is not None
+    assert "second.weight" not in found.buffers
+
+
+def test_masks_are_buffers_that_nothing_subtracts() -> None:
+    """A frozen layer, so that the tensors have to be sorted, and a buffer of truth values."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.Linear(4, 3))
+    model[1].requires_grad_(False)
+    model.register_buffer("mask", torch.tensor([True, False]))
+    task = gl.Task.supervised(model, cross_entropy, like=LIKE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    after = {**before, "2.bias": before["2.bias"] + 1}
+    found = adapters.fitted(adapters.from_state_dicts(before, after, 1), task)
+    assert set(found.weights) == {"2.weight", "2.bias"}
+    assert found.buffers is not None
+    assert torch.equal(found.buffers["mask"], before["mask"])
+
+
 def test_a_difference_keeps_the_digits_that_weights_round_off() -> None:
     task = tiny(dtype=torch.float32)
     batch = private(1, dtype=torch.float32)

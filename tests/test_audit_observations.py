@@ -103,7 +103,8 @@ def test_the_truth_reaches_no_attack(tmp_path: Path) -> None:
     found = []
     for shift in (0.0, 0.3):
         known = [
-            replace(one, truth={**one.truth, "x": (one.truth["x"] + shift) % 1}) for one in read(seen, task(), truth)
+            replace(one, truth={"x": (one.truth["x"] + shift) % 1, "y": (one.truth["y"] + (shift > 0)) % 3})
+            for one in read(seen, task(), truth)
         ]
         audit = RecordedAudit.of(task(), known, (WORKS,), TRAINING, others(), engine=ENGINE, unrelated=0)
         result = audit.run()
@@ -249,6 +250,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed = command(*common, "--truth", str(truth), "--data", "app.py:others", "-o", "out", "--fail-above", "0.1")
     assert crossed.exit_code == 1
 
+    for words in (("--ray", "auto"), ("--fail-above", "0.1")):
+        refused = command(*common, "-o", "refused", *words)
+        assert refused.exit_code == 2
+        assert words[0] in refused.output + refused.stderr
     quiet = command(*common, "-o", "quiet")
     assert quiet.exit_code == 0
     assert "nothing here says that a client is safe" in quiet.output

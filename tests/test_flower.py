@@ -42,6 +42,7 @@ from flwr.supercore.privacy_accounting import NeighboringRelation, PrivacyConfig
 from flwr.supercore.privacy_accounting.rdp_accountant import RdpAccountant  # noqa: E402
 
 from gradleak import flower  # noqa: E402
+from gradleak.flower.recording import _view, entries_of  # noqa: E402
 
 pytestmark = [pytest.mark.flower, pytest.mark.filterwarnings("ignore::gradleak.flower.SensitiveRecording")]
 
@@ -260,9 +261,9 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path: Path) -> None:
 
 
 def test_failures_and_silence_are_lines_of_the_record(tmp_path: Path) -> None:
-    """A client that raises, one that never answers and one that diverges: the round goes on, the record tells."""
-    task, held = tiny(), data(5)
-    federation = Federation(clients=5, training=TRAINING, examples=None)
+    """Clients that raise, never answer, diverge or send what is no model: the round goes on, the record tells."""
+    task, held = tiny(), data(8)
+    federation = Federation(clients=8, training=TRAINING, examples=None)
 
     def trouble(message: Message, context: Context) -> None:
         if context.node_id == 2:
@@ -275,6 +276,12 @@ def test_failures_and_silence_are_lines_of_the_record(tmp_path: Path) -> None:
             reply.content["arrays"] = ArrayRecord({name: Array(value) for name, value in bad.items()})
         if context.node_id == 5:
             reply.content["arrays"] = ArrayRecord({"other": Array(np.zeros(3))})
+        if context.node_id in (6, 7):
+            data, kind = (b"no array", "numpy.ndarray") if context.node_id == 6 else (b"", "of another kind")
+            held = reply.content["arrays"].items()
+            reply.content["arrays"] = ArrayRecord({n: Array(a.dtype, a.shape, kind, data) for n, a in held})
+        if context.node_id == 8:
+            reply.content["metrics"] = MetricRecord({"num-examples": float("nan")})
         return reply
 
     class Tolerant(FedAvg):
@@ -284,16 +291,18 @@ def test_failures_and_silence_are_lines_of_the_record(tmp_path: Path) -> None:
 
     tap = flower.Tap(Tolerant(fraction_evaluate=0.0), out=tmp_path / "seen")
     app = clients_of(task, federation, held, before=trouble, mods=[diverges])
-    result = start(tap, app, task, nodes=5, rounds=1, unreachable=[3])
+    result = start(tap, app, task, nodes=8, rounds=1, unreachable=[3])
     assert result.arrays is not None
     found = statuses(tap.folder)
     assert found == {
         (1, 1): "recorded", (1, 2): "error", (1, 3): "no reply", (1, 4): "unusable", (1, 5): "unusable",
+        (1, 6): "unusable", (1, 7): "unusable", (1, 8): "unusable",
     }  # fmt: skip
     reasons = {row["node"]: row.get("reason", "") for row in flower.rows_of(tap.folder) if "node" in row}
     assert "no power" in reasons[2]
     assert "NaN" in reasons[4]
     assert "lacks" in reasons[5]
+    assert "whole number" in reasons[8]
     assert list(recorded(tap.folder)) == ["round0001-node1"]
     assert not list(tap.folder.glob("*.part"))
 
@@ -303,9 +312,10 @@ def test_a_strategy_with_a_loop_of_its_own_is_watched_too(tmp_path: Path) -> Non
         def start(self, grid: Any, initial_arrays: ArrayRecord, num_rounds: int = 1, **_: Any) -> Result:
             result = Result()
             for number in range(1, num_rounds + 1):
-                messages = self.configure_train(number, initial_arrays, ConfigRecord(), grid)
-                arrays, _metrics = self.aggregate_train(number, grid.send_and_receive(messages))
-                result.arrays = arrays
+                settings = {"arrays": initial_arrays, "config": ConfigRecord(), "grid": grid}
+                messages = self.configure_train(server_round=number, **settings)
+                replies = grid.send_and_receive(messages)
+                result.arrays, _metrics = self.aggregate_train(server_round=number, replies=replies)
             return result
 
     task, held = tiny(), data()
@@ -315,6 +325,49 @@ def test_a_strategy_with_a_loop_of_its_own_is_watched_too(tmp_path: Path) -> Non
     assert start(tap, clients_of(task, federation, held), task, nodes=3, rounds=1).arrays
     assert len(recorded(tap.folder)) == 3
     assert "configure_train" not in vars(inner)
+
+
+def test_a_strategy_that_fails_leaves_the_record_of_its_round(tmp_path: Path) -> None:
+    class Failing(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+            raise RuntimeError("no sum")
+
+    task, held = tiny(), data()
+    federation = Federation(clients=3, training=TRAINING, examples=None)
+    tap = flower.Tap(Failing(fraction_evaluate=0.0), out=tmp_path / "seen")
+    with pytest.raises(RuntimeError, match="no sum"):
+        start(tap, clients_of(task, federation, held), task, nodes=3, rounds=1)
+    assert set(statuses(tap.folder).values()) == {"recorded"}
+    [whole] = [row for row in flower.rows_of(tap.folder) if row["node"] is None]
+    assert (whole["status"], whole["reason"]) == ("error", "RuntimeError: no sum")
+
+
+def test_files_are_their_owners_in_any_folder_and_a_server_that_died_early_has_taken_it(tmp_path: Path) -> None:
+    seen, truth = tmp_path / "seen", tmp_path / "truth"
+    for folder in (seen, truth):
+        folder.mkdir(mode=0o755)
+    task, held = tiny(), data()
+    federation = Federation(clients=3, training=TRAINING, examples=None)
+    app = clients_of(task, federation, held, truth=truth)
+    start(flower.Tap(plain(), out=seen), app, task, nodes=3, rounds=1)
+    files = [*seen.iterdir(), *truth.iterdir()]
+    assert len(files) == 3 + 2 + 3
+    assert not [path.name for path in files if path.stat().st_mode & 0o077]
+
+    model = ArrayRecord(dict(task.model.state_dict()))
+    first = flower.Recording(tmp_path / "early")
+    first.write("round0001-node1", {}, entries_of(model, model, {}))  # and no line: it died in its first round
+    assert flower.Recording(tmp_path / "early").folder == tmp_path / "early-2"
+
+
+def test_what_is_recorded_is_what_the_server_reads() -> None:
+    """Bytes after an array are nobody's: NumPy does not read them, so a record must not either."""
+    sound = Array(np.arange(6.0).reshape(2, 3))
+    longer = Array(sound.dtype, sound.shape, sound.stype, sound.data + np.ones(6).tobytes())
+    for array in (sound, longer, Array(np.asfortranarray(sound.numpy()))):
+        assert np.array_equal(_view(array), array.numpy())
+    with pytest.raises(flower.FlowerError, match="was announced"):
+        _view(Array(sound.dtype, (3, 2), sound.stype, sound.data))
 
 
 def test_the_aggregate_alone(tmp_path: Path) -> None:
@@ -477,6 +530,21 @@ def test_messages_without_what_is_needed_are_told_what_is_missing() -> None:
     empty = Message(RecordDict({"metrics": MetricRecord({"a": 1})}), dst_node_id=1, message_type="train")
     with pytest.raises(flower.FlowerError, match="array record 'arrays'"):
         flower.train(empty, Context(1, 1, {}, RecordDict(), {}), task, private(), TRAINING)
+
+
+def test_errors_that_travel_to_the_server_name_no_labels() -> None:
+    task = tiny()
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return flower.train(message, context, task, {**private(2), "y": torch.tensor([0, 717])}, TRAINING)
+
+    grid = flower.InProcess(app, 1)
+    content = RecordDict({"arrays": ArrayRecord(dict(task.model.state_dict()))})
+    [reply] = grid.send_and_receive([Message(content, dst_node_id=1, message_type="train")])
+    assert "see this node's log" in reply.error.reason
+    assert "717" not in reply.error.reason
 
 
 # --- the example ------------------------------------------------------------------------------------------------------

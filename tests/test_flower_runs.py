@@ -29,6 +29,7 @@ from conftest import largest_difference
 from gradleak import tree
 from gradleak.cli import app
 from gradleak.results import AuditResult
+from sockets import open_to_others
 
 pytest.importorskip("flwr")
 pytest.importorskip("sklearn")  # the example's images
@@ -58,6 +59,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.reachable: set[str] = set()  # addresses that others than this machine could have reached
 
     def environment(self, home: str) -> dict[str, str]:
         place = self.folder / home
@@ -69,6 +71,7 @@ class Processes:
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray of the simulation engine: on 127.0.0.1 alone
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT / "src"),
         }
@@ -120,6 +123,10 @@ class Processes:
             process.wait(10)
         self.started.clear()
 
+    def look(self) -> None:
+        """Where do they listen just now?"""
+        self.reachable |= open_to_others(self.left())
+
     def left(self) -> list[int]:
         return [pid for place in self.folder.iterdir() if place.is_dir() for pid in self._descended(place.name)]
 
@@ -160,10 +167,15 @@ def run(processes: Processes, folder: Path, settings: dict[str, Any], *words: st
     """`flwr run` until the run is over; how it ended. Not by its exit code, which is 0 for runs that failed too."""
     told = " ".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
     with open(processes.folder / "run.log", "ab") as log:
-        subprocess.run(
+        going = subprocess.Popen(
             [str(BIN / "flwr"), "run", str(folder), "loop", "--stream", "--run-config", told, *words],
-            env=processes.environment("user"), stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE, cwd=folder,
+            env=processes.environment("user"), stdout=log, stderr=subprocess.STDOUT, cwd=folder,
         )  # fmt: skip
+    try:
+        until(lambda: processes.look() or going.poll() is not None, "the run is over", processes)
+    finally:
+        going.kill()
+        going.wait(30)
     return statuses(processes)[0]
 
 
@@ -182,6 +194,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     found.folder.mkdir()
     try:
         yield found
+        assert not found.reachable
     finally:
         found.stop()
         assert not found.left()

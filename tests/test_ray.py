@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import gradleak as gl
 from gradleak.cli import app
 from gradleak.distributed import NoCluster, RayWorkers
 from gradleak.results import AuditResult
+from sockets import descendants, open_to_others
 from test_audit import WORKS, audit
 
 ray = pytest.importorskip("ray")
@@ -26,16 +28,9 @@ pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("ray")]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Two workers on this machine, bound to the loopback interface, gone when the tests are."""
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
+    options = {"num_cpus": 2, "include_dashboard": False, "logging_level": "ERROR", "object_store_memory": 100 * 2**20}
+    with RayWorkers(options=options):
+        yield
 
 
 def grid(**changes: Any) -> gl.Audit:
@@ -83,6 +78,15 @@ def test_an_address_where_nobody_is(address: str) -> None:
     assert not ray.is_initialized()  # the first test of the module: the fixture has not been asked for
     with pytest.raises(NoCluster, match="Nobody answers"):
         RayWorkers(address).__enter__()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for sockets in /proc")
+def test_a_cluster_of_its_own_listens_on_loopback_alone() -> None:
+    own = descendants(os.getpid())
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in own]
+    assert {"gcs_server", "raylet"} <= set(names)
+    assert open_to_others(own) == set()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -140,11 +140,13 @@ def fitted(seen: Observation, task: Task) -> Observation:
     before = {**seen.weights, **(seen.buffers or {})}
     returned = {**(seen.buffers or {}), **(seen.returned_buffers or {})}
     # What came back, where it is not an update already: a buffer that turns out to be trained has to become one.
-    change = {**seen.update, **{name: value - returned[name].to(value) for name, value in (seen.buffers or {}).items()}}
+    change = {**seen.update, **{name: _moved(value, returned[name]) for name, value in (seen.buffers or {}).items()}}
     after = {**{name: value - seen.update[name] for name, value in seen.weights.items()}, **returned}
     weights, buffers = sorted_state(before, task)
     update, _ = sorted_state(change, task)
-    _, back = sorted_state(after, task)
+    # Second names go first: a weight less its update is what came back to rounding, and would differ from its copy.
+    names, again = own_names(before, task), tied(task)
+    _, back = sorted_state({names[name]: value for name, value in after.items() if names[name] not in again}, task)
     return replace(
         seen,
         weights=weights,
@@ -152,6 +154,11 @@ def fitted(seen: Observation, task: Task) -> Observation:
         buffers=buffers or None,
         returned_buffers=(back or None) if seen.returned_buffers or set(seen.weights) - set(weights) else None,
     )
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """What a buffer changed by; nothing for counters and masks, which are never trained (and cannot all subtract)."""
+    return before - after.to(before) if before.is_floating_point() else torch.zeros_like(before)
 
 
 def sorted_state(state: Mapping[str, Tensor], task: Task | None) -> tuple[Params, Params]:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from gradleak.results.store import Arrays
 
 USER_MODULES = "gradleak_user_"  # files that the command line has loaded (cli/loading.py); no worker can import those
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps to 127.0.0.1, on Linux too
 
 
 class RayMissing(ModuleNotFoundError):
@@ -48,7 +50,7 @@ class RayWorkers:
     """A cluster that audits run their cells on; a context manager.
 
     address   "auto": the cluster that RAY_ADDRESS names or that runs on this machine, else one of its own that ends
-              with the run; or HOST:PORT, ray://HOST:PORT
+              with the run and listens on 127.0.0.1 alone; or HOST:PORT, ray://HOST:PORT
     cpus      of one cell: also the threads that it computes with
     gpus      of one cell; 0.5 lets two cells share a GPU. Above 0, give the engine device "auto" or "cuda"
     retries   of a cell whose worker died
@@ -75,8 +77,10 @@ class RayWorkers:
             if place:
                 _somebody_there(self.address)
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            alone = not place and _starts_its_own()
             try:
-                ray.init(**{"log_to_driver": False, "logging_level": "WARNING", **place, **self.options})
+                with _loopback() if alone else nullcontext():
+                    ray.init(**{"log_to_driver": False, "logging_level": "WARNING", **place, **self.options})
             except (ConnectionError, ValueError, RuntimeError) as problem:
                 raise NoCluster(
                     f"There is no Ray cluster at {self.address} ({str(problem).splitlines()[0]}). Start one with `ray "
@@ -159,6 +163,35 @@ def _ray() -> Any:
         told = "Ray is not installed: pip install 'gradleak[fl-sim]', or leave --ray out."
         raise RayMissing(told, name="ray") from None
     return ray
+
+
+def _starts_its_own() -> bool:
+    """Does `ray.init()` start a cluster here, since neither RAY_ADDRESS nor this machine has one?"""
+    from ray._private import services
+
+    address_of: Any = services.get_ray_address_from_environment  # typed as if it took no None
+    return address_of(None, None) is None
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """A cluster that is started meanwhile listens on 127.0.0.1 alone.
+
+    `ray.init(_node_ip_address="127.0.0.1")` does not do it: on Linux Ray puts the machine's outer address in its place
+    and listens on all interfaces. The variable makes 127.0.0.1 that address; Ray reads it when it is imported.
+    """
+    from ray._private import ray_constants
+
+    told, outer = os.environ.get(LOOPBACK), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[LOOPBACK], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = outer
+        if told is None:
+            del os.environ[LOOPBACK]
+        else:
+            os.environ[LOOPBACK] = told
 
 
 def _somebody_there(address: str) -> None:

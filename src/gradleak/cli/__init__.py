@@ -235,6 +235,9 @@ def audit(
         found = recorded.read(model)
         typer.echo("\n".join(recorded.heading(model, found)))
         if truth is None:
+            for option, value in {"--ray": ray or None, "--fail-above": fail_above}.items():
+                if value is not None:
+                    raise loading.LoadError(f"{option} needs scores, and so --truth: without it nothing is scored.")
             _blind(recorded, model, found, out)
             return
         request: Any = recorded

@@ -6,11 +6,13 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable
+from logging import ERROR
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.supercore import log
 
 from gradleak import draws as randomness
 from gradleak import tree
@@ -26,13 +28,14 @@ from gradleak.flower.records import (
     examples_of,
     extras_of,
     model_record,
+    owners,
     params_of,
     placed,
     record_of,
     round_of,
 )
 from gradleak.local import ClientState, LocalTraining, fitting
-from gradleak.task import Batch, Task, float32_products
+from gradleak.task import Batch, Task, TaskError, float32_products
 from gradleak.tree import Params, Tree
 
 LOSS = "train_loss"
@@ -64,7 +67,13 @@ def train(
     like = next(iter(task.weights().values()))
     weights, buffers = (placed(part, like) for part in sorted_state(sent, task))
     batch = placed(data, like)
-    fitting(task, batch)
+    try:
+        fitting(task, batch)
+    except TaskError as problem:  # its text names labels, and errors travel to the server
+        log(ERROR, "%s", problem)
+        raise FlowerError(
+            "The examples do not have the task's fields, shapes or classes: see this node's log."
+        ) from None
     count, number = len(next(iter(batch.values()))), round_of(message) - 1
     key, shuffle = _randomness(seed, context, number, like)
     state = ClientState(
@@ -87,12 +96,14 @@ def keep_truth(folder: str | os.PathLike[str], message: Message, context: Contex
 
     For clients whose data are the auditor's own (canaries): never call it in anybody else's client.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = home / f"round{round_of(message):04d}-node{context.node_id}.safetensors"
-    save_file({name: value.detach().cpu().contiguous().clone() for name, value in batch.items()}, path)
+    held = save({name: value.detach().cpu().contiguous().clone() for name, value in batch.items()})
+    with open(path, "wb", opener=owners) as file:
+        file.write(held)
     return path
 
 

@@ -25,7 +25,7 @@ from flwr.common.constant import SType
 from numpy.typing import NDArray
 
 from gradleak.adapters import is_weight
-from gradleak.flower.records import FlowerError
+from gradleak.flower.records import FlowerError, owners
 from gradleak.observation import FORMAT, VERSION
 
 SENSITIVE = (
@@ -85,6 +85,8 @@ class Recording:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, mode=0o700)
         if not self._warned:
+            with open(self.folder / "record.jsonl", "ab", opener=owners):
+                pass  # from now on the folder is taken, also where the server dies before its first line
             self._warned = True
             warnings.warn(f"{SENSITIVE} ({self.folder})", SensitiveRecording, stacklevel=5)
         return self.folder
@@ -93,13 +95,14 @@ class Recording:
         """Write recording.json anew."""
         folder = self._ready()
         partial = folder / "recording.json.part"
-        partial.write_text(json.dumps({**about, "sensitive": SENSITIVE}, indent=2) + "\n", encoding="utf-8")
+        with open(partial, "w", encoding="utf-8", opener=owners) as file:
+            file.write(json.dumps({**about, "sensitive": SENSITIVE}, indent=2) + "\n")
         os.replace(partial, folder / "recording.json")
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append lines. Each is whole, or was in flight when the process died."""
         folder = self._ready()
-        with open(folder / "record.jsonl", "ab") as file:
+        with open(folder / "record.jsonl", "ab", opener=owners) as file:
             file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def write(self, stem: str, header: Mapping[str, Any], entries: Iterable[Entry]) -> Written:
@@ -170,10 +173,14 @@ def _view(array: Array) -> NDArray[Any]:
     """
     size, dtype = _bytes(array.dtype, tuple(array.shape)), np.dtype(array.dtype)
     head = array.data[:128] if array.stype == SType.NUMPY else b""
-    plain = b"'fortran_order': False" in head and f"'descr': '{dtype.str}'".encode() in head
-    if plain and 0 < size < len(array.data):
-        return np.frombuffer(array.data, dtype, offset=len(array.data) - size).reshape(array.shape)
-    return np.asarray(array.numpy())
+    begin = 10 + int.from_bytes(head[8:10], "little")  # magic, version 1.0 and the length of the header come first
+    told = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {tuple(array.shape)}, }}".encode()
+    if head.startswith(b"\x93NUMPY\x01\x00" + head[8:10] + told) and 0 < size == len(array.data) - begin:
+        return np.frombuffer(array.data, dtype, offset=begin).reshape(array.shape)
+    found = np.asarray(array.numpy())
+    if found.shape != tuple(array.shape):
+        raise FlowerError(f"an array of shape {found.shape} came where {tuple(array.shape)} was announced")
+    return found
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -196,7 +203,7 @@ def _stream(path: Path, header: Mapping[str, Any], entries: list[Entry]) -> tupl
     text += b" " * (-len(text) % HEADER)
     partial = path.with_name(path.name + ".part")
     try:
-        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        with open(partial, "wb", opener=owners) as file:
             file.write(len(text).to_bytes(HEADER, "little") + text)
             for entry, values in _in_turn(entries):
                 start = time.perf_counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any
 
 import torch
@@ -59,10 +61,15 @@ def examples_of(content: RecordDict, key: str = EXAMPLES) -> int:
     for metrics in content.metric_records.values():
         if key in metrics:
             value: Any = metrics[key]
-            if isinstance(value, (int, float)) and value == int(value) and value >= 1:
+            if isinstance(value, (int, float)) and math.isfinite(value) and value == int(value) and value >= 1:
                 return int(value)
             raise FlowerError(f"{key} should be a whole number of at least 1; it is {value!r}.")
     raise FlowerError(f"The reply has no metric {key!r}: put it into its MetricRecord, as FedAvg needs it too.")
+
+
+def owners(name: str, flags: int) -> int:
+    """An opener of files that are for their owner alone, whatever folder they lie in."""
+    return os.open(name, flags, 0o600)
 
 
 def placed(params: Params, like: torch.Tensor) -> Params:

@@ -133,10 +133,11 @@ class SecureClient:
         client.accept(_bytes(asked["content"]))
         weights, _ = sorted_state(before, self.task)
         after, _ = sorted_state(params_of(model_record(reply.content)[1]), self.task)
-        values = {
-            UPDATE: flat(tree.subtract(weights, after)),
-            COUNT: np.array([float(examples_of(reply.content))]),
-        }
+        try:
+            count = examples_of(reply.content)
+        except FlowerError:  # its text names the number, and errors travel to the server
+            raise FlowerError("The training gave no number of examples: a whole number of at least 1.") from None
+        values = {UPDATE: flat(tree.subtract(weights, after)), COUNT: np.array([float(count)])}
         try:
             sent = client.mask(values)
         except Oversize:  # its text names the largest entry, and errors travel to the server

@@ -112,10 +112,10 @@ class Tap(Strategy):
         configure, aggregate, own = inner.configure_train, inner.aggregate_train, vars(inner)
         before: dict[str, Any] = {name: own[name] for name in ("configure_train", "aggregate_train") if name in own}
         try:
-            own["configure_train"] = lambda number, *rest, **named: self._noted(
-                number, configure(number, *rest, **named)
+            own["configure_train"] = lambda server_round, *rest, **named: self._noted(
+                server_round, configure(server_round, *rest, **named)
             )
-            own["aggregate_train"] = lambda number, replies: self._recorded(number, replies, aggregate)
+            own["aggregate_train"] = lambda server_round, replies: self._recorded(server_round, replies, aggregate)
             return inner.start(*args, **kwargs)
         finally:
             del own["configure_train"], own["aggregate_train"]
@@ -145,18 +145,28 @@ class Tap(Strategy):
         began, held = time.perf_counter(), list(replies)
         rows = self._of_clients(server_round, asked, held)
         seconds = asked.seconds + time.perf_counter() - began
-        arrays, metrics = aggregate(server_round, held)
+        try:
+            arrays, metrics = aggregate(server_round, held)
+        except Exception as problem:  # the training ends here; what the server saw of the round is told all the same
+            reason = f"{type(problem).__name__}: {problem}"
+            self._tell(
+                server_round, [*rows, {"round": server_round, "node": None, "status": "error", "reason": reason}]
+            )
+            raise
         began = time.perf_counter()
         self._done += 1
         aggregated = self._of_round(server_round, asked, rows, arrays)
         disk = sum(row.get("disk_seconds", 0.0) for row in (*rows, aggregated))
         spent = {"round": server_round, "tap_seconds": seconds + time.perf_counter() - began - disk}
+        self._tell(server_round, [*rows, aggregated, {**spent, "disk_seconds": disk}])
+        return arrays, metrics
+
+    def _tell(self, server_round: int, lines: list[dict[str, Any]]) -> None:
         try:
             self.recording.describe(self._about(server_round))
-            self.recording.add([*rows, aggregated, {**spent, "disk_seconds": disk}])
+            self.recording.add(lines)
         except OSError as problem:
-            warnings.warn(f"Round {server_round} could not be recorded: {problem}.", RuntimeWarning, stacklevel=2)
-        return arrays, metrics
+            warnings.warn(f"Round {server_round} could not be recorded: {problem}.", RuntimeWarning, stacklevel=3)
 
     def _of_clients(self, server_round: int, asked: _Asked, replies: list[Message]) -> list[dict[str, Any]]:
         """One line for every client that was asked, whatever came of it; and for whoever answered unasked."""
@@ -194,10 +204,10 @@ class Tap(Strategy):
             return {"status": "answered", **counted}
         try:
             written = self._write(server_round, asked.sent[node], reply, node, examples or 1)
-        except FlowerError as problem:
-            return {"status": "unusable", "reason": str(problem), **counted}
         except OSError as problem:  # a full disk must not end a training
             return {"status": "not written", "reason": str(problem), **counted}
+        except (ValueError, TypeError, EOFError) as problem:  # FlowerError, or NumPy's, of bytes that are no array
+            return {"status": "unusable", "reason": str(problem), **counted}
         return {"status": "recorded", **counted, **asdict(written)}
 
     def _write(self, server_round: int, sent: Message, reply: Message, node: int, examples: int) -> Written:
