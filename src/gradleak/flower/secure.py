@@ -25,6 +25,7 @@ from flwr.supercore import log
 from gradleak import tree
 from gradleak.adapters import own_names, sorted_state, tied
 from gradleak.flower.records import FlowerError, examples_of, model_record, params_of
+from gradleak.flower.wrapped import Wrapped
 from gradleak.secure import (
     Client,
     FixedPoint,
@@ -191,7 +192,7 @@ class _Round:
     trouble: list[str] = field(default_factory=list)
 
 
-class SecureAggregation(Strategy):
+class SecureAggregation(Wrapped):
     """FedAvg over secure sums: the mean of the clients' updates, each counted once.
 
     strategy    of which only sampling and evaluation are used; it asks whom it samples, and no others are asked
@@ -210,22 +211,6 @@ class SecureAggregation(Strategy):
         self.aggregated: tuple[int, int] | None = None
         self._round: _Round | None = None
         self._grid: Grid | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "strategy":
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
-    def summary(self) -> None:
-        self.strategy.summary()
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, replies)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import FedAvg
 
 from gradleak import tree
 from gradleak.adapters import own_names, sorted_state, tied
@@ -17,11 +16,12 @@ from gradleak.defence import Defence, Upload
 from gradleak.federation import Federation
 from gradleak.federation.uploads import accepted, mean_buffers
 from gradleak.flower.records import EXTRAS, FlowerError, examples_of, model_record, params_of, placed, record_of
+from gradleak.flower.wrapped import Wrapped
 from gradleak.task import Task, float32_products
 from gradleak.tree import Params, Tree
 
 
-class Defended(Strategy):
+class Defended(Wrapped):
     """FedAvg as this library has it, with the server's hooks of a defence; the wrapped strategy chooses the clients.
 
         strategy = Defended(FedAvg(fraction_train=0.5), task, FedGF(), Federation(clients=10, seed=0))
@@ -41,22 +41,6 @@ class Defended(Strategy):
         self.excluded: dict[int, dict[int, str]] = {}
         self._memory: Tree = {}
         self._sent: tuple[ArrayRecord, Params, Params] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "strategy":
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
-    def summary(self) -> None:
-        self.strategy.summary()
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, replies)
 
     # --- training ----------------------------------------------------------------------------------------------------
 

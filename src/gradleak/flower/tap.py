@@ -18,6 +18,7 @@ from gradleak import __version__
 from gradleak.flower.privacy import recognised
 from gradleak.flower.recording import Recording, Written, entries_of
 from gradleak.flower.records import EXAMPLES, EXTRAS, FlowerError, examples_of, model_record
+from gradleak.flower.wrapped import Wrapped
 from gradleak.guarantee import Exposure
 from gradleak.observation import MOST
 from gradleak.results.labels import record as label
@@ -34,7 +35,7 @@ class _Asked:
     seconds: float = 0.0
 
 
-class Tap(Strategy):
+class Tap(Wrapped):
     """Any strategy of Flower's message API, with a record of what the server was sent.
 
     rounds    to record, counted as Flower counts, from 1; None: all
@@ -71,11 +72,6 @@ class Tap(Strategy):
         self._open: dict[int, _Asked] = {}
         self._done = 0
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "strategy":  # not set yet: while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
     @property
     def folder(self) -> Any:
         """Where the recording is."""
@@ -92,17 +88,6 @@ class Tap(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         return self._recorded(server_round, replies, self.strategy.aggregate_train)
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        return self.strategy.configure_evaluate(server_round, arrays, config, grid)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.strategy.aggregate_evaluate(server_round, replies)
-
-    def summary(self) -> None:
-        self.strategy.summary()
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
         """Flower's loop; where the strategy has a loop of its own, that one, with its two methods watched."""
