@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,14 @@ from gradleak.task import Batch
 torch.set_num_threads(1)  # two test workers share two cores
 
 SHAPE, CLASSES = (1, 4, 4), 3
+
+
+@pytest.fixture(autouse=True)
+def same_draws_every_time() -> None:
+    """A test draws the same numbers alone, in any order and in any worker."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def network(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -180,15 +180,16 @@ def test_small_ones_run_in_lanes_and_have_features_before_their_classifier(make:
     )
     model = make(**sizes, shape=(3, 8, 8), classes=3, generator=torch.Generator().manual_seed(0)).double()
     again = make(**sizes, shape=(3, 8, 8), classes=3, generator=torch.Generator().manual_seed(0)).double()
-    x, y = torch.rand(2, 3, 8, 8, dtype=torch.float64), torch.tensor([0, 2])
+    x = torch.rand(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 2])
     assert torch.equal(model(x), again(x))
     task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(x[:1], y[:1]))
     assert task.classifier.module == "classifier"
     seen = gl.observe(task, {"x": x, "y": y}, gl.LocalTraining(lr=1.0))
-    found = gl.attacks.get("ig", steps=3, restarts=2).run(
+    found = gl.attacks.get("ig", steps=20, restarts=2).run(
         task, seen, gl.Knowledge(given={"y": y}), engine=gl.Engine(device="cpu", precision="double")
     )
-    assert found.trace["objective"][-1].max() < found.trace["objective"][0].max()
+    assert (found.trace["objective"][-1] < found.trace["objective"][0]).all()  # both restarts got closer
 
 
 def test_convnext_begins_near_the_identity() -> None:
