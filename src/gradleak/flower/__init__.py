@@ -3,6 +3,7 @@
 Tap             around any strategy: writes Observations for `gradleak audit --observations`
 train           a client's answer by `LocalTraining`, with any defence
 UploadDefence   a client mod, for defences that act on the upload alone
+Gate            a client mod that attacks the reply before it leaves: allow, noise or block
 Defended        around FedAvg: the server's part of a defence
 recognised      Flower's own wrappers for differential privacy: what they do and prove
 Secure...       secure aggregation over Flower's messages
@@ -24,6 +25,7 @@ except ImportError as problem:
     ) from problem
 
 from gradleak.flower.client import UploadDefence, keep_truth, train
+from gradleak.flower.gate import Gate
 from gradleak.flower.grid import InProcess
 from gradleak.flower.privacy import Recognised, recognised
 from gradleak.flower.recording import Recording, SensitiveRecording, rows_of
@@ -33,7 +35,7 @@ from gradleak.flower.tap import Tap
 
 _SECURE = ("Agreement", "SecureAggregation", "SecureClient")  # loaded on first use: they need the extra `secure` too
 
-__all__ = ["Defended", "FlowerError", "InProcess", "Recognised", "Recording", "SensitiveRecording", "Tap"]
+__all__ = ["Defended", "FlowerError", "Gate", "InProcess", "Recognised", "Recording", "SensitiveRecording", "Tap"]
 __all__ += ["UploadDefence", "keep_truth", "recognised", "rows_of", "train", *_SECURE]
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.supercore import log
 
 from gradleak import draws as randomness
 from gradleak import tree
-from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.adapters import sorted_state
 from gradleak.defence import Client, Defence, Upload, overrides
 from gradleak.draws import Draws
 from gradleak.federation.clients import evaluating, flat, unflat
@@ -25,6 +25,7 @@ from gradleak.flower.records import (
     EXAMPLES,
     MEMORY,
     FlowerError,
+    answered,
     examples_of,
     extras_of,
     model_record,
@@ -86,7 +87,7 @@ def train(
     with torch.no_grad(), float32_products():
         upload, after = training.run(task, weights, batch, defence, state, order=training.order(count, shuffle))
     _keep(context, after.memory)
-    arrays = _returned(record, sent, weights, upload, buffers, task)
+    arrays = answered(record, sent, weights, upload, buffers, task)
     metrics = MetricRecord({EXAMPLES: upload.num_examples, LOSS: float(loss) / count})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=message)
 
@@ -170,7 +171,7 @@ class UploadDefence:
         key, _ = _randomness(self.seed, context, number, like)
         sent, memory = self._sent(weights, plain, extras, _recalled(context, like), Draws(key))
         _keep(context, memory)
-        reply.content[back] = _returned(record, before, weights, sent, buffers, self.task)
+        reply.content[back] = answered(record, before, weights, sent, buffers, self.task)
         return reply
 
     def _sent(
@@ -251,23 +252,3 @@ def _keep(context: Context, memory: Tree) -> None:
         context.state[MEMORY] = record_of(held)
     elif MEMORY in context.state:
         del context.state[MEMORY]
-
-
-def _returned(
-    record: ArrayRecord, sent: Params, weights: Params, upload: Upload, buffers: Params, task: Task | None
-) -> ArrayRecord:
-    """The model that leaves: the weights less the update, in the names, order and types in which they came.
-
-    Buffers that the defence withholds go back as they were sent: strategies want the whole model.
-    """
-    if upload.payload.keys() != {"update"}:
-        others = ", ".join(sorted(upload.payload.keys() - {"update"})) or "no update"
-        raise FlowerError(
-            f"The defence sends {others}; a Flower strategy averages weights, and nothing else can be sent through it."
-        )
-    names = {name: name for name in sent} if task is None else own_names(sent, task)
-    after: Params = {names[name]: value for name, value in sent.items()} | buffers | (upload.buffers or {})
-    after |= tree.subtract(weights, upload.payload["update"])
-    if task is not None:
-        after |= {name: after[first] for name, first in tied(task).items()}
-    return ArrayRecord({name: after[names[name]].detach().cpu().to(sent[name].dtype) for name in record})

@@ -10,6 +10,10 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from gradleak import tree
+from gradleak.adapters import own_names, tied
+from gradleak.defence import Upload
+from gradleak.task import Task
 from gradleak.tree import Params
 
 EXTRAS = "gradleak.extras."  # array records of a message: what the server broadcasts beside the model
@@ -46,6 +50,26 @@ def extras_of(content: RecordDict) -> dict[str, Params]:
     """What the server broadcast beside the model (`Defended`)."""
     found = content.array_records.items()
     return {name[len(EXTRAS) :]: params_of(record) for name, record in found if name.startswith(EXTRAS)}
+
+
+def answered(
+    record: ArrayRecord, sent: Params, weights: Params, upload: Upload, buffers: Params, task: Task | None
+) -> ArrayRecord:
+    """The model that leaves: the weights less the update, in the names, order and types in which they came.
+
+    Buffers that the defence withholds go back as they were sent: strategies want the whole model.
+    """
+    if upload.payload.keys() != {"update"}:
+        others = ", ".join(sorted(upload.payload.keys() - {"update"})) or "no update"
+        raise FlowerError(
+            f"The defence sends {others}; a Flower strategy averages weights, and nothing else can be sent through it."
+        )
+    names = {name: name for name in sent} if task is None else own_names(sent, task)
+    after: Params = {names[name]: value for name, value in sent.items()} | buffers | (upload.buffers or {})
+    after |= tree.subtract(weights, upload.payload["update"])
+    if task is not None:
+        after |= {name: after[first] for name, first in tied(task).items()}
+    return ArrayRecord({name: after[names[name]].detach().cpu().to(sent[name].dtype) for name in record})
 
 
 def round_of(message: Message) -> int:

@@ -1,0 +1,83 @@
+"""The gate as a client mod: what training returned is attacked on the client, and leaves only if it withstands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from logging import INFO, WARNING
+
+from flwr.app import Context, Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.supercore import log
+
+from gradleak.adapters import from_state_dicts
+from gradleak.defence import Upload
+from gradleak.engine import Engine
+from gradleak.flower.records import answered, examples_of, extras_of, model_record, params_of, round_of
+from gradleak.gate import BLOCK, NOISE, Policy, check
+from gradleak.observation import Knowledge
+from gradleak.task import Batch, Task
+
+HELD_BACK = "This client's gate held its update back."  # the same words whatever the reason: reasons are private
+
+
+class Gate:
+    """A client mod that lets a reply out, noises it, or answers with an error in its place.
+
+        @app.train(mods=[Gate(task, Policy(on_leak="noise"), knows=Knowledge(training=training), seconds=20)])
+
+    Flower's first mod is the outermost: put the gate first, so that it judges what the others leave.
+
+    batch    the examples of a message's round, which make the decision sharper; they stay on the client
+    knows    what the server is taken to know; the recipe at the least
+
+    It fails closed: whatever raises here blocks. The server is told that an update was held back and nothing of why;
+    the reason goes to this node's log. Where noise is added, buffers (BatchNorm statistics) go back as they were sent.
+    Metrics of the reply, such as a training loss, are not looked at.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        policy: Policy | None = None,
+        *,
+        knows: Knowledge = Knowledge(),
+        batch: Callable[[Message, Context], Batch] | None = None,
+        seconds: float = 20.0,
+        engine: Engine | None = None,
+    ) -> None:
+        self.task, self.policy, self.knows = task, policy or Policy(), knows
+        self.batch, self.seconds, self.engine = batch, seconds, engine
+
+    def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        name, sent = model_record(message.content)  # read before training, which may change the message
+        before, extras, number = params_of(sent), extras_of(message.content), round_of(message)
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        try:
+            back, returned = model_record(reply.content, name)
+            examples = examples_of(reply.content)
+            seen = from_state_dicts(before, params_of(returned), examples, task=self.task, round=number)
+            decision = check(
+                self.task,
+                replace(seen, extras=extras),
+                self.policy,
+                knows=self.knows,
+                batch=None if self.batch is None else self.batch(message, context),
+                seconds=self.seconds,
+                engine=self.engine,
+            )
+            if decision.action == NOISE and decision.update is not None:
+                # Without buffers: the noise is on the update alone, so the server gets back its own.
+                noised = Upload({"update": decision.update}, examples)
+                reply.content[back] = answered(sent, before, seen.weights, noised, seen.buffers or {}, self.task)
+        except Exception as problem:  # an update that could not be looked at does not leave
+            log(WARNING, "gate, round %s: blocked, %s: %s", number, type(problem).__name__, problem)
+            return _held_back(message)
+        log(INFO, "gate, round %s: %s", number, decision)
+        return _held_back(message) if decision.action == BLOCK else reply
+
+
+def _held_back(message: Message) -> Message:
+    return Message(Error(code=ErrorCode.MOD_FAILED_PRECONDITION, reason=HELD_BACK), reply_to=message)
