@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy
 
 import gradleak as gl
-from conftest import CLASSES, SHAPE, largest_difference, private, short, skip_unless_granted, tiny
-from gradleak import draws, engine, tree
+from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
+from gradleak import draws, engine, registry, tree
 from gradleak.attack import Composed, Reconstruction, Stage, lowest_match
 from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, Search
@@ -805,3 +805,30 @@ def test_a_branch_on_the_step_would_run_unnoticed_without_the_gate(double: Engin
         task, seen, knowing(batch), engine=double
     )
     assert isinstance(found, Reconstruction)
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attack", ["ig:steps=20,restarts=2", "gi:steps=20", "second-order", "auto:preset=quick"])
+def test_images_on_the_way_change_no_result_and_end_near_it(attack: str) -> None:
+    """Of the chosen restart, target by target; later ones are closer to what is returned than the start is."""
+    task, training = perceptron(), gl.LocalTraining(lr=0.5)
+    batches = [private(1), private(2, seed=1)]
+    seen = [gl.observe(task, batch, training, key=str(place)) for place, batch in enumerate(batches)]
+    given = (task, seen, gl.Knowledge(training=training))
+    found, plain = (
+        registry.parse("attack", attack).run(*given, engine=Engine(device="cpu", precision="double", snapshots=count))
+        for count in (6, 0)
+    )
+    assert torch.equal(found.batch["x"].nan_to_num(9), plain.batch["x"].nan_to_num(9))
+    assert plain.snapshots == {}
+    assert found.snapshots["x"].shape == (2, 6, 2, *SHAPE)
+    steps = found.snapshots["step"]
+    assert steps[:, 0].tolist() == [0, 0]
+    assert (steps.diff() >= 0).all()
+    for target, batch in enumerate(batches):
+        images = found.snapshots["x"][target, :, : len(batch["x"])].double()
+        assert images.isfinite().all()
+        off = (images - found.target(target)["x"]).flatten(1).norm(dim=1)
+        assert off[-1] < off[0] or off.max() < 1e-3  # a closed form shows the same at all moments, to half precision

@@ -106,6 +106,7 @@ class Reconstruction:
     certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
     noise: Tensor | None = None  # (T, R) the match that the known defence's noise leaves at the truth, about
     unknowns: dict[str, Tensor] = field(default_factory=dict)  # each (T, R, ...), padded with NaN
+    snapshots: dict[str, Tensor] = field(default_factory=dict)  # Engine(snapshots=S): "step" (T, S), "x" (T, S, B, ...)
 
     @property
     def checks(self) -> Any:
@@ -309,10 +310,16 @@ def _collect(
         pick = torch.where(each.isnan(), torch.inf, each).argmin(dim=1)
     row, column = torch.arange(count)[:, None], torch.arange(most)
     candidates = _gathered([(piece.targets, piece.batch) for piece in pieces], count, restarts)
+    snapshots: dict[str, Tensor] = {}
+    if moments := pieces[0].moments:
+        on_the_way = _gathered([(piece.targets, {"x": piece.snapshots}) for piece in pieces], count, restarts)["x"]
+        shown = on_the_way[row, pick, :, column].movedim(2, 1)  # (T, B, S, ...) to (T, S, B, ...)
+        snapshots = {"step": torch.tensor(moments).expand(count, -1).clone(), "x": shown}
     return Reconstruction(
         batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
         unknowns=_gathered([(piece.targets, piece.unknowns) for piece in pieces], count, restarts),
+        snapshots=snapshots,
         objective=numbers["objective"],
         match=numbers["match"],
         noise=numbers["noise"],

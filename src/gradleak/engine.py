@@ -39,6 +39,7 @@ class Engine:
     chunk       lanes solved together; None sizes it to the memory of the device
     batched     False runs lane after lane, for models that vmap rejects
     graph       capture the step as a CUDA graph
+    snapshots   images of every lane kept on the way to its result, for a report that shows the search
     """
 
     device: str = "auto"
@@ -46,12 +47,15 @@ class Engine:
     chunk: int | None = None
     batched: bool = True
     graph: bool = True
+    snapshots: int = 0
 
     def __post_init__(self) -> None:
         if self.precision not in ("strict", "fast", "double"):
             raise ValueError(f"precision must be strict, fast or double; given {self.precision!r}.")
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"chunk must be at least 1 lane; given {self.chunk}.")
+        if self.snapshots < 0:
+            raise ValueError(f"snapshots cannot be negative; given {self.snapshots}.")
 
     @property
     def where(self) -> torch.device:
@@ -88,6 +92,8 @@ class Solved:
     diverged: Tensor
     noise: Tensor  # (lanes,): the match at the level of the known defence's noise
     trace: dict[str, Tensor]
+    snapshots: Tensor  # (lanes, moments, ...): images on the way, where the engine was asked for some
+    moments: list[int]  # the steps that they were taken before
 
 
 def solve(
@@ -279,12 +285,14 @@ def _solve_chunk(
     before: Tree | None = None
     diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
     trace: list[dict[str, Tensor]] = []
+    moments, snapshots = moments_of(total, engine.snapshots), []
     done = 0
     found: Tree = {}
     for number, stage in enumerate(stages):
         share = None if progress is None else lambda step, done=done: progress((done + step) / total)
         search = Search(stage, template, lane, groups, engine, before)
-        search.run(share)
+        own = [moment - done for moment in moments if done <= moment < done + stage.optimiser.steps]
+        snapshots += search.run(share, own)
         trace.append({**search.trace(), "step": search.trace()["step"] + done})
         best = search.kept(keep)
         diverged |= ~search.alive
@@ -308,7 +316,14 @@ def _solve_chunk(
         diverged=diverged.cpu(),
         noise=search.noise(),
         trace={name: torch.cat([part[name].detach().cpu() for part in trace]) for name in trace[0]},
+        snapshots=torch.stack(snapshots, dim=1) if snapshots else torch.empty(diverged.shape[0], 0),
+        moments=moments,
     )
+
+
+def moments_of(steps: int, count: int) -> list[int]:
+    """Before which steps images are kept: the first, and then ever later, since most happens early."""
+    return [min(steps - 1, round((steps + 1) ** (place / count)) - 1) for place in range(count if steps else 0)]
 
 
 def _output(search: Search, best: Scored) -> Tree:

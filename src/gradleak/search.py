@@ -242,13 +242,16 @@ class Search:
             "last": {"objective": objective, "match": match},
         }
 
-    def run(self, progress: Progress | None) -> None:
+    def run(self, progress: Progress | None, moments: Sequence[int] = ()) -> list[Tensor]:
+        """All steps. Returns the images of all lanes as they were before each of the steps in `moments`."""
         steps, advance = self.stage.optimiser.steps, self.tick
+        images: list[Tensor] = []
         try:
             possible = self.step.is_cuda and self.engine.batched and self.stage.optimiser.graphable
             if self.engine.graph and possible and steps > 2 * GRAPH_WARMUP:
                 advance = self.captured()
             for step in range(steps):
+                images += [self.images()] * moments.count(step)
                 for position, prior in enumerate(self.stage.priors):
                     if isinstance(prior, SharedPrior) and prior.due(step):
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
@@ -269,6 +272,11 @@ class Search:
                 progress(steps)
         except RuntimeError as problem:
             raise _explained(problem, self.engine) from problem
+        return images + [self.images()] * (len(moments) - len(images))  # where every lane was done before the last step
+
+    def images(self) -> Tensor:
+        """What the lanes show at this moment, for the eye: half precision, off the device."""
+        return self.decode(self.v)["x"].detach().to("cpu", torch.float16)
 
     def _note(self, points: int | slice) -> None:
         """Write the last objective and match at these points of the curves."""

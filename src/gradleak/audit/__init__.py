@@ -114,6 +114,7 @@ class Audit:
     generator    a prior of the attacker's own (`Knowledge.generator`), such as a trained denoiser
     withheld     what the attacker is not told although an audit grants it otherwise: "recipe", the client's training
                  (`Knowledge.training`), and "statistics", the buffers that clients return (see `ablation`)
+    snapshots    images of every search kept on its way, which the report shows; they change no result
     """
 
     task: Task
@@ -137,6 +138,7 @@ class Audit:
     given: Sequence[str] = ()
     generator: Any = None
     withheld: Sequence[str] = ()
+    snapshots: int = 8
 
     def __post_init__(self) -> None:
         if odd := [name for name in self.withheld if name not in WITHHELD]:
@@ -290,7 +292,8 @@ class Audit:
         self._try_defences()
         self._demand_unseen(cells)
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
-        runner = Runner(self.side, gallery, self.engine, self.lpips, self.analyses)
+        engine = replace(self.engine, snapshots=self.snapshots)
+        runner = Runner(self.side, gallery, engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
         store = Memory() if folder is None else Folder(folder)
         try:

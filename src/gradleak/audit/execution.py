@@ -134,6 +134,7 @@ def _arrays(found: Reconstruction, victims: Victims) -> Arrays:
         **({"unrelated/x": found.batch["x"][targets:]} if victims.unrelated else {}),
         "trace/step": found.trace["step"],
         **{f"trace/{name}": found.trace[name][:, every, chosen] for name in ("match", "objective")},
+        **{f"snapshots/{name}": value[:targets] for name, value in found.snapshots.items()},
         "diverged": found.diverged[every, chosen],
     }
 

@@ -307,6 +307,7 @@ class _Search:
             },
             certificates=self._certificates(held),
             noise=torch.tensor([[each.residual.noise] for each in held], dtype=torch.float64),
+            snapshots=_snapshots(held, batch["x"].shape[1], case.engine.snapshots),
             by=tuple(each.by for each in held if each.by is not None),
         )
 
@@ -352,7 +353,22 @@ def _of_target(found: Reconstruction, place: int) -> Reconstruction:
         certificates=None if found.certificates is None else found.certificates[own],
         noise=None if found.noise is None else found.noise[own],
         unknowns={name: value[own] for name, value in found.unknowns.items()},
+        snapshots={name: value[own] for name, value in found.snapshots.items()},
     )
+
+
+def _snapshots(held: Sequence[_Best], examples: int, kept: int) -> dict[str, Tensor]:
+    """The way of each target's winner. A winner that made no steps, such as a closed form, has none to show: NaN."""
+    if not kept:
+        return {}
+    shape = (len(held), kept, examples, *held[0].batch["x"].shape[1:])
+    shown = {"step": torch.zeros(shape[:2], dtype=torch.long), "x": torch.full(shape, torch.nan, dtype=torch.float16)}
+    for row, each in enumerate(held):
+        if each.by is not None and each.by.snapshots:
+            images = each.by.snapshots["x"][0]
+            shown["step"][row] = each.by.snapshots["step"][0]
+            shown["x"][row, :, : images.shape[1]] = images
+    return shown
 
 
 def _stacked(batches: Sequence[Batch]) -> Batch:
