@@ -26,6 +26,15 @@ torch.set_num_threads(1)  # two test workers share two cores
 SHAPE, CLASSES = (1, 4, 4), 3
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in an order of their own")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
+
 @pytest.fixture(autouse=True)
 def same_draws_every_time() -> None:
     """A test draws the same numbers alone, in any order and in any worker."""

@@ -46,6 +46,7 @@ class Stage:
 
     @property
     def needs(self) -> Needs:
+        """What the attacker must know for this search (`Knowledge.grants`)."""
         parts = (self.space, self.predict, self.match, self.optimiser, *self.priors)
         needs: Needs = frozenset().union(*(getattr(part, "needs", frozenset()) for part in parts))
         # An update is lr times a gradient: a match that sees the scale fails silently with the wrong one.
@@ -64,10 +65,14 @@ class Attack(Protocol):
     """What every attack offers, composed or not."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As tables and errors call it."""
+        ...
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """What `Knowledge` must grant."""
+        ...
 
     def run(
         self,
@@ -78,7 +83,9 @@ class Attack(Protocol):
         *,
         engine: Any = None,
         progress: Progress | None = None,
-    ) -> Reconstruction: ...
+    ) -> Reconstruction:
+        """Attack one target or several independent ones."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +155,12 @@ class Composed:
 
     @property
     def search_needs(self) -> Needs:
+        """Of the stages alone: what it needs where the labels are given."""
         return frozenset().union(*(stage.needs for stage in self.stages))
 
     @property
     def needs(self) -> Needs:
+        """Of the stages, and of the rule that reads the labels."""
         return self.search_needs | getattr(self.fields, "needs", frozenset())
 
     def run(
@@ -177,7 +186,8 @@ class Composed:
             scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
             scenes = [replace(scene, fields={**self.fields(_averaged(scene)), **scene.fields}) for scene in scenes]
             keys = [
-                [randomness.key(target.key, seed, restart) for restart in range(self.restarts)] for target in targets
+                [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
+                for target in targets
             ]
             pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output))
         return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)

@@ -59,6 +59,7 @@ class Engine:
 
     @property
     def where(self) -> torch.device:
+        """The device; "auto" is decided here."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -67,6 +68,7 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of everything that is computed with."""
         return torch.float64 if self.precision == "double" else torch.float32
 
     @contextmanager

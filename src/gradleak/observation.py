@@ -147,14 +147,17 @@ class Track:
 
     @property
     def last(self) -> Observation:
+        """The latest round."""
         return self.observations[-1]
 
     @property
     def key(self) -> str:
+        """The target's name: that of the latest round."""
         return self.last.key
 
     @property
     def num_examples(self) -> int:
+        """Of the client, in every round."""
         return self.last.num_examples
 
     @property

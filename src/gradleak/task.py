@@ -191,6 +191,7 @@ class Task:
         return tree.detach({**frozen, **dict(self.model.named_buffers())})
 
     def call(self, weights: Params, buffers: Params | None = None) -> Callable[..., Any]:
+        """The model with these weights, as a function."""
         state = {**(self.buffers() if buffers is None else buffers), **weights}
         return lambda *args, **kwargs: functional_call(self.model, state, args, kwargs)
 
@@ -207,6 +208,7 @@ class Task:
     def gradient_and_buffers(
         self, weights: Params, batch: Batch, buffers: Params | None = None
     ) -> tuple[Params, Params]:
+        """The gradient of the loss, and the buffers after the forward pass."""
         return grad(self.loss, has_aux=True)(weights, batch, buffers)
 
     def inputs_of(self, modules: Sequence[str], weights: Params, batch: Batch, buffers: Params | None = None) -> Batch:
@@ -222,6 +224,21 @@ class Task:
             for handle in handles:
                 handle.remove()
         return caught
+
+    def copied(self) -> Task:
+        """The same task with a model and an objective of its own: what a pass leaves in them stays there.
+
+        Models and losses keep activations or counters as attributes: once they have seen private data, those too.
+        """
+        own = isinstance(self.objective, nn.Module | Supervised)
+        try:
+            model, objective = copy.deepcopy((self.model, self.objective if own else None))
+        except RuntimeError as problem:  # torch copies no tensor that belongs to a graph
+            raise TaskError(
+                f"The model or its loss cannot be copied: {problem} It keeps a tensor of an earlier pass as an "
+                "attribute; delete it, or let forward keep it detached."
+            ) from problem
+        return replace(self, model=model, objective=objective if own else self.objective)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         """A private copy on a device and in a type; the user's model is never touched."""

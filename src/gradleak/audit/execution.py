@@ -20,7 +20,7 @@ from gradleak.results.labels import record
 from gradleak.results.rows import ROW_VERSION, Row, finite
 from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays
-from gradleak.task import Batch, Task
+from gradleak.task import Batch, Field, Task
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
@@ -109,8 +109,9 @@ class Runner:
         [track], restart = as_targets(victims.seen[target]), int(found.chosen[target])
         seen = track.last
         curve = found.trace["match"][:, target, restart]
-        truth = {name: value[target] for name, value in victims.truth.items()}
-        measured = [analysis(self.side.task, seen, truth) for analysis in self.analyses]
+        truth = {name: value[target].clone() for name, value in victims.truth.items()}
+        # On copies: what an analysis does with the truth stays out of the task that the next attack is given.
+        measured = [analysis(self.side.task.copied(), seen, truth) for analysis in self.analyses]
         return {
             "observation": seen.key,
             "knows": cell.knows.level,
@@ -134,9 +135,35 @@ def _arrays(found: Reconstruction, victims: Victims) -> Arrays:
         **({"unrelated/x": found.batch["x"][targets:]} if victims.unrelated else {}),
         "trace/step": found.trace["step"],
         **{f"trace/{name}": found.trace[name][:, every, chosen] for name in ("match", "objective")},
-        **{f"snapshots/{name}": value[:targets] for name, value in found.snapshots.items()},
+        **_pictures(found, targets),
         "diverged": found.diverged[every, chosen],
     }
+
+
+THUMBNAIL = 64  # pixels a side of pictures that are only looked at
+
+
+def _pictures(found: Reconstruction, targets: int) -> Arrays:
+    """What a report shows of the search: images on the way, and what each restart ended with (report/frames.py)."""
+    field, told = found.fields["x"], Arrays()
+    if len(field.shape) != 3:
+        return told
+    if found.snapshots:
+        told["snapshots/step"] = found.snapshots["step"][:targets]
+        told["snapshots/x"] = _seen_by_eye(found.snapshots["x"][:targets], field).transpose(0, 1)
+    if found.match.shape[1] > 1:
+        told["restarts/x"] = _seen_by_eye(found.candidates["x"][:targets], field)
+        told["restarts/match"] = found.match[:targets]
+    return told
+
+
+def _seen_by_eye(images: torch.Tensor, field: Field) -> torch.Tensor:
+    """(..., C, H, W) in model-input space as small pictures, 0 to 255. What is not finite is black."""
+    shown = field.unit(images.float()).clamp(0, 1).nan_to_num(0.0)
+    flat = shown.reshape(-1, *shown.shape[-3:])
+    size = [min(THUMBNAIL, side) for side in flat.shape[-2:]]
+    small = torch.nn.functional.interpolate(flat, size, mode="area") if size != list(flat.shape[-2:]) else flat
+    return small.mul(255).round().byte().reshape(*shown.shape[:-2], *size)
 
 
 def _without_statistics(seen: Observation | Track) -> Observation | Track:

@@ -358,16 +358,17 @@ def _of_target(found: Reconstruction, place: int) -> Reconstruction:
 
 
 def _snapshots(held: Sequence[_Best], examples: int, kept: int) -> dict[str, Tensor]:
-    """The way of each target's winner. A winner that made no steps, such as a closed form, has none to show: NaN."""
+    """The way of each target's winner. One that made no steps, such as a grey image, shows its result all along."""
     if not kept:
         return {}
     shape = (len(held), kept, examples, *held[0].batch["x"].shape[1:])
     shown = {"step": torch.zeros(shape[:2], dtype=torch.long), "x": torch.full(shape, torch.nan, dtype=torch.float16)}
     for row, each in enumerate(held):
+        images = each.batch["x"][None].half()
         if each.by is not None and each.by.snapshots:
             images = each.by.snapshots["x"][0]
             shown["step"][row] = each.by.snapshots["step"][0]
-            shown["x"][row, :, : images.shape[1]] = images
+        shown["x"][row, :, : images.shape[1]] = images
     return shown
 
 

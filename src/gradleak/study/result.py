@@ -262,6 +262,7 @@ class StudyResult:
         folder: Path | None,
         audits: Sequence[AuditResult],
     ) -> StudyResult:
+        """From rows that were measured, and the audits beside them."""
         planned = settings["plan"]["rounds"]
         kept = sorted((row for row in rows if row["round"] in planned), key=lambda row: int(row["round"]))
         found = tuple(read(audits))
@@ -283,6 +284,7 @@ class StudyResult:
 
     @property
     def keys(self) -> set[tuple[str, str, str, int]]:
+        """Of the lines of audits that were read: attack, defence, form and examples."""
         return {leakage.key for leakage in self.leakages}
 
     @cached_property
@@ -337,6 +339,7 @@ class StudyResult:
         return [head, *([name, *(point(one, n) for n in rounds), _range(one)] for one, name in named)]
 
     def to_json(self) -> dict[str, Any]:
+        """Everything measured, as JSON can hold it."""
         held: dict[str, Any] = finite(
             {
                 "version": 1,
@@ -353,6 +356,7 @@ class StudyResult:
         return held
 
     def json(self) -> str:
+        """The same as text."""
         return json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
 
     def report(self, path: str | Path) -> Path:

@@ -1,0 +1,335 @@
+"""Break the code on purpose, and count how often the tests notice.
+
+    python tools/mutants.py map                     once: which tests run which line (a run of the whole suite)
+    python tools/mutants.py run --each 14 --seed 0  break 14 places in every area, one at a time
+    python tools/mutants.py show                    what was not noticed
+
+Each mutant changes one expression of one file in a copy of the tree: a sign, a factor, an axis, a projection, a bound,
+a comparison. Then the tests that run its line are run, the quickest first, until one fails. A mutant that no test runs,
+or that all of them pass, survives. What `map` and `run` learn is kept in .mutants/, and a run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / ".mutants"
+AREAS = {
+    "engine": ["engine.py", "search.py", "attack.py", "local.py", "rules.py", "draws.py", "recompute.py", "task.py"],
+    "parts": ["parts"],
+    "attacks": ["attacks"],
+    "defences": ["defences", "defence.py", "accounting.py", "guarantee.py"],
+    "metrics": ["metrics", "assignment.py", "checks.py", "results"],
+    "analysis": ["analysis"],
+    "secure": ["secure"],
+    "federation": ["federation", "diffusion"],
+}
+SECONDS = 240  # of tests for one mutant; beyond that it counts as noticed only if something hangs that did not before
+MOST_TESTS = 60  # for one mutant, the quickest of those that run its line
+
+
+# --- what can be broken -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` becomes `new` at these places (line from 1, column from 0) of a file."""
+
+    area: str
+    file: str
+    line: int
+    start: int
+    end: int
+    kind: str
+    old: str
+    new: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.file}:{self.line}:{self.start} {self.kind}"
+
+    def applied(self, source: str) -> str:
+        lines = source.splitlines(keepends=True)
+        text = lines[self.line - 1].encode()  # columns of ast are bytes
+        lines[self.line - 1] = (text[: self.start] + self.new.encode() + text[self.end :]).decode()
+        return "".join(lines)
+
+
+def swapped_sign(node: ast.AST) -> ast.expr | None:
+    text = any(
+        isinstance(part, ast.JoinedStr) or isinstance(getattr(part, "value", None), str) for part in ast.walk(node)
+    )
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and not text:
+        return ast.BinOp(node.left, ast.Sub() if isinstance(node.op, ast.Add) else ast.Add(), node.right)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        return node.operand
+    return None
+
+
+def dropped_factor(node: ast.AST) -> ast.expr | None:
+    return node.left if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.Pow) else None
+
+
+def other_axis(node: ast.AST) -> ast.expr | None:
+    if not isinstance(node, ast.Call):
+        return None
+    for place, keyword in enumerate(node.keywords):
+        value = keyword.value
+        if keyword.arg == "dim" and isinstance(value, ast.Constant) and isinstance(value.value, int):
+            other = ast.keyword("dim", ast.Constant(0 if value.value else 1))
+            return ast.Call(node.func, node.args, [*node.keywords[:place], other, *node.keywords[place + 1 :]])
+    return None
+
+
+SKIPPED = {"clamp", "clamp_min", "clamp_max", "project", "abs", "sign", "sqrt", "square", "nan_to_num"}
+
+
+def skipped_call(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in SKIPPED:
+        of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in ("torch", "tree", "math", "np")
+        if of_module or node.func.attr == "project":
+            return node.args[0] if node.args else None
+        return node.func.value
+    return None
+
+
+def off_by_one(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value < 10:
+        return ast.Constant(node.value + 1)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        close = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+        if type(node.ops[0]) in close:
+            return ast.Compare(node.left, [close[type(node.ops[0])]()], node.comparators)
+    return None
+
+
+def turned_round(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        turned = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE, ast.Eq: ast.NotEq,
+                  ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
+        if type(node.ops[0]) in turned:
+            return ast.Compare(node.left, [turned[type(node.ops[0])]()], node.comparators)
+    if isinstance(node, ast.BoolOp):
+        return ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    return None
+
+
+OTHERS = {"min": "max", "max": "min", "argmin": "argmax", "argmax": "argmin", "mean": "sum", "sum": "mean"}
+OTHERS |= {"zeros_like": "ones_like", "ones_like": "zeros_like", "exp": "log", "minimum": "maximum", "cos": "sin"}
+
+
+def other_function(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OTHERS:
+        return ast.Call(ast.Attribute(node.func.value, OTHERS[node.func.attr], ast.Load()), node.args, node.keywords)
+    return None
+
+
+KINDS: dict[str, Callable[[ast.AST], ast.expr | None]] = {
+    "sign": swapped_sign,
+    "factor": dropped_factor,
+    "axis": other_axis,
+    "skip": skipped_call,
+    "off by one": off_by_one,
+    "turned": turned_round,
+    "function": other_function,
+}
+
+
+def sites(area: str, path: Path) -> Iterator[Mutant]:
+    """Everything in a file that can be broken: expressions on one line, in code that computes."""
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines()
+    for node in _computing(ast.parse(source)):
+        if getattr(node, "lineno", None) is None or node.lineno != node.end_lineno:  # type: ignore[attr-defined]
+            continue
+        for kind, change in KINDS.items():
+            changed = change(node)
+            if changed is None:
+                continue
+            start, end = node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
+            old = lines[node.lineno - 1].encode()[start:end].decode()  # type: ignore[attr-defined]
+            new = f"({ast.unparse(ast.fix_missing_locations(changed))})"
+            if re.sub(r"[\s()]", "", old) != re.sub(r"[\s()]", "", new):
+                file = path.relative_to(ROOT).as_posix()
+                yield Mutant(area, file, node.lineno, start, end, kind, old, new)  # type: ignore[attr-defined]
+
+
+def _computing(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but types, defaults, decorators, messages of errors and of checks, and how things are shown."""
+    if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom):
+        return
+    if isinstance(node, ast.FunctionDef) and (node.name in ("__repr__", "__str__") or "Protocol" in node.name):
+        return
+    yield node
+    if isinstance(node, ast.FunctionDef):
+        children: list[ast.AST] = list(node.body)
+    elif isinstance(node, ast.AnnAssign):
+        children = []
+    else:
+        children = list(ast.iter_child_nodes(node))
+    for child in children:
+        yield from _computing(child)
+
+
+def chosen(each: int, seed: int) -> list[Mutant]:
+    """The same number from every area, of all kinds and files alike: kind first, then file, then place."""
+    found: list[Mutant] = []
+    for area, names in AREAS.items():
+        source = random.Random(f"{seed} {area}")
+        paths = [ROOT / "src" / "gradleak" / name for name in names]
+        files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+        everything = [mutant for file in files for mutant in sites(area, file)]
+        taken: dict[str, Mutant] = {}
+        while len(taken) < min(each, len(everything)):
+            kind = source.choice(sorted({mutant.kind for mutant in everything}))
+            of_kind = [mutant for mutant in everything if mutant.kind == kind and mutant.key not in taken]
+            if of_kind:
+                file = source.choice(sorted({mutant.file for mutant in of_kind}))
+                mutant = source.choice([mutant for mutant in of_kind if mutant.file == file])
+                taken[mutant.key] = mutant
+        found += taken.values()
+    return found
+
+
+# --- which tests run a line -------------------------------------------------------------------------------------------
+
+
+def make_map() -> None:
+    """Run the suite once, noting for every line the tests that ran it, and how long each took."""
+    HOME.mkdir(exist_ok=True)
+    workers = ["-n", "2", "--dist", "loadgroup"]
+    command = [sys.executable, "-m", "pytest", *workers, "--cov=src/gradleak", "--cov-context=test", "--cov-report="]
+    command += ["--durations=0", "--durations-min=0.001", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(HOME / "coverage")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, check=False)
+    (HOME / "durations.txt").write_text(done.stdout, encoding="utf-8")
+    print(done.stdout[-300:])
+
+
+def tests_of(mutant: Mutant, durations: dict[str, float], database: sqlite3.Connection) -> list[str]:
+    """Tests that run the line, the quickest first."""
+    from coverage.numbits import numbits_to_nums
+
+    rows = database.execute(
+        "select context.context, line_bits.numbits from line_bits join file on file.id = line_bits.file_id "
+        "join context on context.id = line_bits.context_id where file.path like ?",
+        (f"%/{mutant.file}",),
+    )
+    found = {name.partition("|")[0] for name, bits in rows if name and mutant.line in numbits_to_nums(bits)}
+    return sorted(found, key=lambda name: durations.get(name, 1.0))
+
+
+def measured() -> dict[str, float]:
+    """Seconds of each test, from what `map` printed."""
+    told = (HOME / "durations.txt").read_text(encoding="utf-8")
+    lines = re.findall(r"^([\d.]+)s call +(\S.*)$", told, re.MULTILINE)
+    return {name.strip(): float(seconds) for seconds, name in lines}
+
+
+# --- breaking ---------------------------------------------------------------------------------------------------------
+
+
+def broken(mutant: Mutant, tests: list[str], tree: Path) -> dict[str, object]:
+    """Run the tests on a tree with this mutant in it."""
+    if not tests:
+        return {**asdict(mutant), "outcome": "survived", "why": "no test runs this line", "seconds": 0.0}
+    place = tree / mutant.file
+    whole = place.read_text(encoding="utf-8")
+    place.write_text(mutant.applied(whole), encoding="utf-8")
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        outcome, by = ("survived", "") if done.returncode == 0 else ("noticed", failed[1] if failed else "import")
+        if done.returncode == 5:  # nothing was collected: the map is older than the tests
+            outcome, by = "survived", "no test of the map exists any more"
+    except subprocess.TimeoutExpired:
+        outcome, by = "hangs", f"more than {SECONDS} s"
+    finally:
+        place.write_text(whole, encoding="utf-8")
+    seconds = round(time.perf_counter() - began, 1)
+    return {**asdict(mutant), "outcome": outcome, "by": by, "tests": len(tests), "seconds": seconds}
+
+
+def copy_of_tree(number: int) -> Path:
+    tree = HOME / f"tree{number}"
+    shutil.rmtree(tree, ignore_errors=True)
+    ignored = shutil.ignore_patterns(".git", ".venv", ".mutants", "runs", ".carry", "__pycache__", "results")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    shutil.copytree(ROOT / "src/gradleak/results", tree / "src/gradleak/results", dirs_exist_ok=True)
+    return tree
+
+
+def run(each: int, seed: int, part: int, parts: int) -> None:
+    kept = HOME / "mutants.jsonl"
+    done = {row["key"] for row in rows()} if kept.exists() else set()
+    durations, tree = measured(), copy_of_tree(part)
+    database = sqlite3.connect(HOME / "coverage")
+    todo = [mutant for mutant in chosen(each, seed) if mutant.key not in done][part::parts]
+    for mutant in todo:
+        row = broken(mutant, tests_of(mutant, durations, database)[:MOST_TESTS], tree)
+        with kept.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": mutant.key, **row}) + "\n")
+        print(f"{row['outcome']:<9} {mutant.key}: {mutant.old} -> {mutant.new}", flush=True)
+    show()
+
+
+def rows() -> list[dict[str, str]]:
+    """The latest word on every mutant."""
+    held = [json.loads(line) for line in (HOME / "mutants.jsonl").read_text(encoding="utf-8").splitlines()]
+    return list({row["key"]: row for row in held}.values())
+
+
+def show() -> None:
+    held = rows()
+    for area in AREAS:
+        own = [row for row in held if row["area"] == area]
+        noticed = sum(row["outcome"] != "survived" for row in own)
+        print(f"{area:<12} {noticed} of {len(own)} noticed")
+    survived = [row for row in held if row["outcome"] == "survived"]
+    print(f"{'all':<12} {len(held) - len(survived)} of {len(held)} noticed")
+    for row in survived:
+        print(f"  {row['key']}: {row['old']} -> {row['new']}  ({row.get('why') or row.get('tests')})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("what", choices=["map", "run", "show", "list"])
+    parser.add_argument("--each", type=int, default=14, help="mutants in every area")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="0/1", help="of the work, such as 0/2 and 1/2 in two processes")
+    given = parser.parse_args()
+    part, parts = (int(number) for number in given.part.split("/"))
+    if given.what == "list":
+        for mutant in chosen(given.each, given.seed):
+            print(f"{mutant.key}: {mutant.old} -> {mutant.new}")
+    else:
+        {"map": make_map, "run": lambda: run(given.each, given.seed, part, parts), "show": show}[given.what]()
+
+
+if __name__ == "__main__":
+    main()
