@@ -23,7 +23,7 @@ NAMES = [entry.name for entry in gl.registry.entries("defence")]
 SETTINGS: dict[str, dict[str, Any]] = {"agp": {"layers": "0"}}  # its target layers have other names in ResNets
 # What of a client's update depends on chance, to the server: the attacker of these cannot match it to the last digit.
 RANDOM = {"agp", "dp-sgd", "local-gaussian", "mixup", "tip", "tip-dp-baseline"}
-RANDOM |= {"dp-fedavg-lewis", "dp-secadam", "ldp-secadam"}
+RANDOM |= {"dp-fedavg-lewis", "dp-secadam", "ldp-secadam", "random-mask"}
 DETERMINISTIC = [name for name in NAMES if name not in RANDOM]
 GUARANTEED = {"dp-sgd": "local", "local-gaussian": "local", "dp-fedavg": "central", "ldp-secadam": "local"}
 

@@ -66,7 +66,12 @@ def stage_of(**parts: Any) -> Stage:
 def searches(attack: Composed, task: gl.Task, seen: Any, knows: Knowledge, engine_: Engine) -> list[Search]:
     """The searches of an attack, set up and not yet run."""
     caught: list[Search] = []
-    with patch.object(Search, "run", lambda self, progress: caught.append(self)):
+
+    def run(search: Search, progress: Any, moments: Any) -> list[Tensor]:
+        caught.append(search)
+        return []
+
+    with patch.object(Search, "run", run):
         attack.run(task, seen, knows, engine=engine_)
     return caught
 

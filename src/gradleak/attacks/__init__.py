@@ -24,4 +24,5 @@ def get(name: str, **settings: Any) -> Attack:
 
 
 def names() -> list[str]:
+    """Of every registered attack."""
     return [entry.name for entry in registry.entries("attack")]

@@ -1,5 +1,17 @@
-"""Defences, one paper per file."""
+"""Defences, one paper per file.
 
+`get("pruning", keep=0.1)` makes one by name, `names()` lists them. Every file of this folder is loaded; the classes
+below are also names of this module.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from gradleak import registry
+from gradleak.defence import Defence
 from gradleak.defences.agp import AGP as AGP
 from gradleak.defences.clipping import Clipping as Clipping
 from gradleak.defences.dp_fedavg import DPFedAvg as DPFedAvg
@@ -22,3 +34,17 @@ from gradleak.defences.soteria import Soteria as Soteria
 from gradleak.defences.tip import TIP as TIP
 from gradleak.defences.tip_dp_baseline import TIPBaseline as TIPBaseline
 from gradleak.defences.withholding import Withholding as Withholding
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+
+def get(name: str, **settings: Any) -> Defence:
+    """The named defence with these settings; an unknown name or setting is an error with the nearest ones."""
+    defence: Defence = registry.get("defence", name, **settings)
+    return defence
+
+
+def names() -> list[str]:
+    """Of every registered defence."""
+    return [entry.name for entry in registry.entries("defence")]

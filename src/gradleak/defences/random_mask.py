@@ -1,0 +1,58 @@
+"""Sketched updates: a random part of the entries is sent, scaled so that the mean is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradleak import tree
+from gradleak.defence import Client, Defence, Upload
+from gradleak.registry import named
+from gradleak.scene import Scene
+from gradleak.task import Task
+from gradleak.tree import Params
+
+
+@named("random-mask", kind="defence", paper="Konecny et al., Strategies for Improving Communication Efficiency, 2016")
+@dataclass(frozen=True)
+class RandomMask(Defence):
+    """Send each entry with probability `keep`, divided by it, and zero otherwise: unbiased, and cheap to send.
+
+    The mask is fresh in every upload, so several rounds show more of an update that does not change. The zeros of an
+    observation are its mask: an attacker who knows the defence compares what was sent, and nothing else.
+    Differs: entries are drawn one by one, where the paper fixes their number.
+    """
+
+    keep: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ValueError(f"keep is the probability of an entry to be sent, above 0, at most 1; given {self.keep}.")
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        draws = client.draws
+        if draws is None or self.keep == 1:
+            return upload
+        shapes = enumerate(upload.payload["update"].items())
+        sent = {name: draws.uniform(tuple(u.shape), stream=i).to(u.device) < self.keep for i, (name, u) in shapes}
+        return upload.map(lambda update: self._masked(update, sent))
+
+    def _masked(self, update: Params, sent: Params) -> Params:
+        return tree.map(lambda u, there: torch.where(there, u / self.keep, 0.0), update, sent)
+
+    def assumed(self, scene: Scene, task: Task) -> Defence:
+        return _Sent(self.keep, tree.map(lambda u: u != 0, scene.update))
+
+    def noise_variance(self, scene: Scene) -> Params:
+        return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent(RandomMask):
+    """With the mask of an observation, which `assumed` fills in."""
+
+    sent: Params | None = None
+
+    def upload(self, upload: Upload, client: Client) -> Upload:
+        return upload if self.sent is None else upload.map(lambda update: self._masked(update, self.sent or {}))
