@@ -16,7 +16,7 @@ FULL := .venv/.installed-full
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit browser test check bench clean
+.PHONY: help setup audit docs browser axe test check bench clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,14 +33,23 @@ browser:
 		timeout 240 sh -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium' >/dev/null 2>&1 || \
 		echo 'No Chromium could be installed: the browser test will be skipped.'
 
-test: $(FULL) browser ## run the tests (not those marked slow or gpu)
+# With it axe-core, which looks for what a screen reader or a keyboard cannot use.
+axe:
+	@test -z "$(CI)" || test -f node_modules/axe-core/axe.min.js || ! command -v npm >/dev/null || \
+		timeout 120 npm install --no-save --ignore-scripts --silent axe-core@4 >/dev/null 2>&1 || \
+		echo 'No axe-core could be installed: the accessibility test will be skipped.'
+
+test: $(FULL) browser axe ## run the tests (not those marked slow or gpu)
 	$(TESTS)
 
-check: $(FULL) browser ## ruff, mypy and the tests
+check: $(FULL) browser axe ## ruff, mypy and the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(TESTS)
+
+docs: $(FULL) ## build the documentation site into site/
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(FULL) ## measure speed on this machine
 	$(BIN)/gradleak bench $(ARGS)
@@ -61,5 +70,5 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing into .venv: a minute or more, torch is large'
-	$(INSTALL) -e '.[dev,data,dp,metrics,secure,fl-sim]'
+	$(INSTALL) -e '.[dev,data,dp,metrics,secure,fl-sim,docs]'
 	@touch $(CORE) $@

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
@@ -16,6 +19,22 @@ from gradleak.draws import Draws, key
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge
+from gradleak.parts.cma import CMAES
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import Cosine, LayerNorms, MeanSquaredError, RowCosine, Scaled, SquaredError
+from gradleak.parts.optimisers import Adam, CosineDecay, Lion, RampedDecay, SignedAdam, StepDecay, soft_sign
+from gradleak.parts.partial import AsObserved
+from gradleak.parts.priors import (
+    BatchNormStatistics,
+    FeatureDistance,
+    GroupConsistency,
+    ImageNorm,
+    LabelDistance,
+    OpponentVariation,
+    SummedVariation,
+    TotalVariation,
+)
+from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Tiled, Together, Uniform
 from gradleak.registry import BadSetting, UnknownName
 
 TRAINING = LocalTraining(lr=0.5)
@@ -46,6 +65,89 @@ def test_every_attack_says_what_it_does_and_where_it_comes_from(name: str) -> No
     assert entry.paper
     assert entry.status in ("verified", "unverified")
     assert gl.attacks.get(name).name == name
+
+
+BOXED, WARM = Pixels(Normal(), boxed=True), CosineDecay(warmup=50)
+# Restarts; then of each stage: match, priors, optimiser. The papers', or their code's where it says otherwise.
+PUBLISHED = {
+    "dlg": (1, (SquaredError(), (), LBFGS(steps=6000, history=100))),
+    "idlg": (1, (SquaredError(), (), LBFGS(steps=6000, history=100))),
+    "cpl": (1, (SquaredError(), (LabelDistance(0.5),), LBFGS(steps=6000, history=100))),
+    "ig": (1, (Cosine(), (TotalVariation(1e-6),), SignedAdam(lr=0.1, steps=4800, schedule=StepDecay()))),
+    "ig-trained": (8, (Cosine(), (TotalVariation(1e-2),), SignedAdam(lr=0.1, steps=24000, schedule=StepDecay()))),
+    "ig-modern": (
+        1,
+        (
+            Cosine(),
+            (OpponentVariation(0.1), FeatureDistance(0.1)),
+            Adam(lr=0.1, steps=24000, schedule=WARM, transform=soft_sign),
+        ),
+    ),
+    "gi": (
+        4,
+        (
+            Scaled(LayerNorms(), 1e-3),
+            (TotalVariation(1e-4), ImageNorm(1e-6), BatchNormStatistics(0.1), GroupConsistency(0.01, 500, 100)),
+            Adam(lr=0.1, steps=20000, schedule=WARM, noise=0.2),
+        ),
+    ),
+    "gi-lazy": (
+        4,
+        (
+            SquaredError(),
+            (TotalVariation(1e-4), ImageNorm(1e-6, per_pixel=True), GroupConsistency(0.01, 500, 100, per_pixel=True)),
+            Adam(lr=0.1, steps=15000, schedule=StepDecay()),
+        ),
+    ),
+    "gias": (
+        4,
+        (Cosine(), (TotalVariation(1e-6),), Adam(lr=0.03, steps=1000, schedule=StepDecay())),
+        (Cosine(), (TotalVariation(1e-6),), Adam(lr=1e-3, steps=8000, schedule=StepDecay())),
+    ),
+    "ggl": (1, (AsObserved(MeanSquaredError()), (), CMAES(steps=500, population=50, sigma=1.0))),
+    "gifd": (
+        4,
+        *[
+            (
+                Cosine(),
+                (TotalVariation(1e-4), ImageNorm(1e-6, per_pixel=True)),
+                Adam(lr=0.1, steps=1000, schedule=RampedDecay(0.05, 0.75)),
+            )
+        ]
+        * 5,
+    ),
+    "representation": (5, (RowCosine(), (SummedVariation(0.0, 1e-6),), Adam(lr=0.1, steps=5000))),
+    "representation-lewis": (
+        1,
+        (
+            RowCosine(absolute=True),
+            (SummedVariation(0.0, 1e-6),),
+            Lion(lr=0.1, steps=1000, schedule=CosineDecay(), weight_decay=1e-3),
+        ),
+    ),
+}
+STARTS = {
+    "dlg": Together((Pixels(Normal()), SoftCategories())),
+    "idlg": Pixels(Normal()),
+    "cpl": Pixels(Tiled(2)),
+    "ig": BOXED,
+    "ig-trained": BOXED,
+    "ig-modern": Pixels(Tiled(width=4, normal=True), boxed=True),
+    "gi": BOXED,
+    "gi-lazy": BOXED,
+    "representation": Pixels(Normal(0.5, 0.5, unit=True, clip=True), boxed=True),
+    "representation-lewis": Pixels(Uniform()),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_settings_are_the_published_ones(name: str) -> None:
+    """Weights, rates, schedules and budgets decide what an attack reaches: none of them changes unnoticed."""
+    attack, (restarts, *stages) = gl.attacks.get(name), PUBLISHED[name]
+    assert attack.restarts == restarts
+    assert [(stage.match, stage.priors, stage.optimiser) for stage in attack.stages] == stages
+    if name in STARTS:
+        assert attack.stages[0].space == STARTS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,6 +229,21 @@ def test_every_attack_computes_the_same_lane_after_lane(name: str, double: Engin
     assert largest_difference(batched.objective, one_by_one.objective) < 1e-8
 
 
+@pytest.mark.parametrize("name", ["dlg", "idlg", "cpl", "gi", "gi-lazy"])
+def test_the_clients_learning_rate_changes_nothing(name: str, double: Engine) -> None:
+    """The papers match gradients, and weigh their priors against those: an update is lr times one."""
+    task, attack = tiny(), short(name, steps=20)
+    found = []
+    for lr in (1.0, 0.01):
+        training = LocalTraining(lr=lr)
+        seen = gl.observe(task, private(2), training)
+        found.append(attack.run(task, seen, Knowledge(training=training), engine=double))
+    first, other = found
+    assert (first.match < first.trace["match"][0]).all()
+    assert largest_difference(first.candidates["x"], other.candidates["x"]) < 1e-6
+    torch.testing.assert_close(first.objective, other.objective, rtol=1e-6, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_restarts_differ(name: str) -> None:
     found = attacked(name)
@@ -148,6 +265,119 @@ def test_every_attack_takes_batch_norm_in_either_mode(name: str, norm: str, doub
     found = attack.run(task, gl.observe(task, private(2), TRAINING), KNOWS, engine=double)
     assert found.match.isfinite().all()
     assert not found.diverged.any()
+
+
+# --- the published loops ----------------------------------------------------------------------------------------------
+
+
+LOOP = 30  # steps
+START = Draws(key("start")).uniform((2, *SHAPE), dtype=torch.float64)
+
+
+def variations(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., 1:] - x[..., :-1], x[..., 1:, :] - x[..., :-1, :]
+
+
+class Written:
+    """The loops as papers and their code have them, in plain torch: one client, its gradient, its classifier's rows."""
+
+    def __init__(self) -> None:
+        self.task = tiny(mean=0.3, std=0.4)
+        field, truth = self.task.fields["x"], private(2)
+        self.batch = {"x": field.model(truth["x"]), "y": truth["y"]}
+        self.low, self.high = (float(each) for each in (field.model(torch.zeros(1)), field.model(torch.ones(1))))
+        self.seen = [g.detach() for g in self.gradient(self.batch["x"])]
+        self.rows = self.seen[-2][self.batch["y"]]
+
+    def gradient(self, x: Tensor) -> tuple[Tensor, ...]:
+        loss = cross_entropy(self.task.model(x), self.batch["y"])
+        return torch.autograd.grad(loss, list(self.task.model.parameters()), create_graph=True)
+
+    def cosine(self, x: Tensor) -> Tensor:
+        mine, theirs = (torch.cat([g.flatten() for g in each]) for each in (self.gradient(x), self.seen))
+        return 1 - cosine_similarity(mine, theirs, dim=0)
+
+    def squares(self, x: Tensor) -> Tensor:
+        return sum((mine - theirs).square().sum() for mine, theirs in zip(self.gradient(x), self.seen))
+
+    def features(self, x: Tensor) -> Tensor:
+        """The cosine of each image's features and the classifier's row of its label, (2,)."""
+        return cosine_similarity(self.task.model[:-1](x), self.rows, dim=1)
+
+    def adam(self, cost: Callable[[Tensor], Tensor], signed: bool = False, falling: bool = True) -> Tensor:
+        x = self.task.fields["x"].model(START.clone()).requires_grad_()
+        optimiser = torch.optim.Adam([x], lr=0.1)
+        milestones = [int(LOOP // divisor) for divisor in (2.667, 1.6, 1.142)] if falling else []
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones, gamma=0.1)
+        for _ in range(LOOP):
+            [x.grad] = torch.autograd.grad(cost(x), x)
+            if signed:
+                x.grad.sign_()
+            optimiser.step()
+            schedule.step()
+            with torch.no_grad():
+                x.clamp_(self.low, self.high)
+        return x.detach()
+
+    def lion(self, cost: Callable[[Tensor], Tensor]) -> Tensor:
+        x, momentum = self.task.fields["x"].model(START.clone()), torch.zeros_like(START)
+        for step in range(LOOP):
+            rate = 0.1 * 0.5 * (1 + math.cos(math.pi * step / LOOP))
+            here = x.clone().requires_grad_()
+            [g] = torch.autograd.grad(cost(here), here)
+            x = x - rate * ((0.9 * momentum + 0.1 * g).sign() + 1e-3 * x)
+            momentum = 0.99 * momentum + 0.01 * g
+        return x
+
+
+def _ig(loop: Written) -> Tensor:
+    return loop.adam(lambda x: loop.cosine(x) + 1e-2 * sum(d.abs().mean() for d in variations(x)), signed=True)
+
+
+def _gi_lazy(loop: Written) -> Tensor:
+    def priors(x: Tensor) -> Tensor:
+        return 1e-4 * sum(d.abs().mean() for d in variations(x)) + 1e-6 * x.flatten(1).norm(dim=1).sum() / 16
+
+    return loop.adam(lambda x: loop.squares(x) + priors(x))
+
+
+def _representation(loop: Written) -> Tensor:
+    def cost(x: Tensor) -> Tensor:
+        return 1 + loop.features(x).mean() + 1e-3 * sum(d.square().sum() for d in variations(x))
+
+    return loop.adam(cost, falling=False)
+
+
+def _lewis(loop: Written) -> Tensor:
+    def cost(x: Tensor) -> Tensor:
+        rough = sum(1e-3 * d.abs().sum() + 1e-3 * d.square().sum() for d in variations(x))
+        return 1 - loop.features(x).abs().mean() + rough
+
+    return loop.lion(cost)
+
+
+LOOPS = {
+    "ig": (_ig, {"tv": 1e-2}),
+    "gi-lazy": (_gi_lazy, {}),
+    "representation": (_representation, {"second": 1e-3}),
+    "representation-lewis": (_lewis, {"first": 1e-3, "second": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("lr", [1.0, 0.1])
+def test_an_attack_takes_the_steps_of_its_published_loop(name: str, lr: float, double: Engine) -> None:
+    """Signs, units, schedule, box and total variation at once. The client's rate is no part of a published loop."""
+    loop, (walk, settings) = Written(), LOOPS[name]
+    training = LocalTraining(lr=lr)
+    attack = gl.attacks.get(name, steps=LOOP, restarts=1, keep="last", **settings)
+    stages = [replace(stage, space=replace(stage.space, start=Surrogate(START))) for stage in attack.stages]
+    knows = Knowledge(training=training, given={"y": loop.batch["y"]})
+    seen = gl.observe(loop.task, loop.batch, training)
+    found = replace(attack, stages=tuple(stages)).run(loop.task, seen, knows, engine=double)
+    wanted = walk(loop)
+    assert largest_difference(found.batch["x"][0], wanted) < 1e-6
+    assert largest_difference(wanted, loop.task.fields["x"].model(START)) > 0.1
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -21,7 +25,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gradleak as gl
+from gradleak import watching
 from gradleak.cli import app, loading, progress
+from gradleak.cli.request import Request
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
 from gradleak.results.configuration import from_toml
@@ -103,15 +109,91 @@ def test_version_and_help() -> None:
     assert "audit" in Answer("--help").out
 
 
-def test_importing_the_commands_is_quick() -> None:
-    """Beyond `import gradleak` itself, which brings torch, `--help` must cost little."""
-    code = "import gradleak, time; start = time.perf_counter(); import gradleak.cli; print(time.perf_counter() - start)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    answers = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True).stdout
-        for _ in range(2)
-    ]
-    assert min(map(float, answers)) < 0.8
+HEAVY = ("torch", "numpy", "scipy", "rich", "jinja2", "PIL")
+LOADED = f"""
+import sys
+sys.argv = ["gradleak", *sys.argv[1:]]
+from gradleak.cli import main
+try:
+    main()
+finally:
+    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+
+
+def started(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, so that nothing is loaded yet."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["list", "--help"], ["audit", "--help"], ["data", "--help"]]
+)
+def test_help_loads_nothing_heavy(words: list[str]) -> None:
+    answer = started("-c", LOADED, *words)
+    assert answer.stdout
+    assert answer.stderr.splitlines()[-1] == "[]", answer.stderr
+
+
+def test_completion_in_a_shell_knows_commands_and_kinds_and_loads_nothing_heavy() -> None:
+    words = {"gradleak a": ["audit", "attack", "analyse"], "gradleak list at": ["attacks"], "gradleak data ": ["get"]}
+    for typed, wanted in words.items():
+        place = str(len(typed.split(" ")) - 1)
+        more = {"_GRADLEAK_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": place}
+        answer = started("-c", LOADED, **more)
+        assert set(wanted) <= set(answer.stdout.split()), answer
+        assert answer.stderr.splitlines()[-1] == "[]", answer.stderr
+
+
+def test_help_takes_a_few_times_a_bare_interpreter() -> None:
+    """With typer loaded, and measured beside it, so that a busy machine slows both; to import torch takes ten times."""
+
+    def seconds(*words: str) -> float:
+        began = time.perf_counter()
+        assert started(*words).returncode == 0
+        return time.perf_counter() - began
+
+    command = "from gradleak.cli import main; main()"
+    pairs = [(seconds("-c", command, "--help"), seconds("-c", "import typer")) for _ in range(4)]
+    assert min(own for own, _ in pairs) < 4 * min(typer for _, typer in pairs), pairs
+
+
+def test_the_stub_tells_what_there_is() -> None:
+    """Type checkers and editors read __init__.pyi; at run time names are looked up in __init__.py."""
+    stub = ast.parse((ROOT / "src/gradleak/__init__.pyi").read_text())
+    told = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(told) == sorted(gl.__all__) == dir(gl)
+    homes = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for name in gl.__all__:
+        module = importlib.import_module(f"{homes[name]}" if homes[name] != "gradleak" else f"gradleak.{name}")
+        assert getattr(gl, name) is (module if homes[name] == "gradleak" else getattr(module, name)), name
+    assert gl.engine.Engine is gl.Engine, "modules that are not listed are found all the same"
+    with pytest.raises(AttributeError, match="no attribute 'Autid'"):
+        gl.Autid  # noqa: B018
+
+
+def test_options_can_be_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADLEAK_LIST_PATTERN", "ig*")  # of an argument: not taken
+    monkeypatch.setenv("GRADLEAK_CHECK_DATA", "digits")
+    assert "the task wants (3, 8, 8)" in refused("check", "train.py")
+    assert "GRADLEAK_CHECK_DATA" not in Answer("check", "--help").out, "the manual says once how they are called"
+    monkeypatch.setenv("GRADLEAK_VERSION", "0.1.0")  # as a build may well have it
+    monkeypatch.setenv("GRADLEAK_AUDIT_TARGETS", "0")
+    assert "x>=1" in refused("audit")
+
+
+def test_near_misses_are_named_once() -> None:
+    told = refused("audti")
+    assert told.count("Did you mean") == 1
+    assert "'audit'" in told
+    assert "--targets" in refused("audit", "--targts", "3")
+    assert "Try 'gradleak audit --help'" in refused("audit", "--targts", "3")
+
+
+def test_help_says_what_arguments_are() -> None:
+    assert re.search(r"RUN +Folder of another\.", Answer("compare", "--help").out)
+    assert Answer("compare", "--help").out.count("Folder of another.") == 1
 
 
 def test_a_defect_keeps_its_traceback_and_its_own_exit_code() -> None:
@@ -122,8 +204,7 @@ def test_a_defect_keeps_its_traceback_and_its_own_exit_code() -> None:
         "sys.argv = ['gradleak', 'data', 'list']\n"
         "gradleak.cli.main()"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    answer = started("-c", code)
     assert answer.returncode == 70
     assert "ZeroDivisionError: ours" in answer.stderr
     assert "defect of gradleak" in answer.stderr
@@ -475,7 +556,14 @@ TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:s
 def test_an_audit_of_a_users_file_from_start_to_report() -> None:
     answer = Answer(*TINY, "-o", "run")
     assert answer.code == 0, answer
-    assert re.search(r"\b1 cell\b", answer.errors)  # what it will cost
+    tree = answer.errors.split("[1/1]")[0].splitlines()
+    assert tree[0] == "Audit"
+    assert [re.match(r"[ |`]+- (\S+)", line)[1] for line in tree[1:]] == [  # type: ignore[index]
+        *("threat", "federation", "grid", "attacks", "defences", "rounds", "seeds", "targets", "into", "cost")
+    ]
+    assert "level C (training details); knows model, loss, number of examples, recipe; not data, labels" in tree[1]
+    assert "1 client, 1 example of each in a round; 1 local step, SGD, learning rate 0.1" in tree[2]
+    assert re.search(r"cost +1 cell, 4 reconstructions, 12 lane steps: about ", tree[-1])
     assert "[1/1] ig:steps=3" in answer.errors
     assert re.search(r"^ig:steps=3 +none", answer.out, re.MULTILINE)
     assert "Report: run/report.html" in answer.out
@@ -503,7 +591,7 @@ def test_defences_are_audited_by_every_attacker_and_labelled() -> None:
     assert "- pruning: no formal guarantee (" in answer.out
     assert answer.out.count("differential privacy of one client") == 2
     page = Path("run/report.html").read_text()
-    assert page.count("does not protect against the aggregating server (the GIA adversary)") == 1
+    assert "does not protect against the aggregating server (the GIA adversary)" in page
     assert Answer("report", "run").code == 0
 
 
@@ -569,6 +657,7 @@ def test_a_model_by_name_for_any_images() -> None:
         (("train.py:audit", "--lr", "1", "--steps", "2", "--epochs", "2"), "steps or epochs, not both"),
         (("train.py:audit", "--precision", "half"), "precision must be"),
         (("train.py:audit", "--device", "cuda:99"), "cannot be used"),
+        (("train.py:audit", "--junit", "nowhere/tests.xml"), "there is no folder nowhere to write it into"),
         (("--config", "no.toml"), "no.toml: No such file"),
         (("--config", "train.py"), "is not TOML"),
         (("--config", "empty.toml"), "does not say where its task is found"),
@@ -616,6 +705,50 @@ def test_a_run_in_which_every_cell_failed_did_not_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr("gradleak.audit.estimate", lambda audit, out=None: "soon")
     monkeypatch.setattr(gl.Composed, "run", failing)
     assert "every cell failed, the first with: ZeroDivisionError: somewhere" in refused("audit", "train.py:audit")
+
+
+def test_quick_shortens_attacks_that_were_made_in_python() -> None:
+    made = "attacks = [gl.attacks.get('ig', steps=5000), gl.attacks.get('second-order')]\n"
+    Path("made.py").write_text(USER_FILE + made + "audit = gl.Audit(task, images, attacks, targets=2)\n")
+    planned = Request(reference="made.py:audit", quick=True).audit()
+    assert [attack.stages[0].optimiser.steps for attack in planned.attacks[:1]] == [2]
+    assert planned.attacks[1].steps == 2
+    assert planned.trial
+
+
+def test_junit_beside_a_run() -> None:
+    """The threshold is not crossed, but the control failed: the run is void, exits with 1, and its case fails."""
+    answer = Answer(*TINY, "--fail-above", "0.99", "--junit", "tests.xml", "-o", "run")
+    assert answer.code == 1, answer
+    suite = ElementTree.parse("tests.xml").getroot()[0]
+    assert suite.get("tests") == "2"
+    assert suite.get("failures") == "1"
+    failure = suite[-1].find("failure")
+    assert failure is not None
+    assert "the run is void" in failure.get("message", "")
+
+
+def test_plain_is_what_a_pipe_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "plain", lambda stream: False)  # as on a terminal
+    assert "[1/1] ig:steps=3" in Answer(*TINY, "--plain", "-o", "one").errors
+    monkeypatch.setenv("GRADLEAK_PLAIN", "1")
+    assert "[1/1] ig:steps=3" in Answer(*TINY, "-o", "two").errors
+
+
+def test_a_comparison_can_fail() -> None:
+    Answer(*TINY, "-o", "one")
+    Answer(*TINY, "--seeds", "1", "-o", "two")
+    same = Answer("compare", "one", "two", "--fail-on", "changed")
+    assert same.code == 0, same
+    assert "the same examples, target by target" in same.out
+    Answer(*TINY, "--defence", "pruning", "-o", "other")
+    assert Answer("compare", "one", "other").code == 0
+    changed = Answer("compare", "one", "other", "--fail-on", "changed")
+    assert changed.code == 1, changed
+    assert "only in the first run" in changed.errors
+    assert Answer("compare", "one", "other", "--fail-on", "worse").code == 0, "a line that is gone leaks nothing"
+    assert Answer("compare", "one", "two", "--format", "latex").out.count(r"\toprule") == 1
+    assert "Beside it: Did you mean 'one'?" in refused("report", "onee")
 
 
 def test_the_gate_for_continuous_integration() -> None:
@@ -809,6 +942,36 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert progress.plain(sys.stderr)
 
 
+def test_an_objective_is_drawn_as_a_curve() -> None:
+    curve = progress.Curve()
+    assert str(curve) == ""
+    for step in range(100):
+        curve.add(10.0 ** -(step / 20))
+    drawn, value = str(curve).split()
+    assert len(drawn) == progress.WIDTH
+    assert drawn[0] == "█"
+    assert drawn[-1] == "▁"
+    assert list(drawn) == sorted(drawn, reverse=True), "evenly falling on a log scale"
+    assert value == "1.1e-05"
+    flat = progress.Curve(progress.LETTERS)
+    for value in (-1.0, -1.0):
+        flat.add(value)
+    assert str(flat) == "__ -1.0e+00"
+    assert progress.bars_for(open(os.devnull, encoding="ascii")) == progress.LETTERS  # noqa: SIM115
+
+
+def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "SPEAK_EVERY", 0.0)
+    watching.tell(torch.ones(2))  # nobody listens
+    with progress.shown(lines=True) as shown:
+        shown.start(1)
+        shown.cell("only", 0)
+        watching.tell(torch.tensor([torch.nan, 0.25, 0.25, 4.0]))
+        shown.share(0.5)
+        watching.tell(torch.tensor([torch.nan]))  # a search that diverged says nothing
+    assert "[1/1] only: 50%, objective 2.5e-01, about " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.44, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
 )
@@ -823,11 +986,28 @@ FOREWORD = """# The command line
 
 Written by `python tests/test_cli.py` from the commands' own help; a test checks that it is current.
 
-Exit codes: 0 done; 1 a stated threshold was crossed (`audit --fail-above`) or `check` found errors; 2 it could not run,
-and one message on standard error says why; 70 a defect of gradleak; 130 interrupted. `GRADLEAK_DEBUG=1` shows
-tracebacks, `NO_COLOR=1` turns bars into plain lines. Results go to standard output, everything else to standard error.
-On a CPU, `audit`, `attack`, `train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number
-of threads.
+| exit code | |
+|---|---|
+| 0 | done; where a threshold was stated, it was not crossed |
+| 1 | a stated threshold was crossed: `audit --fail-above`, `compare --fail-on`, `reproduce --scale paper` |
+| 1 | the answer is no: `check` found errors, `gate` blocks, `prior check` found a target |
+| 2 | it could not run: one message on standard error says why and what to do; also where every cell failed |
+| 70 | a defect of gradleak, with its traceback |
+| 130 | interrupted; the message says what is kept and how to go on |
+
+Results go to standard output, everything else to standard error. On a terminal, long commands show bars with the time
+left and the curve of the present objective; in a pipe, with `--plain`, `NO_COLOR=1` or `TERM=dumb`, plain lines.
+`GRADLEAK_PLAIN=1` is `--plain` for all commands, `GRADLEAK_DEBUG=1` shows tracebacks. On a CPU, `audit`, `attack`,
+`train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number of threads.
+
+Every option can be set by an environment variable too: `GRADLEAK_AUDIT_TARGETS=4` is `--targets 4` of `audit`,
+`GRADLEAK_PRIOR_TRAIN_BATCH_SIZE` that of `prior train`; several values of one option are separated by spaces.
+
+`gradleak --install-completion` teaches your shell to complete commands and options.
+
+In continuous integration: `gradleak audit ... --fail-above 0.1 --junit leakage.xml`. The JUnit file has a test case for
+each cell (a failure where more is recovered than was allowed, an error where the cell failed, skipped where it is
+inconclusive) and one for the run, which fails exactly where the exit code is 1.
 """
 
 
@@ -836,7 +1016,6 @@ def manual() -> str:
     pages = [FOREWORD]
 
     def visit(command: Any, words: list[str]) -> None:
-        command.rich_markup_mode = None
         context = command.make_context(" ".join(words), ["--help"], resilient_parsing=True)
         context.max_content_width = context.terminal_width = 100
         pages.append(f"## {' '.join(words)}\n\n```text\n{command.get_help(context).replace(chr(92) + '[', '[')}\n```\n")

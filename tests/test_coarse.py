@@ -21,10 +21,21 @@ from gradleak.draws import Draws, key
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, Observation, Track
-from gradleak.parts.coarse import FINE, Coarse, Held, Interval, Onwards, Total, coarsened, flat_batch, over
+from gradleak.parts.coarse import (
+    FINE,
+    Coarse,
+    Held,
+    Interval,
+    Onwards,
+    OnwardsWindow,
+    Total,
+    coarsened,
+    flat_batch,
+    over,
+)
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam as AdamSearch
-from gradleak.parts.optimisers import StepDecay
+from gradleak.parts.optimisers import OddBlocks, StepDecay
 from gradleak.parts.predictions import Replay
 from gradleak.parts.spaces import Pixels, Together
 from gradleak.parts.surrogates import Line, Sent
@@ -416,6 +427,14 @@ def test_stages_make_one_run() -> None:
     assert [stage.optimiser.steps for stage in of(steps=4, early=0.2).stages] == [4]  # no stage of no steps
     flat = of(decay=False).stages[0].optimiser
     assert not isinstance(flat.schedule, Onwards)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 7])
+def test_a_window_goes_on_in_a_later_stage_and_counts_its_own_moves(done: int) -> None:
+    later = OnwardsWindow(OddBlocks(3), done)
+    due = [bool(later.due(moment(step, 14))) for step in range(14)]
+    assert due == [(step + done) // 3 % 2 == 1 for step in range(14)]
+    assert [int(later.count(moment(step, 14))) for step in range(14)] == [sum(due[: step + 1]) for step in range(14)]
 
 
 def test_a_learned_total_survives_from_stage_to_stage() -> None:

@@ -26,6 +26,7 @@ from gradleak.parts.checkpointed import trained
 from gradleak.parts.epochs import (
     Copies,
     LocalSteps,
+    Mixed,
     OrderInvariance,
     Over,
     Ramp,
@@ -207,6 +208,20 @@ def test_what_the_variants_predict() -> None:
     assert largest_difference(tree.scale(many, math.sqrt(math.ceil(15 / 2))), found(one_copy)) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "rule", [rules.SGD(), rules.SGD(momentum=0.9), rules.SGD(momentum=0.9, dampening=0.3, weight_decay=0.01)]
+)
+def test_one_step_in_all_is_dlg_on_updates_whatever_the_momentum(rule: rules.SGD) -> None:
+    recipe, batch = replace(EPOCHS, optimiser=rule, schedule=rules.cosine_decay), private(5)
+    scene = trained_on(torch.arange(5).repeat(3, 1), recipe, batch)
+    guess = {"x": private(5, seed=5)["x"], "y": batch["y"]}
+    steps, sent = LocalSteps(one_step), Sent()
+    ours, theirs = (part(guess, {}, scene, moment()) for part in (steps, sent))
+    seen, known = steps.target(scene), sent.target(scene)
+    factor = float(tree.norm(seen) / tree.norm(known))  # of the units
+    assert largest_difference(ours, tree.scale(theirs, factor)) < 1e-12
+
+
 # --- the copies -------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +235,37 @@ def test_the_space_holds_a_copy_for_every_epoch() -> None:
     carried = Copies(Normal()).variables(scene, source, {"x": x[:, 0]})["x"]
     assert largest_difference(carried, x[:, :1].expand_as(x)) == 0
     assert [part.shape for part in copies_of({"x": x, "y": scene.fields["y"]}, scene)["x"]] == [(5, 1, 4, 4)] * 3
+
+
+def test_labels_that_are_read_off_come_in_no_order() -> None:
+    """Sorted, every simulated batch would be of one class: with the true images, less of the update is explained."""
+    attack = dlfa()
+    assert isinstance(attack, Composed)
+    task, recipe = pictures(8)[0], LocalTraining(lr=0.2, epochs=5, batch_size=5)
+    left: dict[str, list[float]] = {"sorted": [], "mixed": []}
+    for seed in range(4):
+        source = Draws(key("client", seed))
+        y = (source.uniform((20,), stream=1) * 4).long()
+        coarse = source.uniform((20, 1, 4, 4), stream=2, dtype=torch.float64)
+        batch = {"x": task.fields["x"].model(F.interpolate(coarse, size=(8, 8), mode="bilinear")), "y": y}
+        scene = scene_of(task, gl.observe(task, batch, recipe, key=f"{seed}"), Knowledge(training=recipe))
+        mixed = Mixed(lambda scene, y=y: {"y": y.sort().values})(scene)["y"]
+        assert mixed.sort().values.tolist() == y.sort().values.tolist()
+        for name, labels in (("sorted", y.sort().values), ("mixed", mixed)):
+            rows = y.argsort(stable=True)[labels.argsort(stable=True).argsort()]  # an image of each label
+            assert torch.equal(y[rows], labels)
+            copies = {"x": batch["x"][rows][:, None].repeat_interleave(5, 1), "y": labels}
+            observed = tree.squared_norm(LocalSteps().target(scene))
+            left[name].append(distance(LocalSteps(), SquaredError(), copies, scene) / float(observed))
+    assert all(mixed < ordered for mixed, ordered in zip(left["mixed"], left["sorted"], strict=True))
+    assert sum(left["mixed"]) < 0.5 * sum(left["sorted"])
+    read = attack.fields(scene)["y"]
+    assert not torch.equal(read, read.sort().values)
+    assert torch.equal(read, attack.fields(scene)["y"])
+    assert Mixed(attack.fields).needs == attack.fields.needs
+    given = {"y": torch.arange(20) // 5}
+    found = dlfa(steps=1).run(task, gl.observe(task, batch, recipe), Knowledge(training=recipe, given=given))
+    assert torch.equal(found.batch["y"][0], given["y"])
 
 
 def test_copies_are_matched_to_the_first_and_averaged() -> None:
@@ -281,6 +327,28 @@ def test_the_order_of_an_epoch_is_no_matter_and_its_images_are(over: str, of: st
     assert largest_difference(vmap(grad(value))(lanes), torch.stack([grad(value)(lane) for lane in lanes])) < 1e-14
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_prior_has_its_own_weight(preset: str) -> None:
+    """The authors tuned all eight: mean-squared gaps of means count ten times as much as those of maxima."""
+
+    def prior(**settings: Any) -> OrderInvariance:
+        attack = dlfa(preset=preset, **settings)
+        assert isinstance(attack, Composed)
+        held = attack.stages[0].priors[-1]
+        assert isinstance(held, Over)
+        assert isinstance(held.prior, OrderInvariance)
+        return held.prior
+
+    assert prior() == PRESETS[preset].prior
+    others = list(itertools.product(("mean", "max"), ("pixels", "features"), (1, 2)))
+    found = {kind: prior(over=kind[0], of=kind[1], power=kind[2]).weight for kind in others}
+    assert found == PRESETS[preset].weights
+    assert len(set(found.values())) == 8
+    assert found["mean", "pixels", 2] == {"femnist": 1000.0, "cifar100": 62.675}[preset]
+    assert found["max", "features", 1] == {"femnist": 81.365, "cifar100": 5.0}[preset]
+    assert prior(over="mean", invariance=3.0).weight == 3.0
+
+
 def test_variation_and_box_of_all_copies() -> None:
     task = tiny(mean=0.5, std=0.25)
     seen = gl.observe(task, private(5), EPOCHS)
@@ -306,6 +374,20 @@ def test_the_ramp() -> None:
     assert [float(ramp(moment(k, 400))) for k in (0, 100, 200, 399)] == pytest.approx([4, 8**0.5, 2, 2])
     assert float(PRESETS["femnist"].decay(moment(20, 400))) == pytest.approx(0.995**2)
     assert float(PRESETS["cifar100"].decay(moment(30, 400))) == pytest.approx(0.997**1.5)
+
+
+def test_settings_are_those_of_the_public_code() -> None:
+    for preset, rate, ramp, tv, clip in (
+        ("femnist", 0.4, Ramp(1.0, 2.0, 200), 1e-3, 2.0),
+        ("cifar100", 0.1, Ramp(4.0, 2.0, 200), 2e-4, 10.0),
+    ):
+        attack = dlfa(preset=preset)
+        assert isinstance(attack, Composed)
+        [stage] = attack.stages
+        assert (stage.optimiser.lr, stage.optimiser.steps, attack.restarts) == (rate, 400, 1)
+        assert stage.priors[:2] == (Over(CircularVariation(tv), ramp), Over(Box(clip, summed=True), ramp))
+        assert stage.space == Copies(Normal(), boxed=False)
+        assert stage.match == LayerWeighted(1.0)
 
 
 def test_the_steps_are_those_of_the_ramped_objective() -> None:

@@ -783,6 +783,15 @@ def test_training_learns_and_says_so() -> None:
     assert re.search(r"^ +30 .* 4 +0$", done.table(), re.MULTILINE)
 
 
+def test_the_rounds_to_an_accuracy_are_those_of_the_first_test_that_reached_it() -> None:
+    curve = {0: 0.1, 2: 0.5, 4: 0.4, 6: 0.7}
+    metrics = [{"round": n, **({"test_accuracy": curve[n]} if n in curve else {})} for n in range(7)]
+    done = replace(Federation().train(tiny(), data(1), 0), metrics=metrics)
+    assert [done.rounds_to(accuracy) for accuracy in (0.0, 0.1, 0.45, 0.5, 0.6, 0.8)] == [0, 0, 2, 2, 6, None]
+    with pytest.raises(FederationError, match="train with test="):
+        replace(done, metrics=[{"round": 0, "test_loss": 1.0}]).rounds_to(0.5)
+
+
 def test_a_folder_holds_checkpoints_metrics_and_the_state(tmp_path: Path) -> None:
     done = trained(tmp_path / "run")
     kept = Checkpoints(tmp_path / "run")

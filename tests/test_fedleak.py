@@ -307,6 +307,7 @@ def test_settings_and_needs() -> None:
     stage = of("fedleak").stages[0]
     assert (stage.match.share, stage.match.per) == (0.1, "tensor")
     assert (stage.optimiser.lam, stage.optimiser.inner.lr, stage.optimiser.steps) == (0.5, 1.0, 1000)
+    assert (stage.optimiser.gamma, stage.optimiser.unit, stage.optimiser.of) == (1.0, "norm", ("x",))
     weights = [of("fedleak", distance=d).stages[0].priors[0].weight for d in ("cosine", "squared")]
     assert weights == [0.005, 5e-5]
     assert of("fedleak", tv=0.0).stages[0].priors == ()

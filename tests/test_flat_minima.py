@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, private, scene_of, tiny
 from gradleak import registry, tree
+from gradleak.attack import Composed, Stage
 from gradleak.audit.private import Stored
 from gradleak.data import Images
 from gradleak.defence import Defence
@@ -27,12 +28,16 @@ from gradleak.defences import FedASAM, FedGF, FedSAI, FedSAM
 from gradleak.defences.fedgf import MIXING, PERTURBED
 from gradleak.defences.fedsai import _head, _with_classes
 from gradleak.defences.fedsam import ascent
+from gradleak.draws import Draws
 from gradleak.federation import SWA, Federation, Rounds, State, participation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.graphs import Graphs
 from gradleak.local import ClientState, LocalTraining
-from gradleak.parts.matches import SquaredError
+from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.predictions import Replay
+from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.registry import BadSetting
 from gradleak.rules import SGD
 from gradleak.task import TaskError
@@ -687,6 +692,39 @@ def test_the_image_is_lost_to_a_naive_attacker_and_exact_to_an_informed_one(name
         psnr[form] = float(gl.metrics.compare(found, {n: v[None] for n, v in batch.items()}).psnr.min())
     assert psnr["adaptive"] > 100
     assert psnr["naive"] < 30
+
+
+def sam_on_lenet(side: int, steps: int, seed: int) -> dict[str, float]:
+    """PSNR of one image of LeNet's client, undefended and behind SAM's step of 0.2: L-BFGS on the cosine, no prior."""
+    model = gl.models.lenet_zhu(shape=(3, side, side), generator=torch.Generator().manual_seed(seed)).double()
+    coarse = Draws(gl.draws.key("image")).uniform((1, 3, 4, 4), dtype=torch.float64)
+    x = nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1)
+    batch, training, defence = {"x": x, "y": torch.tensor([3])}, LocalTraining(lr=1e-3), FedSAM(0.2)
+    task = gl.Task.supervised(model, cross_entropy, like=(x, batch["y"]))
+    stage = Stage(Pixels(Uniform()), Replay(), Cosine(), (), LBFGS(steps=steps))
+    attack = Composed("cosine", (stage,), Labels(label_rule("auto")))
+    plain, seen = (gl.observe(task, batch, training, own) for own in (None, defence))
+    scores = {}
+    for level, target, known in (("undefended", plain, None), ("A0", seen, None), ("A2", seen, defence)):
+        knows = gl.Knowledge({"y": batch["y"]}, training, known)
+        found = attack.run(task, target, knows, engine=gl.Engine("cpu", precision="double"))
+        scores[level] = float(gl.metrics.compare(found, batch).psnr)
+    return scores
+
+
+def test_a_first_order_attacker_who_knows_sams_step_does_not_notice_it() -> None:
+    scores = sam_on_lenet(8, 40, 3)
+    assert scores["A2"] >= 0.75 * scores["undefended"]
+    assert scores["A2"] >= scores["A0"] + 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [2, 3])
+def test_nor_at_full_size(seed: int) -> None:
+    scores = sam_on_lenet(32, 800, seed)
+    assert scores["undefended"] > 20
+    assert scores["A2"] >= 0.75 * scores["undefended"]
+    assert scores["A2"] >= scores["A0"] + 7
 
 
 def test_fedsai_is_not_fedsam_in_an_audit() -> None:

@@ -16,6 +16,7 @@ from gradleak.parts.latent import Weights
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
 from gradleak.parts.partial import Strongest
+from gradleak.parts.priors import GroupConsistency
 from test_latent import TRAINING, Toy, knowing, matched, observed
 
 SHORT = {"steps": 40, "weight_steps": 30, "restarts": 3}
@@ -84,6 +85,8 @@ def test_priors_are_those_that_are_asked_for() -> None:
     assert names() == [["TotalVariation"], ["TotalVariation"]]
     shared = ["TotalVariation", "BatchNormStatistics", "GroupConsistency"]
     assert names(norm=0.1, batch_norm=0.1, group=0.1) == [[*shared, "LatentNorm"], shared]
+    # Per pixel, as the paper's code has it: the plain norm of 3 x 32 x 32 values would outweigh any cosine.
+    assert gl.attacks.get("gias", group=0.1).stages[0].priors[1] == GroupConsistency(0.1, per_pixel=True)
 
 
 def test_all_priors_together_run(double: Engine) -> None:

@@ -21,8 +21,11 @@ from gradleak.diffusion import ddim
 from gradleak.draws import Draws, key
 from gradleak.engine import Engine, chunk_size
 from gradleak.observation import Knowledge, Observation
-from gradleak.parts.matches import Relative
+from gradleak.parts.coarse import OnwardsWindow
+from gradleak.parts.matches import Cosine, Relative
+from gradleak.parts.optimisers import OddBlocks, constant
 from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import TotalVariation
 from gradleak.parts.residual import (
     FreeNoise,
     NoisedResidual,
@@ -31,6 +34,8 @@ from gradleak.parts.residual import (
     noised_and_residual,
 )
 from gradleak.parts.sampled import Refined, Sampled
+from gradleak.parts.spaces import Pixels, Uniform
+from gradleak.parts.steps import SettledSteps, SoftSteps
 from gradleak.scene import Scene
 from gradleak.task import Batch, Task, TaskError
 from test_engine import gate, searches
@@ -161,6 +166,62 @@ def test_a_settled_step_stays_while_the_rest_moves() -> None:
             search.tick()
         assert not torch.equal(search.v["x"], before["x"])
         assert torch.equal(search.v["t"], before["t"]) != moves
+
+
+def test_settling_the_step_does_not_begin_the_phase_anew() -> None:
+    """Of 20 steps the last 4 have the step settled: blocks of 3 and the falling rate go on through both stages."""
+    task = toy()
+    _, seen, _ = observed(task, 30)
+    settings: dict[str, Any] = {"noise": "unknown", "interval": 3, "decay": True, "lr": 0.05}
+    stages = searches(gl.attacks.get("dlg-dm", steps=20, t="soft", **settings), task, seen[0], KNOWS, CPU)
+    moved, rates = [], []
+    for search in stages:
+        rule = search.stage.optimiser
+        for step in range(rule.steps):
+            before = search.v["noise"].clone()
+            search.tick()
+            moved.append(not torch.equal(search.v["noise"], before))
+            rates.append(float(rule.schedule(moment(step, rule.steps))))
+    assert [search.stage.optimiser.steps for search in stages] == [16, 4]
+    assert moved == [step // 3 % 2 == 1 for step in range(20)]
+    assert rates == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 20)) for step in range(20)], abs=1e-6)
+
+
+def test_baselines_have_the_budget_of_both_phases_and_the_papers_rate() -> None:
+    uniform = Pixels(Uniform())
+    for name, image, priors, match in (
+        ("dlg-dm", uniform, (), Relative(whole=True)),
+        ("invg-dm", replace(uniform, boxed=True), (TotalVariation(1e-4),), Cosine()),
+    ):
+        attack = gl.attacks.get(name)
+        assert isinstance(attack, Composed)
+        [stage] = attack.stages
+        assert (stage.optimiser.steps, stage.optimiser.lr, stage.optimiser.schedule) == (6500, 0.01, constant)
+        assert stage.space.spaces[0] == image
+        assert (stage.priors, stage.match) == (priors, match)
+    free = gl.attacks.get("gidm")
+    assert isinstance(free, Composed)
+    assert free.restarts == 4
+    assert all(stage.optimiser.windows == {"noise": OnwardsWindow(OddBlocks(50), 0)} for stage in free.stages)
+    assert free.stages[0].space.spaces[0] == Sampled(16)
+    assert all(stage.priors == () for stage in free.stages)
+
+
+def test_the_papers_preset_searches_for_the_step_without_annealing() -> None:
+    """One rate for image, noise and scores, 5,000 + 1,500 steps; other presets read the step off."""
+    paper, usual = gl.attacks.get("gidm", preset="paper"), gl.attacks.get("gidm")
+    assert isinstance(paper, Composed)
+    assert isinstance(usual, Composed)
+    assert [stage.optimiser.steps for stage in paper.stages] == [4000, 1000, 1200, 300]
+    assert all(stage.optimiser.lr == 0.01 and stage.optimiser.rates == {} for stage in paper.stages)
+    soft, settled = (stage.space.spaces[-1] for stage in paper.stages[:2])
+    assert soft == SoftSteps(speed=1.0, first=1.0, last=1.0)
+    assert settled == SettledSteps(speed=1.0)
+    assert [stage.optimiser.steps for stage in usual.stages] == [2000, 1500]
+    assert repr(usual) == repr(gl.attacks.get("gidm", t="analytic"))
+    read = gl.attacks.get("gidm", preset="paper", t="analytic")
+    assert isinstance(read, Composed)
+    assert [stage.optimiser.steps for stage in read.stages] == [5000, 1500]
 
 
 @pytest.mark.parametrize(

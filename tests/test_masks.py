@@ -600,18 +600,21 @@ def test_tip_needs_convolutions() -> None:
 # --- AGP --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("absolute", "single"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(("reading", "noised"), [("noised", 2), ("important", 8)])
-def test_agp_noises_everything_but_channels_of_its_target_layers(reading: str, noised: int) -> None:
+def test_agp_noises_everything_but_channels_of_its_target_layers(
+    reading: str, noised: int, absolute: bool, single: bool
+) -> None:
     task, batch = deep(), private(3)
-    defence = AGP(sigma=0.2, clip=100, layers="4", reading=reading)
+    defence = AGP(0.2, 100, layers="4", reading=reading, absolute=absolute, repo_single_guidance=single)
     found = noised_channels(task, defence, batch)
     assert {name: int(channels.sum()) for name, channels in found.items() if not channels.all()} == {
         "4.weight": noised,
         "4.bias": noised,
     }
     end = tree.subtract(task.weights(), run(None, batch, task=task))
-    chosen = gradcam.guidance(batch, Draws(KEY))
-    least = gradcam.channel_importance(task, end, batch, chosen)["4"].argsort()[:noised]
+    chosen = gradcam.guidance(batch, Draws(KEY), single=single)
+    least = gradcam.channel_importance(task, end, batch, chosen, absolute=absolute)["4"].argsort()[:noised]
     assert found["4.weight"].nonzero().flatten().tolist() == sorted(least.tolist())
 
 

@@ -140,6 +140,20 @@ def test_lion_moves_by_its_rate_in_every_coordinate() -> None:
     torch.testing.assert_close(decayed, -0.01 * 0.5 * start)
 
 
+def test_lion_takes_the_published_steps() -> None:
+    """c = b1 m + (1 - b1) g; x <- x - lr (sign(c) + decay x); m <- b2 m + (1 - b2) g: two betas, in this order."""
+    x, momentum = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    turned = 0
+    for _ in range(40):
+        g = grad_and_value(lambda x: rosenbrock({"x": x}))(x)[0]
+        mixed = 0.9 * momentum + 0.1 * g
+        turned += int((mixed.sign() != g.sign()).any())
+        x = x - 0.1 * (mixed.sign() + 0.5 * x)
+        momentum = 0.99 * momentum + 0.01 * g
+    assert turned > 5  # the momentum matters here
+    assert largest_difference(walked(Lion(lr=0.1, steps=40, weight_decay=0.5), 40), x) < 1e-12
+
+
 def test_each_variable_has_its_own_rate_and_interval() -> None:
     v = {name: torch.zeros((), dtype=torch.float64) for name in ("fast", "slow", "rare")}
     optimiser = Lion(lr=1.0, steps=7, rates={"slow": 0.1}, every={"rare": 3})

@@ -58,10 +58,63 @@ def test_a_row_of_every_kind_runs(paper: ModuleType, effort: Any, kind: str) -> 
     assert "blobs" in found["data"]
 
 
+def test_a_server_that_keeps_its_sums_knows_more_with_every_round(paper: ModuleType, effort: Any) -> None:
+    row = replace(paper.rows()["state cifar10, B 1"], sizes=(1, 3), rounds=(1, 12))
+    found = sys.modules["record"].without_infinities(row.measure(effort))
+    json.dumps(found, allow_nan=False)
+    assert "n 3, 12 rounds: sizes to" in paper.told_in_a_line(found)
+    name = "tracked (v forgets by beta2)"
+    for size in ("n 1", "n 3"):
+        first, last = (found["cells"][size][f"{count} rounds"][name] for count in (1, 12))
+        assert last["median_error_of_sizes"] < 0.6 * first["median_error_of_sizes"]
+        assert last["cosine_with_m"] > first["cosine_with_m"]
+        assert last["cosine_with_the_gradient"] > 0.75
+        assert first["cosine_with_m"] == pytest.approx(
+            found["cells"][size]["1 rounds"]["cosines of what one round shows"]["r m, with m"], abs=1e-6
+        )  # after one round there is only r m
+    assert found["cells"]["n 1"]["12 rounds"][name]["largest_excess"] < 1e-6  # a bound
+    lions = [found["cells"][size]["SecLion, one round"]["median_error_of_sizes"] for size in ("n 1", "n 3")]
+    assert 0.05 < lions[1] < lions[0] < 0.35
+
+
+def test_what_a_server_tracked_is_attacked_beside_the_exact_gradient(paper: ModuleType, effort: Any) -> None:
+    row = replace(paper.rows()["state cifar10, inverted"], rounds=(2,))
+    found = sys.modules["record"].without_infinities(row.measure(effort))
+    json.dumps(found, allow_nan=False)
+    assert found["cells"].keys() == {"exact gradient", "tracked", "r m", "ratio"}
+    assert found["cells"]["exact gradient"]["labels"] == 1
+    assert paper.told_in_a_line(found)
+
+
+def test_every_table_of_the_supplement_has_its_rows(paper: ModuleType) -> None:
+    names = paper.rows().keys()
+    colour = ("CIFAR-10", "CIFAR-100", "SVHN", "Tiny-ImageNet")
+    wanted = [f"inversion FMNIST, {net}" for net in ("lenet", "cnn")]
+    wanted += [f"inversion {data}, {net}" for data in colour for net in ("convnext", "resnetv2")]
+    wanted += [f"gradients FMNIST, {net}" for net in ("lenet", "cnn")] + [f"gradients {c}, resnetv2" for c in colour]
+    wanted += ["performance FMNIST, lenet", *(f"performance {data}, convnext" for data in colour)]
+    grids = ["grid FMNIST, cnn", *(f"grid {data}, resnetv2" for data in colour)]
+    wanted += [f"{name}, clip {clip}" for name in grids for clip in (1, 5, 10)]
+    pools, starts = ("no pool", "max 2", "max 3", "avg 2", "avg 3"), ("uniform", "mosaic-8", "red")
+    wanted += [f"ablation {pool}, {start}, B {size}" for pool in pools for start in starts for size in (8, 1)]
+    wanted += ["ablation sigmoid, 30 epochs"]
+    assert set(wanted) <= names
+
+
+def test_starts_of_the_class_reach_the_attacks_on_gradients(paper: ModuleType, effort: Any) -> None:
+    row = paper.rows()["gradients FMNIST, lenet, from class images"]
+    methods = sys.modules["secadam.attacks"].gradient_methods(effort, row.start)
+    made = methods["CPL"].attack(row.network, effort)
+    assert type(made.stages[0].space.start).__name__ == "OfClass"
+    plain = sys.modules["secadam.attacks"].gradient_methods(effort)["CPL"].attack(row.network, effort)
+    assert type(plain.stages[0].space.start).__name__ == "Uniform"
+
+
 def test_the_grid_and_the_ablation_run(paper: ModuleType, effort: Any) -> None:
     rows = paper.rows()
-    one = {name: held for name, held in rows["grid FMNIST, cnn"].algorithms.items() if "clip 10, noise 0.001" in name}
-    found = replace(rows["grid FMNIST, cnn"], algorithms=one).measure(effort)
+    row = rows["grid FMNIST, cnn, clip 10"]
+    one = {name: held for name, held in row.algorithms.items() if "clip 10, noise 0.001" in name}
+    found = replace(row, algorithms=one).measure(effort)
     assert found["cells"].keys() == {"DP-FedAVG, clip 10, noise 0.001", "DP-SecAdam, clip 10, noise 0.001"}
     assert found["cells"]["DP-SecAdam, clip 10, noise 0.001"]["paper"]["accuracy"] == 77.942
     assert all(cell["guarantee"].startswith("no formal guarantee (") for cell in found["cells"].values())

@@ -17,7 +17,7 @@ from gradleak.draws import Draws
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, MissingKnowledge
 from gradleak.parts.matches import Cosine, LayerNorms, Relative, RowCosine, Scaled, SquaredError
-from gradleak.parts.predictions import Replay, Representation, gradient
+from gradleak.parts.predictions import Replay, ReplayedGradient, Representation, gradient
 from gradleak.parts.priors import (
     BatchNormStatistics,
     FeatureDistance,
@@ -29,6 +29,7 @@ from gradleak.parts.priors import (
     TotalVariation,
 )
 from gradleak.parts.spaces import Mosaic, Normal, Pixels, SoftCategories, Solid, Surrogate, Tiled, Together, Uniform
+from gradleak.rules import SGD
 from gradleak.scene import Scene
 from gradleak.task import Batch
 
@@ -135,6 +136,28 @@ def test_the_observed_update_becomes_a_gradient_by_the_clients_rates() -> None:
     seen, training = seen_by(task, batch)
     scene = scene_of(task, seen, gl.Knowledge(training=training))
     assert largest_difference(gradient(scene), task.gradient(task.weights(), batch)) < 1e-15
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lr": 0.01}, {"lr": torch.tensor(0.2)}, {"optimiser": SGD(momentum=0.9, nesterov=True)}]
+)
+def test_a_replayed_gradient_is_the_gradient_whatever_the_clients_rate(settings: dict) -> None:
+    task, batch = tiny(), private(2)
+    seen, training = seen_by(task, batch, **settings)
+    scene, own = scene_of(task, seen, gl.Knowledge(training=training)), task.gradient(task.weights(), batch)
+    assert largest_difference(ReplayedGradient().target(scene), own) < 1e-7
+    assert largest_difference(ReplayedGradient()(batch, {}, scene, moment()), own) < 1e-7
+    unknown = scene_of(task, seen)
+    assert largest_difference(ReplayedGradient().target(unknown), Replay().target(unknown)) == 0
+
+
+def test_noise_is_replayed_in_the_unit_of_a_gradient_too() -> None:
+    task, batch = tiny(), private(2)
+    seen, training = seen_by(task, batch, lr=0.01)
+    knows = gl.Knowledge(training=training, defence=gl.registry.get("defence", "local-gaussian", sigma=0.1))
+    scene, source = scene_of(task, seen, knows), Draws(draws.key("noise"))
+    plain, scaled = (each.disturbed(scene, source) for each in (Replay(), ReplayedGradient()))
+    assert largest_difference(scaled, tree.scale(plain, 100.0)) < 1e-12
 
 
 def test_a_single_examples_features_are_the_negative_gradient_row_of_its_label() -> None:

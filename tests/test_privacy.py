@@ -21,6 +21,7 @@ from gradleak import draws, tree
 from gradleak.defence import Client, Defence
 from gradleak.defences.clipping import Clipping, clip, clipped_mean, gradients_of_examples
 from gradleak.defences.dp_fedavg import DPFedAvg
+from gradleak.defences.dp_lewis import DPFedAvgLewis
 from gradleak.defences.dp_sgd import DPSGD
 from gradleak.defences.gaussian import LocalGaussian
 from gradleak.defences.geyer import Geyer
@@ -214,6 +215,14 @@ def test_what_each_may_print(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
+def test_an_epsilon_says_what_it_takes_for_granted(name: str) -> None:
+    """What else leaves a client, and is not noised, is no part of what was counted."""
+    found = FAMILY[name][0].guarantee(SOME)
+    for assumed in ("public example counts", "no losses or other metrics sent", "not tuned on private data"):
+        assert (assumed in str(found)) == (found.epsilon is not None)
+
+
+@pytest.mark.parametrize("name", FAMILY)
 def test_nothing_is_guaranteed_without_noise(name: str) -> None:
     assert FAMILY[name][1].guarantee(SOME).epsilon is None
 
@@ -395,10 +404,29 @@ def test_momentum_is_part_of_the_variance() -> None:
     assert float(DPSGD(1.0, 1.0).noise_variance(scene)["0.bias"][0]) == pytest.approx(expected)
 
 
-def test_under_adam_all_of_the_update_may_be_noise() -> None:
-    scene = seen_by_server(DPSGD(1.0, 1.0), RECIPES["adam"])
+@pytest.mark.parametrize(
+    "rule", [SGD(momentum=0.9), SGD(momentum=0.9, dampening=0.5), SGD(momentum=0.9, nesterov=True)], ids=repr
+)
+@pytest.mark.parametrize("defence", [DPSGD(0.1, 0.01), DPFedAvgLewis(0.1, 1e-4)], ids=lambda defence: defence.name)
+def test_so_it_is_for_noise_in_every_step_whatever_the_momentum(defence: Defence, rule: SGD) -> None:
+    training, batch = LocalTraining(lr=0.3, steps=3, optimiser=rule), private(4)
+    scene = seen_by_server(defence, training, defence)
+    task, quiet = scene.task, defence.assumed(scene, scene.task)
+
+    def one(key: Tensor) -> Tensor:
+        upload, _ = training.run(task, task.weights(), batch, defence, ClientState(key=key))
+        return tree.flatten(upload.payload["update"])
+
+    noise = vmap(one)(torch.stack([draws.key("variance", n) for n in range(200)])) - tree.flatten(sent(quiet, training))
+    stated = tree.flatten(defence.noise_variance(scene))
+    assert float((noise.square() / stated).mean()) == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("defence", [DPSGD(1.0, 1.0), DPFedAvgLewis(1.0, 0.1)], ids=lambda defence: defence.name)
+def test_under_adam_all_of_the_update_may_be_noise(defence: Defence) -> None:
+    scene = seen_by_server(defence, RECIPES["adam"], defence)
     mean_square = float(tree.squared_norm(scene.update) / tree.size(scene.update))
-    assert float(DPSGD(1.0, 1.0).noise_variance(scene)["0.bias"][0]) == pytest.approx(mean_square)
+    assert float(defence.noise_variance(scene)["0.bias"][0]) == pytest.approx(mean_square)
 
 
 @pytest.mark.parametrize("name", ["local gaussian", "dp-fedavg central", "dp-fedavg distributed", "dp-sgd"])

@@ -8,18 +8,21 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
+import gradleak as gl
 from gradleak.defences import DPFedAvg, LocalGaussian
 from gradleak.guarantee import Exposure, Guarantee
-from gradleak.results import AuditResult, BadRun
+from gradleak.results import AuditResult, BadRun, comparison
 from gradleak.results import rows as schema
 from gradleak.results.configuration import from_toml, to_toml
 from gradleak.results.headline import headlines_of
 from gradleak.results.labels import Trained, guarantee_of, record
+from gradleak.results.schema import ROW, page
 from gradleak.results.store import Folder, Memory
 from gradleak.results.summary import rate, summaries_of
 from gradleak.results.verdict import RULE
@@ -376,24 +379,188 @@ def test_tables() -> None:
     records = list(csv.DictReader(io.StringIO(found.table("csv"))))
     assert [float(record["recovered"]) for record in records] == [1.0, 0.0]
     assert float(records[0]["psnr baseline"]) == 8.0
-    with pytest.raises(ValueError, match="text, markdown, csv"):
+    with pytest.raises(ValueError, match="text, markdown, latex, csv"):
         found.table("pdf")
 
 
-def test_html_escapes_names() -> None:
-    page = result(rows_of(ALL, attack="<script>"))._repr_html_()
-    assert "<script>" not in page
+def test_latex_escapes_whatever_a_name_holds() -> None:
+    name = r"a_b & 50% $#{}~^\<|>["
+    found = result(rows_of(ALL, attack=name), rows_of(NONE, 2, defence="pruning:keep=0.1", form="naive"))
+    text = found.table("latex")
+    assert r"a\_b \& 50\% \$\#\{\}\textasciitilde{}\textasciicircum{}\textbackslash{}" in text
+    tables = text.split(r"\begin{tabular}")[1:]
+    assert len(tables) == 2, "the lines, and what they say of each defence"
+    for table in tables:
+        columns = re.match(r"\{(l+)\}", table)
+        assert columns is not None
+        rows = [line for line in table.splitlines() if line.endswith(r" \\")]
+        assert len(rows) > 1
+        assert {len(re.findall(r"(?<!\\) & ", row)) + 1 for row in rows} == {len(columns[1])}
+    bare = re.sub(r"\\([&%$#_{}]|text\w+\{\}|\w+\{\w+\})", "", text)
+    assert not re.search(r"[$#_~^<>|]", bare)
+
+
+def test_a_notebook_shows_the_verdict_and_a_compact_table() -> None:
+    page = result(
+        rows_of(ALL, attack="<script>"), rows_of(NONE, 2, converged=False), failed(3, attack="dlg")
+    )._repr_html_()
+    assert "<script" not in page
     assert "&lt;script&gt;" in page
+    for outside in ("http", "src=", "url(", "@import", "onclick"):
+        assert outside not in page, "one piece, nothing from outside"
+    assert page.index('class="w"') < page.index("<table>"), "the verdict first"
+    assert "100% [54%, 100%]" in page
+    assert page.count("class=h") == 2, "hatched where the attack did not work, which is not the same as safe"
+    assert "failed: ValueError: no" in page
+    assert "labels: not granted" in page
+    ElementTree.fromstring(page.replace("class=n", 'class="n"').replace("class=h", 'class="h"'))  # balanced
 
 
-def test_comparison() -> None:
+def test_a_notebook_of_a_void_run_calls_no_line_anything_else() -> None:
+    page = result(control(3.0), rows_of(ALL))._repr_html_()
+    assert page.count(">void<") == 2
+    assert ">leaks<" not in page
+
+
+def test_a_notebook_shows_the_strongest_of_many_lines() -> None:
+    many = [rows_of([index == 35] * 2, index + 1, attack=f"attack-{index}") for index in range(40)]
+    page = result(*many)._repr_html_()
+    assert page.count("<tr>") == 31
+    assert "10 weaker lines are left out" in page
+    assert page.index("attack-35") < page.index("attack-1<")
+
+
+# --- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def same_examples(found: AuditResult, data: str = "abc") -> AuditResult:
+    clients = {"clients": 1, "examples": 1, "seed": 0, "split": "iid"}
+    settings = {**found.settings, "fingerprint": {"data": data}, "federation": clients}
+    return AuditResult.of(found.store, settings, {})
+
+
+def test_comparison_of_independent_runs() -> None:
     many = [True] * 20
-    text = str(result(rows_of(many), rows_of(ALL, 2, attack="dlg")).compare(result(rows_of([False] * 20))))
-    first, second = text.splitlines()
-    assert "(intervals apart)" in first
-    assert "leaks -> not shown to leak" in first
-    assert "PSNR -21.0 dB" in first
-    assert second.endswith("only in the first run (leaks)")
+    found = result(rows_of(many), rows_of(ALL, 2, attack="dlg")).compare(result(rows_of([False] * 20)))
+    assert not found.paired
+    first, second = found.changes
+    assert (first.words, second.words) == ("leaks -> not shown to leak", "only in the first run: leaks")
+    # Newcombe's from the exact bounds of 20 of 20 and of 0 of 20, each 1 - 0.025^(1/20) = 0.1684 wide
+    assert first.recovered.value == -1.0
+    assert first.recovered.high == pytest.approx(-1 + 0.16843 * 2**0.5, abs=1e-4)
+    assert str(first).endswith(
+        ": recovered -100 points [-100, -76], PSNR -21.0 dB [-21.0, -21.0], leaks -> not shown to leak."
+    )
+    text = found.table()
+    assert text.startswith("Verdict: leaks -> not shown to leak.")
+    assert text.index("ig ") < text.index("dlg ")
+    assert "two sets of examples" in text
+    assert found.worse == ()
+    assert len(found.changed) == 3
+
+
+def test_comparison_by_target_where_the_examples_are_the_same() -> None:
+    """Every target is 1 dB clearer: surely so by pairs, lost in the spread between targets without them."""
+    levels = [10.0, 20.0, 30.0, 40.0]
+
+    def run(more: float) -> AuditResult:
+        rows = [row(1, target, psnr=level + more * (1 + target / 10)) for target, level in enumerate(levels)]
+        return result(rows)
+
+    paired = same_examples(run(0.0)).compare(same_examples(run(1.0)))
+    assert paired.paired
+    [change] = paired.changes
+    assert change.psnr.value == pytest.approx(1.15)
+    assert change.psnr.low > 0.9
+    assert (change.recovered.value, change.recovered.low, change.recovered.high) == pytest.approx(
+        (0, -0.6024, 0.6024), abs=1e-4
+    )
+    [apart] = same_examples(run(0.0)).compare(same_examples(run(1.0), "other data")).changes
+    assert apart.psnr.value == pytest.approx(1.15)
+    assert apart.psnr.low < -15
+
+
+def test_intervals_of_differences_cover_the_truth() -> None:
+    """Of 300 pairs of runs of 30 targets with true shares 0.5 and 0.3, about 95 % of the intervals hold -0.2."""
+    draw = np.random.default_rng(3)
+    covered = 0
+    for _ in range(300):
+        one, two = (rate([[float(hit)] for hit in draw.random(30) < share]) for share in (0.5, 0.3))
+        found = comparison._newcombe(one, two)
+        covered += found.low <= -0.2 <= found.high
+    assert 0.91 <= covered / 300 <= 0.985
+
+
+def test_what_is_worse() -> None:
+    clean, leaky = rows_of(NONE), rows_of(ALL)
+    verdict, line = result(clean).compare(result(leaky)).worse
+    assert verdict == "The verdict is worse: not shown to leak -> leaks."
+    assert "It leaks more: ig against none" in line
+    [new] = result(clean).compare(result(clean, rows_of(ALL, 2, attack="dlg"))).worse
+    assert "The verdict is worse" in new, "a line that only the second run has is in its verdict"
+    assert result(leaky).compare(result(clean)).worse == ()
+    assert result(clean).compare(result(clean)).changed == ()
+    void = result(control(3.0), leaky)
+    assert "void" in result(leaky).compare(void).worse[0]
+    half, more = [True] * 12 + [False] * 8, [True] * 20
+    same_word = result(rows_of(half)).compare(result(rows_of(more)))
+    assert same_word.changes[0].words == "leaks"
+    assert same_word.changes[0].worse, "the interval of the difference lies above zero"
+    assert same_word.table().count("(leaks more)") == 1
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex", "csv"])
+def test_comparisons_in_every_format(format: str) -> None:
+    found = result(rows_of(ALL), failed(2, attack="a_b")).compare(result(rows_of(NONE)))
+    text = found.table(format)
+    assert "nan" not in text
+    assert ("a\\_b" if format == "latex" else "a_b") in text
+    if format == "csv":
+        records = list(csv.DictReader(io.StringIO(text)))
+        assert [record["changed"] for record in records] == ["True", "True"]
+        assert float(records[0]["recovered change"]) == -1.0
+        assert records[1]["second word"] == ""
+    with pytest.raises(ValueError, match="text, markdown, latex, csv"):
+        found.table("pdf")
+
+
+# --- JUnit ------------------------------------------------------------------------------------------------------------
+
+
+def cases(found: AuditResult, fail_above: float | None = None, reason: str = "") -> dict[str, str]:
+    """What became of each test case: the word of JUnit, or passed."""
+    suite = ElementTree.fromstring(found.junit(fail_above, reason))[0]
+    words = [next((child.tag for child in case if child.tag != "system-out"), "passed") for case in suite]
+    assert suite.get("tests") == str(len(words))
+    for name, word in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        assert suite.get(name) == str(words.count(word))
+    return {case.get("name", ""): word for case, word in zip(suite, words)}
+
+
+def test_junit_has_a_case_for_each_cell() -> None:
+    unsure = rows_of(NONE, 3, attack="slow", converged=False)
+    rows = [rows_of(ALL), rows_of(NONE, 2, attack="weak"), unsure, failed(4, attack="broken")]
+    told = list(cases(result(*rows), 0.5, "too much").values())
+    assert told == ["passed", "failure", "passed", "skipped", "error", "failure"]
+    told = list(cases(result(*rows)).values())
+    assert told == ["passed", "passed", "passed", "skipped", "error", "passed"], "no threshold was stated"
+
+
+def test_junit_of_a_run_that_is_void_or_unfinished() -> None:
+    void = result(control(3.0), rows_of(NONE))
+    assert list(cases(void, 0.5, "void").values()) == ["failure", "passed", "failure"]
+    assert list(cases(void).values()) == ["skipped", "passed", "skipped"]
+    part = result(rows_of(ALL))
+    cells = [*part.settings["plan"]["cells"], key(7)]
+    part = AuditResult.of(part.store, {**part.settings, "plan": {**part.settings["plan"], "cells": cells}}, {})
+    assert cases(part)[f"cell {key(7)}"] == "skipped"
+
+
+def test_junit_is_xml_whatever_an_error_says() -> None:
+    trace = "\x1b[31m<&>\x00 \ud800 ]]> \N{SNOWMAN}"
+    text = result(rows_of(ALL), failed(2, error=trace, traceback=trace)).junit()
+    [error] = ElementTree.fromstring(text.encode()).iter("error")
+    assert error.text == "?[31m<&>? ? ]]> \N{SNOWMAN}"
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -518,6 +685,102 @@ def test_broken_rows_are_one_clear_error(folder: Path, change: Any, message: str
     assert len(str(caught.value)) < 400
 
 
+# --- the schema of a row ----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_what_the_schema_says() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    held = [*rows_of(SOME), *failed(), {**row(), "certificate": CERTIFICATE, "guarantee": record(NOTHING_PROVED)}]
+    held.append({**row(), "trained": {"rounds": 3, "defence": "none", "test_loss": None, "test_accuracy": 0.9}})
+    jsonschema.Draft202012Validator.check_schema(ROW)
+    for entry in held:
+        jsonschema.validate(json.loads(schema.encode(entry)), ROW)
+    wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 2}]
+    for change in wrong:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**row(), **change}, ROW)
+
+
+def test_what_is_checked_and_what_is_described_are_the_same_entries() -> None:
+    assert ROW["required"] == ["version", *schema.REQUIRED]
+    assert ROW["then"]["required"] == list(schema.SCORED)
+    assert row().keys() <= ROW["properties"].keys()
+    assert failed()[0].keys() <= ROW["properties"].keys()
+
+
+def test_an_audit_writes_what_the_schema_describes() -> None:
+    """Every entry of a real row is described, and every described one but the optional ones is there."""
+    jsonschema = pytest.importorskip("jsonschema")
+    model = gl.models.lenet_zhu(shape=(1, 8, 8), classes=4, generator=torch.Generator().manual_seed(0))
+    like = (torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))
+    task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)
+    x = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    images = gl.data.Images(x, torch.arange(12) % 4, 4, tuple("abcd"), "made up")
+    engine = gl.Engine(device="cpu")
+    found = gl.Audit(task, images, ["ig:steps=2"], ["pruning"], targets=1, unrelated=1, engine=engine).run()
+    for entry in found.rows:
+        jsonschema.validate(entry, ROW)
+        assert ROW["properties"].keys() - entry.keys() == {"drawn", "error", "traceback"}
+        assert entry.keys() <= ROW["properties"].keys()
+
+
+def test_older_rows_are_brought_up_to_date(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there had been another version, in which the attack was called method."""
+    monkeypatch.setattr(schema, "ROW_VERSION", 2)
+    monkeypatch.setitem(schema.UPGRADES, 1, lambda old: {**old, "attack": old["attack"].upper()})
+    found = AuditResult.load(folder)
+    assert {entry["attack"] for entry in found.rows} == {"IG"}
+    assert {entry["version"] for entry in found.rows} == {2}
+
+
+@pytest.mark.parametrize("version", [3, 0, -1, "1", True, None, 1.5])
+def test_other_versions_say_what_to_do(version: Any) -> None:
+    line = json.dumps({**row(), "version": version}).encode()
+    with pytest.raises(BadRun, match="Read it with the one that wrote it" if version == 3 else "no gradleak wrote"):
+        schema.decode(line, "rows.jsonl:1")
+
+
+def test_a_run_of_a_newer_gradleak_says_what_to_do(folder: Path) -> None:
+    path = folder / "run.toml"
+    path.write_text(path.read_text().replace("version = 1", 'version = 2\ngradleak = "7.0"'))
+    with pytest.raises(BadRun, match="has version 2; this gradleak reads 1. Read it with gradleak 7.0"):
+        AuditResult.load(folder)
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "rows.md"
+ABOUT = """# The rows of a run
+
+`rows.jsonl` in the folder of a run has one JSON object per line: what one cell (one attack against one defence, in one
+form, at one round, with one seed) found out about one target. Tables, verdict and report are computed from it; read it
+with any tool, or with `gl.AuditResult.load(folder).rows`, which checks every line. Numbers are finite or null.
+
+Every row has a `version`. Within a version entries may be added, never changed or taken away: ignore those that you do
+not know. Rows of an older version are brought up to date when they are read; those of a newer one are refused with a
+message that says so. `run.toml` (what was configured), `environment.json` (where) and `verdict.json` (what is said of
+it) carry versions of their own. Written by `python tests/test_results.py` from `gradleak.results.schema`; a test checks
+that it is current, and that an audit writes what it says.
+
+```python
+import torch
+
+import gradleak as gl
+
+model = gl.models.lenet_zhu(shape=(1, 28, 28))
+images = gl.data.load("fashion-mnist-samples")
+task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
+result = gl.Audit(task, images, ["ig:steps=2"], targets=1).run()
+for row in result.rows:
+    print(row["attack"], row["defence"], row["target"], row["scores"]["psnr"], row["hits"]["recovered"])
+print(result.table("csv"))
+```
+
+"""
+
+
+def test_the_page_about_rows_is_current() -> None:
+    assert PAGE.read_text() == ABOUT + page(), "write it anew: python tests/test_results.py"
+
+
 def test_infinite_numbers_are_refused(folder: Path) -> None:
     for number in ("1e999", "NaN", "-Infinity"):
         text = json.dumps(row(7, psnr=123.25)).replace("123.25", number)
@@ -576,3 +839,7 @@ def test_toml_round_trip() -> None:
 def test_rows_have_no_infinite_numbers() -> None:
     cleaned = schema.finite({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (-float("inf"),)}, "e": "text"})
     assert cleaned == {"a": None, "b": [None, 1.0], "c": {"d": [None]}, "e": "text"}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(ABOUT + page())

@@ -97,6 +97,26 @@ def test_survivors_are_enough_and_small_second_moments_are_raised_to_the_unit() 
         reveal.in_ring(values, clip=1e-6)
 
 
+def test_means_after_dropouts_are_of_who_is_left_also_where_clients_are_unequal() -> None:
+    group, sizes = cohort(5), [1, 2, 3, 4, 10]
+    values = reveal.weighted(group.uploads, sizes)
+    masked = reveal.in_ring(values, dropouts={4: Stage.MASK}, sizes=sizes)
+    assert masked.total == pytest.approx(5 * 10 / 20)
+    assert largest_difference(masked.ratio(2), PLAIN.reveal(group.uploads[:4], sizes[:4])) < 1e-6
+
+
+def test_a_traitor_of_many_examples_takes_its_own_share_out() -> None:
+    group, sizes = cohort(4), [1, 2, 3, 6]
+    values = reveal.weighted(group.uploads, sizes)
+    traitor = reveal.Traitor(3)
+    masked = reveal.in_ring(values, members=[*(Member(number) for number in range(3)), traitor], sizes=sizes)
+    assert traitor.learned is not None
+    first, second = reveal.uncovered(masked, traitor.learned, values[3], share=reveal.shares(sizes)[3])
+    expected = means(group.uploads[:3], sizes[:3])
+    assert largest_difference(first, expected[0]) < 1e-8
+    assert largest_difference(second, expected[1]) < 1e-8
+
+
 def test_a_training_can_run_over_the_real_protocol() -> None:
     task, data = tiny(), gl.audit.private.Stored(private(8))
     federation = gl.Federation(clients=4, training=TRAINING, examples=2)
@@ -148,6 +168,61 @@ def test_a_client_that_is_no_traitor_keeps_nothing() -> None:
     members = [Member(number) for number in range(3)]
     reveal.in_ring(reveal.weighted(group.uploads, group.sizes), members=members)
     assert all(not hasattr(member, "learned") for member in members)
+
+
+# --- many rounds ------------------------------------------------------------------------------------------------------
+
+
+def rounds_of(clients: int, rounds: int, *, still: bool = False) -> tuple[list[reveal.Cohort], list[reveal.Masked]]:
+    """A training with SecAdam, and the sums that its server has; `still`: the same images, and hardly a step."""
+    task, defence = tiny(), gl.defences.SecAdam(rate=1e-6 if still else 1e-3)
+    weights, memories, groups = task.weights(), None, []
+    for number in range(rounds):
+        batches = [private(2, seed=client + (0 if still else 100 * number)) for client in range(clients)]
+        made = reveal.cohort(task, batches, TRAINING, defence, weights=weights, memories=memories, round=number)
+        weights, memories = tree.subtract(weights, made.observed().update), made.memories
+        groups.append(made)
+    seen = [reveal.in_floats(reveal.weighted(g.uploads, g.sizes), seed=number) for number, g in enumerate(groups)]
+    return groups, seen
+
+
+def off(found: Tree, exact: Tree) -> torch.Tensor:
+    """How far sizes are off, of every coordinate."""
+    return (tree.flatten(found) / tree.flatten(exact)).sqrt() - 1
+
+
+@pytest.mark.parametrize("clients", [1, 4])
+def test_the_largest_of_many_rounds_gives_second_moments_away(clients: int) -> None:
+    groups, seen = rounds_of(clients, 60, still=True)
+    exact = means(groups[-1].uploads, groups[-1].sizes)[1]
+    errors = {count: float(off(reveal.second_over_rounds(seen[-count:]), exact).abs().median()) for count in (1, 8, 60)}
+    assert errors[1] > 0.2
+    assert errors[60] < 0.03 < errors[8] < errors[1]
+
+
+def test_with_the_decay_known_it_is_a_bound_that_no_client_goes_below() -> None:
+    groups, seen = rounds_of(3, 40)
+    exact = means(groups[-1].uploads, groups[-1].sizes)[1]
+    bound = off(reveal.second_over_rounds(seen, beta2=0.999), exact)
+    assert float(bound.max()) <= 1e-9
+    assert float(bound.median()) > -0.3
+    fewer = off(reveal.second_over_rounds(seen[:1], beta2=0.999), means(groups[0].uploads, groups[0].sizes)[1])
+    assert float(fewer.max()) <= 1e-9
+    assert float(fewer.median()) < float(bound.median())
+
+
+def test_mean_gradients_come_out_of_two_rounds_and_the_second_moments() -> None:
+    groups, seen = rounds_of(4, 40)
+    sent = [means(group.uploads, group.sizes) for group in groups]
+    pooled = {name: torch.cat([private(2, seed=client + 3900)[name] for client in range(4)]) for name in ("x", "y")}
+    exact = tiny().gradient(groups[-1].weights, pooled)
+    known = [reveal.first_over_rounds(each, second) for each, (_, second) in zip(seen[-2:], sent[-2:])]
+    assert largest_difference(known[1], sent[-1][0]) < 1e-7  # with the right sizes the first moments are exact
+    guessed = reveal.second_over_rounds(seen[20:])
+    found = reveal.gradient_over_rounds(seen[-2], seen[-1], guessed, round=40, beta1=0.9)
+    blind = reveal.masked_first(groups[-1], seed=39)
+    assert reveal.cosine(found, exact) > 0.95
+    assert reveal.cosine(blind, exact) < reveal.cosine(found, exact)
 
 
 # --- observations of cohorts ------------------------------------------------------------------------------------------

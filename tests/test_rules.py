@@ -126,3 +126,21 @@ def test_cosine_decay_falls_from_one_to_zero() -> None:
     assert cosine_decay(0, 8) == 1
     assert cosine_decay(4, 8) == pytest.approx(0.5)
     assert cosine_decay(8, 8) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    "rule", [SGD(), SGD(momentum=0.9), SGD(momentum=0.9, dampening=0.3), SGD(momentum=0.8, nesterov=True)]
+)
+def test_the_gain_of_a_step_is_what_one_unit_of_gradient_comes_to(rule: SGD) -> None:
+    rates, zero = [0.5, 0.2, 0.7, 0.1], {"w": torch.zeros((), dtype=torch.float64)}
+    gradients = {number: {"w": torch.tensor(float(number), dtype=torch.float64)} for number in (0, 1)}
+
+    def end(units: set[int]) -> float:
+        state, moved = rule.init(zero), 0.0
+        for step, rate in enumerate(rates):
+            decrease, state = rule.step(zero, gradients[step in units], state, rate)
+            moved += float(decrease["w"])
+        return moved
+
+    assert rule.gains(rates) == pytest.approx([end({step}) for step in range(4)])
+    assert rule.way(rates) == pytest.approx(end({0, 1, 2, 3}))

@@ -262,6 +262,53 @@ def test_the_sign_rule_names_present_classes_and_does_without_a_bias() -> None:
         gl.registry.get("labels", "ratio-counts").counts(scene_of(bare, gl.observe(bare, one, TRAINING, PLAIN)))
 
 
+class Negative(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return -torch.sigmoid(x)
+
+
+def classified(activation: torch.nn.Module, *, bias: bool) -> gl.Task:
+    linear = torch.nn.utils.skip_init
+    model = torch.nn.Sequential(
+        torch.nn.Flatten(), linear(torch.nn.Linear, 16, 8), activation, linear(torch.nn.Linear, 8, 4, bias=bias)
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    for value in model.parameters():
+        torch.nn.init.normal_(value, std=0.3, generator=generator)
+    batch = private(1)
+    return gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(batch["x"], batch["y"]))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [torch.nn.Tanh(), Negative(), torch.nn.Sigmoid()])
+def test_the_label_of_one_example_does_not_hang_on_the_signs_of_features(
+    activation: torch.nn.Module, bias: bool
+) -> None:
+    task, rule = classified(activation, bias=bias), gl.registry.get("labels", "sign")
+    for seed in range(12):
+        batch = {"x": private(1, seed=seed)["x"], "y": torch.tensor([seed % 4])}
+        assert rule.counts(scene_of(task, gl.observe(task, batch, TRAINING, PLAIN))).argmax() == seed % 4
+
+
+def test_every_class_with_a_negative_bias_is_named_whatever_its_row() -> None:
+    task, rule = classified(Negative(), bias=True), gl.registry.get("labels", "sign")
+    batch = {"x": private(4)["x"], "y": torch.tensor([0, 0, 2, 2])}
+    assert rule.counts(scene_of(task, gl.observe(task, batch, TRAINING, PLAIN))).tolist() == [2, 0, 2, 0]
+
+
+def test_label_counts_survive_a_class_that_the_network_rules_out() -> None:
+    pytest.importorskip("cryptography", reason="needs the extra secure")
+    from gradleak.secure import reveal
+
+    task = classified(torch.nn.Sigmoid(), bias=True)
+    with torch.no_grad():
+        task.model[3].bias[0] = -2000.0  # its probability is 0, and so is every gradient of its bias
+    batches = [{"x": private(1, seed=seed)["x"], "y": torch.tensor([1 + seed % 2])} for seed in range(4)]
+    seen = reveal.observed(task, batches, TRAINING, PLAIN)
+    counts = gl.registry.get("labels", "ratio-counts").counts(scene_of(task, seen, gl.Knowledge(defence=PLAIN)))
+    assert counts.tolist() == [0, 2, 2, 0]
+
+
 # --- attackers --------------------------------------------------------------------------------------------------------
 
 

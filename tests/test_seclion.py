@@ -146,3 +146,11 @@ def test_first_moments_follow_lions_two_decays() -> None:
         assert largest_difference(sent.payload[FIRST], tree.scale(g, expected)) < 1e-12
         held = after.memory
     assert largest_difference(held[FIRST], tree.scale(g, 0.2 * 0.8 + 0.2)) < 1e-12
+
+
+def test_clients_of_unequal_size_fit_into_the_ring() -> None:
+    """A share above 1 lifts a client's denominators above `high`, and they must not be refused for that."""
+    pytest.importorskip("cryptography", reason="needs the extra secure")
+    sent = uploads_of(3, gl.defences.SecLion())
+    plain, ring = (gl.defences.SecLion(masks=masks).aggregate(sent, [1, 2, 9], {}) for masks in ("cancelled", "ring"))
+    assert largest_difference(plain, ring) == 0

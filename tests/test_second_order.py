@@ -147,6 +147,16 @@ def test_one_image_is_certified() -> None:
     assert found.certificates[0].verdict == "determined"
 
 
+def test_two_images_of_a_narrow_network_are_not_determined() -> None:
+    """Solved to rounding, and yet not the private images: the certificate counts what the update leaves open."""
+    found, psnr = attacked(task_of(width=3), private(2, seed=1), certify=True)
+    assert found.match.max() < 1e-18
+    assert psnr.max() < 60
+    assert found.certificates is not None
+    assert found.certificates[0].null == 72  # of 384 unknowns; of one image, 192 of 192 are determined
+    assert "determined up to" in found.certificates[0].verdict
+
+
 def test_noise_is_met_by_the_prior_and_not_fitted() -> None:
     task, batch, noise = task_of(), private(), 0.05
     seen = gl.observe(task, batch, ONE_STEP)

@@ -26,6 +26,7 @@ from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, Together
 from gradleak.parts.surrogates import (
     Bezier,
@@ -465,6 +466,11 @@ def test_an_update_the_wrong_way_round_is_noticed() -> None:
         )
         assert right < 0.5
         assert away > 1
+    # Both ends exchanged, as a server would that took one for the other.
+    swapped = replace(turned, weights=tree.subtract(scene.weights, scene.update))
+    for alpha in (0.0, 0.5, 1.0):
+        point = {"alpha": torch.tensor([alpha], dtype=torch.float64)}
+        assert match.distance(Line()(batch, point, swapped, moment()), match.prepare(Line().target(swapped))) > 1
 
 
 def test_only_matches_that_see_the_scale_need_the_recipe() -> None:
@@ -752,5 +758,20 @@ def test_settings_are_the_papers_or_those_of_the_public_code() -> None:
     assert of("nl-sme").stages[0].optimiser.rates == {"alpha": 1e-3, "control": 0.02, "scaling": 1e-3}
     assert of("nl-sme").stages[0].optimiser.epsilons == {"control": 1e-12}
     assert of("nl-sme-b").stages[0].optimiser.epsilons == {}
+    images, inside = Pixels(Inside(Normal()), boxed=True), Within("alpha", 0.05, 0.95)
+    factors_, smooth = Within("scaling", 0.1, 10.0), TotalVariation(0.005)  # half of 0.01: its two means are summed
+    assert of("ig-ms").stages[0].space == images
+    assert of("sme").stages[0].space == Together((images, Within("alpha", 0.0, 1.0)))
+    assert of("nl-sme").stages[0].space == Together((images, inside, factors_))
+    assert {name: of(name).stages[0].priors for name in FAMILY} == {
+        "ig-ms": (smooth,),
+        "dlg-ms": (),
+        "sme": (smooth,),
+        "nl-sme": (smooth, CentredControl(0.01), UnitScaling(0.01)),
+        "nl-sme-a": (smooth,),
+        "nl-sme-b": (smooth, UnitScaling(0.01)),
+    }
+    assert of("sme").stages[0].predict == Line(start=0.5)
+    assert of("nl-sme").stages[0].predict == Rescaled(Bezier(start=0.5), "tensor")
     with pytest.raises(gl.registry.BadSetting, match="factors"):
         of("nl-sme", factors="row")

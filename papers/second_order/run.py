@@ -104,17 +104,24 @@ def on_the_wire(row: Row, lr: float) -> Row:
 
 
 @cache
-def network(spec: str, steps: int, rate: float, seed: int, device: str) -> tuple[torch.nn.Module, float | None]:
+def network(
+    spec: str, steps: int, rate: float, seed: int, device: str, data: str, size: int
+) -> tuple[torch.nn.Module, float | None]:
     """A network, trained on training images for so many steps, and then its loss on them."""
     name, _, settings = spec.partition(":")
     given = dict(item.split("=") for item in settings.split(",") if item)
     init: Any = given.pop("init", None)
     model: torch.nn.Module = gl.registry.get(
-        "model", name, **({"init": init} if init else {}), **given, generator=torch.Generator().manual_seed(seed)
+        "model",
+        name,
+        **({"init": init} if init else {}),
+        **({"shape": (3, size, size)} if size else {}),
+        **given,
+        generator=torch.Generator().manual_seed(seed),
     )
     if not steps:
         return model, None
-    images = gl.data.load("cifar10-mini", split="train")
+    images = gl.data.load(data, split="train", size=size or None)
     x, y = images.x.to(device), images.y.to(device)
     model = model.to(device)
     optimiser = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -146,14 +153,16 @@ def observed(row: Row, task: gl.Task, x: Tensor, y: Tensor) -> list[gl.Observati
     return [replace(each, update=tree.map(noisy, each.update)) for each in seen]
 
 
-def measure(row: Row, seed: int, device: str, images: int = 0, skip: int = 0) -> dict[str, Any]:
+def measure(
+    row: Row, seed: int, device: str, images: int = 0, skip: int = 0, data: str = "cifar10-mini", size: int = 0
+) -> dict[str, Any]:
     """Attack the row's targets and score them; the auditor's certificate of the first ones, at the truth."""
     count = min(row.count, images or row.count)
     dtype = torch.float32 if row.single else torch.float64
     first, last = skip * row.examples, (skip + count) * row.examples
-    test = gl.data.load("cifar10-mini", split="test", limit=last)
+    test = gl.data.load(data, split="test", limit=last, size=size or None)
     x, y = test.x[first:].to(dtype), test.y[first:]
-    model, loss = network(row.model, row.trained, row.rate, seed, device)
+    model, loss = network(row.model, row.trained, row.rate, seed, device, data, size)
     task = gl.Task.supervised(copy.deepcopy(model).to(dtype), F.cross_entropy, like=(x[:1], y[:1]))
     seen, knows = observed(row, task, x, y), gl.Knowledge(training=row.training, defence=row.defence)
     truth = {"x": x.unflatten(0, (-1, row.examples)), "y": y.unflatten(0, (-1, row.examples))}
@@ -254,10 +263,15 @@ def told_in_a_line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = arguments(__doc__ or "", only="", images=0, skip=0, seed=0, budget=600, device="auto")
+    options = arguments(
+        __doc__ or "", only="", images=0, skip=0, seed=0, budget=600, device="auto", data="cifar10-mini", size=0
+    )
     device = str(gl.Engine(device=options.device).where)
     figures = row_by_row(
-        options, rows(), lambda row: measure(row, options.seed, device, options.images, options.skip), told_in_a_line
+        options,
+        rows(),
+        lambda row: measure(row, options.seed, device, options.images, options.skip, options.data, options.size),
+        told_in_a_line,
     )
     record(options, Path(__file__).with_name("expected.json"), figures)
 

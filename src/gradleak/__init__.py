@@ -2,32 +2,17 @@
 
     import gradleak as gl
 
-The public names, grouped. Submodules that need more than torch and numpy load on first use.
+Every public name loads its module on first use (PEP 562), so that `import gradleak` and `gradleak --help` cost next to
+nothing. `__init__.pyi` tells type checkers and editors the same names; a test holds the two together.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from gradleak import tree
-from gradleak.attack import Attack, Composed, Reconstruction, Stage
-from gradleak.defence import Chain, Defence, Noiseless, OnlyVisible, Upload
-from gradleak.engine import Engine
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.local import ClientState, LocalTraining, observe
-from gradleak.observation import Knowledge, Observation, Track
-from gradleak.scene import Scene
-from gradleak.task import Batch, Field, Task
-
 __version__ = "0.1.0"
-
-# Loaded on first use: `gl.attacks`, `gl.Audit`, ...
-_modules: tuple[str, ...] = ("adapters", "analysis", "assignment", "attacks", "audit", "auto", "bench", "checks")
-_modules += ("data", "defences", "distributed", "federation", "flower", "gate", "generators", "metrics", "models")
-_modules += ("parts", "registry", "report", "results", "rules", "secure", "study")
-_names = {"Audit": "audit", "AuditResult": "results", "Federation": "federation"}
-_names |= {"Study": "study", "StudyResult": "study"}
 
 __all__ = [
     # what is trained, and what the server sees of it
@@ -39,16 +24,36 @@ __all__ = [
     "Attack", "Composed", "Stage", "Scene", "Reconstruction", "Engine",
     # the experiment
     "Audit", "AuditResult", "Federation", "Study", "StudyResult",
-    # arithmetic on parameters
-    "tree",
-    *_modules,
+    # modules
+    "adapters", "analysis", "assignment", "attacks", "audit", "auto", "bench", "checks", "data", "defences",
+    "distributed", "federation", "flower", "gate", "generators", "metrics", "models", "parts", "registry", "report",
+    "results", "rules", "secure", "study", "tree",
 ]  # fmt: skip
+
+# Where each name lives. Names that are not here are modules.
+_homes = {
+    "task": ("Task", "Field", "Batch"),
+    "observation": ("Observation", "Track", "Knowledge"),
+    "local": ("LocalTraining", "ClientState", "observe"),
+    "defence": ("Defence", "Chain", "OnlyVisible", "Noiseless", "Upload"),
+    "guarantee": ("Exposure", "Guarantee"),
+    "attack": ("Attack", "Composed", "Stage", "Reconstruction"),
+    "scene": ("Scene",),
+    "engine": ("Engine",),
+    "audit": ("Audit",),
+    "results": ("AuditResult",),
+    "federation": ("Federation",),
+    "study": ("Study", "StudyResult"),
+}
+_home = {name: home for home, names in _homes.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _names:
-        return getattr(import_module(f"gradleak.{_names[name]}"), name)
-    if name in _modules:
+    if name in _home:
+        found = getattr(import_module(f"gradleak.{_home[name]}"), name)
+        globals()[name] = found  # the next look finds it without a call
+        return found
+    if not name.startswith("_") and find_spec(f"gradleak.{name}") is not None:
         return import_module(f"gradleak.{name}")
     raise AttributeError(f"module 'gradleak' has no attribute {name!r}")
 

@@ -72,6 +72,7 @@ class Defence:
 
     @property
     def name(self) -> str:
+        """As tables and errors call it."""
         return type(self).__name__
 
     def demand(self, task: Task, server: Tree) -> None:
@@ -93,6 +94,7 @@ class Defence:
         return compute(weights, batch)
 
     def upload(self, upload: Upload, client: Client) -> Upload:
+        """What leaves the client, of what its training made."""
         return upload
 
     def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
@@ -184,6 +186,7 @@ class Chain(Defence):
 
     @property
     def name(self) -> str:
+        """All members' names."""
         return " + ".join(member.name for member in self.members) or "Defence"
 
     def _owner(self, hook: str) -> Defence:
@@ -214,6 +217,7 @@ class Chain(Defence):
         return compute(weights, batch)
 
     def upload(self, upload: Upload, client: Client) -> Upload:
+        """One member after the other."""
         for position, member in enumerate(self.members):
             upload = member.upload(upload, _inside(client, position))
         return upload
@@ -315,12 +319,14 @@ class Noiseless(Defence):
 
     @property
     def name(self) -> str:
+        """The defence's name, and what it lacks here."""
         return f"{self.noisy.name} without noise"
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         return self.quiet.gradient(compute, weights, batch, client)
 
     def upload(self, upload: Upload, client: Client) -> Upload:
+        """The defence's upload at its mean."""
         return self.quiet.upload(upload, client)
 
     def noise_variance(self, scene: Scene) -> Params:

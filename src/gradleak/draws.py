@@ -41,8 +41,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 def key(*names: object) -> Tensor:
     """Two 32-bit words from any names (target key, restart, purpose): equal names, equal numbers, on every machine."""
-    digest = hashlib.blake2b("\x1f".join(map(str, names)).encode(), digest_size=8).digest()
+    # Escaped: a name that holds the separator would else be two names, and so perhaps somebody else's.
+    escaped = (str(name).replace("\x1e", "\x1e0").replace("\x1f", "\x1e1") for name in names)
+    digest = hashlib.blake2b("\x1f".join(escaped).encode(), digest_size=8).digest()
     return torch.tensor([int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")])
+
+
+CLIENT = "client"  # what the keys of clients begin with: (CLIENT, key of the observation, seed)
+
+
+def lane_key(target: str, seed: int, restart: int) -> Tensor:
+    """The key of an attacker's lane: (target, seed, restart), and no client's, whatever the target is called."""
+    return key(*(("lane",) if target == CLIENT else ()), target, seed, restart)
 
 
 @lru_cache(maxsize=8)

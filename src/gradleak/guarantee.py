@@ -21,7 +21,8 @@ _SAMPLING = {
     "poisson": "Poisson sampling of clients",
 }
 ALWAYS_ASSUMED = (
-    "assumes secret fresh randomness in exact arithmetic, public example counts, settings not tuned on private data"
+    "assumes secret fresh randomness in exact arithmetic, public example counts, no losses or other metrics sent, "
+    "settings not tuned on private data"
 )
 
 

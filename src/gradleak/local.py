@@ -187,14 +187,16 @@ def observe(
     defence = defence or Defence()
     weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
-    # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
     extras = defence.broadcast(weights, server or {})
-    own = randomness.key("client", key, seed)
+    # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
+    own = randomness.key(randomness.CLIENT, key, seed)
     where = next(tree.leaves(weights)).device
-    state = ClientState(memory=memory or {}, extras=extras, key=own.to(where))
-    shuffle = torch.Generator().manual_seed(int(own[0]))
+    # The client works on copies. What a model, a hook or an augmentation keeps, or changes in place, would else be in
+    # the task that attackers get, in what the server sent, or in the truth that reconstructions are scored by.
+    state = ClientState(memory=memory or {}, extras=tree.detach(extras), key=own.to(where))
+    shuffle, copies = torch.Generator().manual_seed(int(own[0])), (tree.detach(weights), tree.detach(batch))
     with float32_products():
-        sent, _ = training.run(task, weights, batch, defence, state, order=training.order(examples, shuffle))
+        sent, _ = training.run(task.copied(), *copies, defence, state, order=training.order(examples, shuffle))
     update = tree.detach(defence.reveal([sent], [sent.num_examples]))
     if wire == "weights":
         update = tree.map(lambda w, u: w - (w - u), weights, update)
@@ -205,7 +207,7 @@ def observe(
         key=key,
         buffers=task.buffers() or None,
         returned_buffers=tree.detach(sent.buffers) if sent.buffers else None,
-        extras=state.extras,
+        extras=extras,
     )
 
 

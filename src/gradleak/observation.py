@@ -86,6 +86,7 @@ class Observation:
             partial,
             metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
         )
+        partial.chmod(0o600)  # it may give the client's examples away: for its owner alone
         os.replace(partial, path)  # a reader never meets half a file
         return path
 

@@ -22,6 +22,7 @@ Schedule: TypeAlias = Callable[[int, int], float]
 
 
 def constant(step: int, total: int) -> float:
+    """The same rate in every step."""
     return 1.0
 
 
@@ -63,15 +64,18 @@ class SGD:
             gradient = tree.add(gradient, velocity, self.momentum) if self.nesterov else velocity
         return tree.scale(gradient, lr), state
 
+    def gains(self, rates: Sequence[float | Tensor]) -> list[float | Tensor]:
+        """By the end of steps of these rates, how far one unit of gradient at each has moved the weights; no decay."""
+        found, ahead = list[float | Tensor](), 0.0 * rates[0]  # ahead: how far one unit of velocity still goes
+        for number, rate in reversed(list(enumerate(rates))):
+            ahead = rate + self.momentum * ahead
+            entered = ahead if number == 0 or not self.momentum else (1 - self.dampening) * ahead
+            found.append(rate + self.momentum * entered if self.nesterov else entered)
+        return found[::-1]
+
     def way(self, rates: Sequence[float]) -> float:
         """How far steps of these rates go along a gradient of length one that does not change; no weight decay."""
-        total, velocity = 0.0, 1.0
-        for number, rate in enumerate(rates):
-            if number > 0:
-                velocity = self.momentum * velocity + 1 - self.dampening
-            going = velocity if self.momentum else 1.0
-            total += rate * (1 + self.momentum * going if self.nesterov else going)
-        return total
+        return float(sum(self.gains(rates)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from gradleak import tree
+from gradleak import tree, watching
 from gradleak.attack import Progress, Stage
 from gradleak.defence import overrides
 from gradleak.draws import Draws
@@ -267,6 +267,7 @@ class Search:
                     if self.finished is None:
                         self._note(step // self.every)
                     if progress is not None:
+                        watching.tell(self.moving["last"]["objective"])
                         progress(step + 1)
             if progress is not None:
                 progress(steps)

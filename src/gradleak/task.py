@@ -238,7 +238,7 @@ class Task:
                 f"The model or its loss cannot be copied: {problem} It keeps a tensor of an earlier pass as an "
                 "attribute; delete it, or let forward keep it detached."
             ) from problem
-        return replace(self, model=model, objective=objective if own else self.objective)
+        return replace(self, model=model, objective=self.objective if objective is None else objective)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
         """A private copy on a device and in a type; the user's model is never touched."""

@@ -6,7 +6,7 @@ from gradleak.attack import Attack, Composed, Stage
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.priors import LabelDistance
 from gradleak.parts.spaces import Mosaic, Normal, Pixels, Solid, Start, Tiled, Uniform
 from gradleak.registry import did_you_mean, named
@@ -50,5 +50,7 @@ def cpl(
         if start not in STARTS:
             raise ValueError(f"Unknown start {start!r}.{did_you_mean(start, STARTS)}")
         start = STARTS[start]
-    stage = Stage(Pixels(start), Replay(), SquaredError(), (LabelDistance(alpha),), LBFGS(steps=steps, history=history))
+    stage = Stage(
+        Pixels(start), ReplayedGradient(), SquaredError(), (LabelDistance(alpha),), LBFGS(steps=steps, history=history)
+    )
     return Composed("cpl", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from gradleak.observation import Knowledge, Seen
 from gradleak.parts.epochs import (
     Copies,
     LocalSteps,
+    Mixed,
     OrderInvariance,
     Over,
     Plan,
@@ -39,7 +41,11 @@ PAPER = "Dimitrov, Balunovic, Konstantinov, Vechev, Data Leakage in Federated Av
 
 @dataclass(frozen=True)
 class Settings:
-    """What the paper set for one kind of data; the prior's weight for batches of 5, 10 epochs."""
+    """What the authors set for one kind of data; priors for batches of 5 and 10 epochs.
+
+    prior       the order-invariant prior that did best
+    weights     of all of them, by (over, of, power)
+    """
 
     lr: float
     decay: ExponentialDecay
@@ -47,14 +53,25 @@ class Settings:
     tv: float
     clip: float
     prior: OrderInvariance
+    weights: Mapping[tuple[str, str, int], float]
+
+
+def _weights(*pixels_then_features: float) -> dict[tuple[str, str, int], float]:
+    """In the order: max, mean to the power 1; max, mean to the power 2; of pixels, then of features, each."""
+    kinds = [(over, of, power) for power in (1, 2) for over in ("max", "mean") for of in ("pixels", "features")]
+    return dict(zip(kinds, pixels_then_features, strict=True))
 
 
 PRESETS = {
-    "femnist": Settings(0.4, ExponentialDecay(0.995, 10), Ramp(1.0, 2.0), 1e-3, 2.0, OrderInvariance(1000.0)),
-    "cifar100": Settings(
-        0.1, ExponentialDecay(0.997, 20), Ramp(4.0, 2.0), 2e-4, 10.0, OrderInvariance(6.075, "max", "features")
+    "femnist": Settings(
+        0.4, ExponentialDecay(0.995, 10), Ramp(1.0, 2.0), 1e-3, 2.0, OrderInvariance(1000.0),
+        _weights(77.298, 81.365, 250.846, 263.623, 92.378, 97.776, 1000.0, 1054.413),
     ),
-}
+    "cifar100": Settings(
+        0.1, ExponentialDecay(0.997, 20), Ramp(4.0, 2.0), 2e-4, 10.0, OrderInvariance(6.075, "max", "features"),
+        _weights(4.848, 5.0, 15.708, 16.206, 5.814, 6.075, 62.675, 65.573),
+    ),
+}  # fmt: skip
 
 VARIANTS: dict[str, tuple[Space, Plan]] = {
     "full_many": (Copies(Normal()), a_copy_an_epoch),
@@ -88,13 +105,16 @@ def dlfa(
     min over X (epochs, N, ...) of f / batches * sum over layers of exp(1 - l) ||simulated - observed update||^2 / lr^2
     + tv * TV^2(X) + clip * squared distance to the box + `OrderInvariance`(X), Adam. In the end every copy is matched
     to the first, image by image, and their mean is returned. Needs the client's learning rate, batch size and epochs;
-    its order may be unknown, and labels are needed by number only.
+    its order may be unknown, and labels are needed by number only: those read off come in a random order (`Mixed`),
+    given ones as they are.
 
     preset      "femnist" or "cifar100": the paper's settings, for small grey characters and for coloured photographs.
-                Those given here replace single ones. invariance: "femnist" with batches of 1 or 10 takes 100
+                Those given here replace single ones
     variant     "full_many" is the method. "full" has one copy, in one order; "none_epoch" makes one full step an epoch;
                 "none" one step in all, which is dlg-ms with this objective
     over, of, power     the order-invariant prior: "mean" or "max" over images, of "pixels" or "features", 1 or 2
+    invariance  its weight; None: the authors' for this prior, batches of 5 and 10 epochs. With batches of 1 or 10 the
+                usual prior of "femnist" has 100
     most_steps  refuse a client of more local steps: an iteration costs as much as all of them
     checkpoint  hold the weights at every so many local steps, and run the steps again on the way back; 0 holds it all
 
@@ -105,8 +125,10 @@ def dlfa(
         if given not in known:
             raise ValueError(f"{name} must be one of those of the paper; given {given!r}.{did_you_mean(given, known)}")
     chosen, (space, plan) = PRESETS[preset], VARIANTS[variant]
-    wanted: dict[str, Any] = {"weight": invariance, "over": over, "of": of, "power": power}
+    wanted: dict[str, Any] = {"over": over, "of": of, "power": power}
     alike = replace(chosen.prior, **{name: value for name, value in wanted.items() if value is not None})
+    usual = chosen.weights[alike.over, alike.of, alike.power]
+    alike = replace(alike, weight=usual if invariance is None else invariance)
     priors = (
         CircularVariation(chosen.tv if tv is None else tv),
         Box(chosen.clip if clip is None else clip, summed=True),
@@ -123,7 +145,7 @@ def dlfa(
         optimiser,
     )
     make = Settled if isinstance(space, Copies) else Composed
-    return make("dlfa", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    return make("dlfa", (stage,), Mixed(Labels(label_rule(labels))), restarts=restarts, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -157,4 +179,7 @@ class Settled(Composed):
 
         candidates = {name: one(name, value) for name, value in found.candidates.items()}
         picked = {name: value[torch.arange(len(found.chosen)), found.chosen] for name, value in candidates.items()}
-        return replace(found, candidates=candidates, batch=picked)
+        shown = {**found.snapshots}  # for the eye: the mean of an example's copies, (targets, moments, N, copies, ...)
+        if shown:
+            shown["x"] = shown["x"].float().mean(dim=3).half()
+        return replace(found, candidates=candidates, batch=picked, snapshots=shown)

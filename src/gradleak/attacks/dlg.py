@@ -6,7 +6,7 @@ from gradleak.attack import Attack, Composed, Stage
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Together
 from gradleak.registry import named
 
@@ -24,5 +24,5 @@ def dlg(*, steps: int = 6000, history: int = 100, restarts: int = 1, keep: str =
     model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
     space = Together((Pixels(Normal()), SoftCategories()))
-    stage = Stage(space, Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))
+    stage = Stage(space, ReplayedGradient(), SquaredError(), (), LBFGS(steps=steps, history=history))
     return Composed("dlg", (stage,), Nothing(), restarts=restarts, keep=keep)

@@ -9,7 +9,7 @@ from gradleak.parts.latent import Latent
 from gradleak.parts.matches import Cosine, MeanSquaredError
 from gradleak.parts.optimisers import Adam, RampedDecay, Still
 from gradleak.parts.partial import AsObserved
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import Replay, ReplayedGradient
 from gradleak.parts.priors import LatentNormality
 from gradleak.registry import did_you_mean, named
 from gradleak.scene import Match, Optimiser
@@ -42,7 +42,7 @@ def ggl(
     search      "cma": CMA-ES over tanh(z) from U[0, 1], without the KL term; "random": N(0, I), the best of all;
                 "adam": by derivatives, 5 % warm-up, a cosine down over the last 25 %, with the KL term
     steps       500 populations of 50; 2,500 of Adam
-    kl          weight of the KL term, against squares of updates, so of lr times a gradient
+    kl          weight of the KL term, against squares of gradients
     population, sigma   candidates a step, and the first step length of CMA-ES
     estimate    what the observation itself shows of a defence is taken over, whether one is known or not: entries that
                 are zero, and a length that no prediction may exceed
@@ -66,7 +66,7 @@ def ggl(
     match: Match = AsObserved(MeanSquaredError()) if estimate else MeanSquaredError()
     priors = (LatentNormality(kl),) if kl and search == "adam" else ()
     space = Latent(of="z", squash=search == "cma", shift=shift)
-    stage = Stage(space, Replay(), match, priors, optimiser)
+    stage = Stage(space, ReplayedGradient(), match, priors, optimiser)
     return Composed("ggl", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 

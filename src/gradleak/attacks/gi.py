@@ -6,7 +6,7 @@ from gradleak.attack import Attack, Composed, Stage
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import LayerNorms, Scaled, SquaredError
 from gradleak.parts.optimisers import Adam, CosineDecay, StepDecay
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.priors import BatchNormStatistics, GroupConsistency, ImageNorm, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import named
@@ -52,7 +52,7 @@ def gi(
         GroupConsistency(group, start=group_start, interval=group_interval, register=register),
     )
     optimiser = Adam(lr=lr, steps=steps, schedule=CosineDecay(warmup=min(50, steps // 10)), noise=noise)
-    stage = Stage(Pixels(Normal(), boxed=True), Replay(), Scaled(LayerNorms(), matching), priors, optimiser)
+    stage = Stage(Pixels(Normal(), boxed=True), ReplayedGradient(), Scaled(LayerNorms(), matching), priors, optimiser)
     return Composed("gi", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
@@ -66,5 +66,5 @@ def gi_lazy(
     """
     priors = (TotalVariation(1e-4), ImageNorm(1e-6, per_pixel=True), GroupConsistency(0.01, per_pixel=True))
     optimiser = Adam(lr=lr, steps=steps, schedule=StepDecay())
-    stage = Stage(Pixels(Normal(), boxed=True), Replay(), SquaredError(), priors, optimiser)
+    stage = Stage(Pixels(Normal(), boxed=True), ReplayedGradient(), SquaredError(), priors, optimiser)
     return Composed("gi-lazy", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -40,22 +40,22 @@ def gias(
     min of COS_r(grad(G(z; w), y), observed) + tv * TV + norm * ||z||, first over z of every restart with the weights
     as trained; then, from the latent that matches best, over w with z fixed. Adam, rates times 0.1 at 3/8, 5/8, 7/8.
 
-    left_out      r of COS_r: per tensor, only the 1 - r largest entries of the observed update are compared
+    left_out      r of COS_r: per tensor, only the share 1 - r of largest entries of the observed update is compared
     latent        "z", "w" (the styles w+ of a style generator) or "auto": w where there is one
     weight_steps  0: the latent alone
     shift         the generator is told label + shift: the wrong class, to measure what the right one is worth
     jitter        restarts of the second stage begin at weights this far apart, in shares of each tensor's RMS: the
                   latent is the same for all of them
-    batch_norm, group   weights of GI's priors; group needs restarts
+    batch_norm, group   weights of GI's priors, the consensus per pixel as in `gi-lazy`; group needs restarts
 
-    Differs: the iterate with the best match is returned, not the last; r is a share of the entries that are not zero;
-    weights before the first block (a mapping network, a constant) stay fixed; the paper's restarts begin at the same
-    weights; FFHQ and ImageNet generators, with sizes and rates of their own, are for users to bring.
+    Differs: the iterate with the best match is returned, not the last; r is a share of the entries that are not zero,
+    rounded up; weights before the first block (a mapping network, a constant) stay fixed; the paper's restarts begin at
+    the same weights; FFHQ and ImageNet generators, with sizes and rates of their own, are for users to bring.
     """
     match: Match = Strongest(Cosine(), share=1 - left_out) if left_out else Cosine()
     priors: list[Prior] = [TotalVariation(tv)]
     priors += [BatchNormStatistics(batch_norm)] if batch_norm else []
-    priors += [GroupConsistency(group)] if group else []
+    priors += [GroupConsistency(group, per_pixel=True)] if group else []
     first = (*priors, LatentNorm(norm)) if norm else tuple(priors)
     decay = StepDecay()
     search = Stage(

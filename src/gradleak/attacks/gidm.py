@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradleak.attack import Attack, Composed, Progress, Reconstruction, Stage, require
 from gradleak.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
+from gradleak.parts.coarse import Onwards, OnwardsWindow
 from gradleak.parts.fields import Nothing
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.optimisers import Adam, CosineDecay, OddBlocks, constant, plain, sign
@@ -45,7 +46,7 @@ SETTLED = 0.2  # of a phase that searches for the step: the last part goes on wi
 
 @dataclass(frozen=True)
 class Settings:
-    """Steps of both phases and of the sampler, learning rates (of the scores of t too), and the last temperature."""
+    """Steps of both phases and of the sampler, rates (of the scores of t too), the last temperature, how t is found."""
 
     generative: int
     fine: int
@@ -53,10 +54,11 @@ class Settings:
     lr: float
     t_lr: float
     last: float
+    t: str = "analytic"
 
 
 PRESETS = {
-    "paper": Settings(5000, 1500, 16, 0.01, t_lr=0.01, last=1.0),
+    "paper": Settings(5000, 1500, 16, 0.01, t_lr=0.01, last=1.0, t="soft"),
     "fast32": Settings(2000, 1500, 16, 0.01, t_lr=0.1, last=0.1),
     "smoke": Settings(40, 200, 4, 0.1, t_lr=0.1, last=0.1),
 }
@@ -105,14 +107,18 @@ class Plan:
         return Granted(frozenset({*needs, *also}), ReadSteps() if self.t == "analytic" else Nothing())
 
     def phase(self, image: Space, steps: int, begin: Space | None = None) -> tuple[Stage, ...]:
-        """The stages of one phase; with the step among the unknowns two, of which the last has settled it."""
+        """The stages of one phase; with the step among the unknowns two, of which the last has settled it.
+
+        Rates fall and blocks are counted over the phase as a whole.
+        """
         if not self.searched:
             return (self._stage(image, Drawn("t") if self.t == "random" else SettledSteps(), steps, begin),)
         kind = SoftSteps if self.t == "soft" else StraightThrough
         settled = max(1, round(SETTLED * steps))
+        before = max(1, steps - settled)
         return (
-            self._stage(image, kind(self.speed, self.first, self.last), max(1, steps - settled), begin),
-            self._stage(image, SettledSteps(self.speed), settled, begin),
+            self._stage(image, kind(self.speed, self.first, self.last), before, begin, total=before + settled),
+            self._stage(image, SettledSteps(self.speed), settled, begin, done=before, total=before + settled),
         )
 
     def space(self, image: Space, steps: Space) -> Together:
@@ -120,7 +126,10 @@ class Plan:
         noise: dict[str, tuple[Space, ...]] = {"given": (), "unknown": (FreeNoise(),), "random": (Drawn("noise"),)}
         return Together((image, *noise[self.noise], steps))
 
-    def _stage(self, image: Space, steps: Space, count: int, begin: Space | None) -> Stage:
+    def _stage(
+        self, image: Space, steps: Space, count: int, begin: Space | None, done: int = 0, total: int | None = None
+    ) -> Stage:
+        """One stage of `count` steps, after `done` of the `total` steps of its phase."""
         free, residual = self.noise == "unknown", self.param == "xt_q"
         priors: list[Prior] = [TotalVariation(self.tv)] if self.tv else []
         if self.shell and free:
@@ -128,8 +137,10 @@ class Plan:
         optimiser = Adam(
             lr=self.lr,
             steps=count,
-            schedule=CosineDecay() if self.decay else constant,
-            windows={"noise": OddBlocks(self.interval)} if self.interval and free and not residual else {},
+            schedule=Onwards(CosineDecay(), done, total or count) if self.decay else constant,
+            windows={"noise": OnwardsWindow(OddBlocks(self.interval), done)}
+            if self.interval and free and not residual
+            else {},
             transform=sign if self.signed else plain,
         )
         space = NoisedResidual(steps, begin) if residual else self.space(image, steps)
@@ -215,7 +226,7 @@ def gidm(
     recompute: bool = True,
     lr: float | None = None,
     noise: str = "unknown",
-    t: str = "analytic",
+    t: str | None = None,
     param: str = "x0_eps",
     interval: int = 50,
     shell: float = 0.0,
@@ -231,12 +242,13 @@ def gidm(
     sampler of `Knowledge.generator`, the model as trained in the end. Phase 2: pixels, from D(z), clamped, with noise
     and step as phase 1 left them. One Adam moves all; noise only in every second block of `interval` steps.
 
-    preset          "fast32", "paper" (5,000 + 1,500 steps, one rate for all, no annealing) or "smoke" for toys; steps
-                    (of phase 1; 0: none), fine_steps (0: none), sampler_steps and lr replace single ones
+    preset          "fast32", "paper" (5,000 + 1,500 steps, one rate for all, t="soft" without annealing) or "smoke" for
+                    toys; steps (of phase 1; 0: none), fine_steps (0: none), sampler_steps, lr and t replace single ones
     noise           "unknown", "given" (Knowledge.given) or "random" (drawn once, never moved)
     t               "analytic", read off the time MLP; "candidates", the ten best of these tried out; "soft", shares of
-                    all steps that sharpen; "straight-through"; "grid", tried out; "given"; "random"
-    param           "xt_q": phase 2 searches for noised image and residual
+                    all steps that sharpen; "straight-through"; "grid", tried out; "given"; "random". None: the
+                    preset's, "analytic" but for "paper"
+    param           "xt_q": phase 2 searches for noised image and residual, and so for the noise, given or not
     sampler_start   below 1: a shorter sampler, from an image noised to that share of the schedule. Not the paper's
     sampler_last    differentiate the network in the last so many steps of the sampler only. Not the paper's either
     recompute       hold no graph of the sampler: memory of one step instead of all, for a third more time
@@ -250,11 +262,12 @@ def gidm(
     if preset not in PRESETS:
         raise ValueError(f"There is no preset {preset!r}.{did_you_mean(preset, PRESETS)}")
     chosen = PRESETS[preset]
-    given = {"generative": steps, "fine": fine_steps, "sampler": sampler_steps, "lr": lr}
+    given = {"generative": steps, "fine": fine_steps, "sampler": sampler_steps, "lr": lr, "t": t}
     chosen = replace(chosen, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     if chosen.generative <= 0 and chosen.fine <= 0:
         raise ValueError("steps and fine_steps are both 0: there is nothing to search.")
-    plan = Plan(noise, t, param, interval, shell, chosen.lr, decay, False, distance, tv, chosen.t_lr, last=chosen.last)
+    rates = {"t_lr": chosen.t_lr, "last": chosen.last}
+    plan = Plan(noise, chosen.t, param, interval, shell, chosen.lr, decay, False, distance, tv, **rates)
     sampled = Sampled(chosen.sampler, recompute, sampler_start, sampler_last)
     stages: tuple[Stage, ...] = ()
     if chosen.generative > 0:

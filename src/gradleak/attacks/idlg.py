@@ -6,7 +6,7 @@ from gradleak.attack import Attack, Composed, Stage
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import named
 
@@ -29,5 +29,5 @@ def idlg(
     keep="last"; for more than one example the labels come from the count rules (the paper has one example only).
     Unknowns are in model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
-    stage = Stage(Pixels(Normal()), Replay(), SquaredError(), (), LBFGS(steps=steps, history=history))
+    stage = Stage(Pixels(Normal()), ReplayedGradient(), SquaredError(), (), LBFGS(steps=steps, history=history))
     return Composed("idlg", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)

@@ -344,6 +344,9 @@ def _taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], win
     return replace(
         best,
         batch=batch,
+        snapshots={
+            name: value.index_copy(0, into, found.snapshots[name][take]) for name, value in best.snapshots.items()
+        },
         candidates=candidates,
         objective=put(best.objective, found.objective),
         match=put(best.match, found.match),

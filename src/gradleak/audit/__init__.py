@@ -321,7 +321,7 @@ class Audit:
         card = getattr(self.generator, "card", None)
         if card is None or card.images is None:
             return
-        for federation in {cell.federation.examples: cell.federation for cell in cells}.values():
+        for federation in {repr(cell.federation): cell.federation for cell in cells}.values():
             pictures = self.task.fields["x"].unit(self.side.truth(federation)["x"]).flatten(0, 1)
             if seen := len(card.seen(pictures)):
                 raise AuditError(

@@ -88,13 +88,14 @@ def _per_step(audit: Audit, cell: Cell) -> float | None:
     knows = replace(cell.knows, defence=None, given=victims.given(cell.given))
     taken = {short: float("inf"), long: float("inf")}
     for steps in (short, long) * 3:
-        attack = _shortened(cell.attack, steps)
+        attack = shortened(cell.attack, steps)
         began = time.perf_counter()
         attack.run(audit.task, seen, knows, engine=audit.engine)
         taken[steps] = min(taken[steps], time.perf_counter() - began)
     return max(0.0, taken[long] - taken[short]) / ((long - short) * len(cell.attack.stages))
 
 
-def _shortened(attack: Composed, steps: int) -> Composed:
+def shortened(attack: Composed, steps: int) -> Composed:
+    """The same attack with so many steps in each stage."""
     stages = [replace(stage, optimiser=replace(stage.optimiser, steps=steps)) for stage in attack.stages]  # type: ignore[type-var]
     return replace(attack, stages=tuple(stages))

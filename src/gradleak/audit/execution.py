@@ -123,7 +123,14 @@ class Runner:
             "checks": [_told(check) for check in (*observation_checks(seen, self.side.task), *checks.of(target))],
             "analyses": {name: float(value) for held in measured for name, value in held.items()},
             "certificate": None if found.certificates is None else found.certificates[target].record(),
+            **({"tried": _tried(found.settings["tried"], target)} if "tried" in found.settings else {}),
         }
+
+
+def _tried(members: Sequence[Mapping[str, Any]], target: int) -> list[dict[str, str]]:
+    """What `auto` did with one target: its members, and what came of each."""
+    own = [member for member in members if target in member["targets"] or not member["targets"]]
+    return [{name: str(member[name]) for name in ("member", "attack", "outcome")} for member in own]
 
 
 def _arrays(found: Reconstruction, victims: Victims) -> Arrays:

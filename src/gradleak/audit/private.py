@@ -375,7 +375,9 @@ class PrivateSide:
             return {number: Snapshot(*map(placed, sent)) for number, sent in found.items()}
         key = digest([federation, defence, rounds])
         if key not in self._trained:
-            self._trained[key] = federation.weights_at(self.task, self.data, rounds, defence, self.engine)
+            # On a copy: the clients' passes leave nothing in the task that attacks are given.
+            task = self.task.copied()
+            self._trained[key] = federation.weights_at(task, self.data, rounds, defence, self.engine)
         return self._trained[key]
 
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:

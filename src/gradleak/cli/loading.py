@@ -131,20 +131,6 @@ def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "tasks": "task", "labels": "labels"}
-KINDS |= {"generators": "generator"}
-KINDS |= {"partitions": "partition", "participation": "participation", "averaging": "averaging"}
-
-
-def kind(plural: str) -> str:
-    """`attacks` -> the registry's word `attack`; the singular is understood too."""
-    if plural in KINDS.values():
-        return plural
-    if plural not in KINDS:
-        raise UnknownName(f"Nothing to list under {plural!r}.{did_you_mean(plural, [*KINDS, 'data'])}")
-    return KINDS[plural]
-
-
 def recipe(lr: float | None, steps: int | None, epochs: int | None, batch_size: int | None) -> LocalTraining | None:
     """The client's training rule, where its learning rate is given."""
     if lr is not None:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gradleak.cli.options import Plain
+
 if TYPE_CHECKING:
     from gradleak.generators import Card
 
@@ -65,6 +67,7 @@ def train(
     ] = "strict",
     full: Annotated[bool, typer.Option("--full", help="Keep the generator in float32, not in half precision.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... ; auto takes CUDA where there is one.")] = "auto",
+    plain: Plain = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder; the same one goes on.")] = None,
 ) -> None:
     """Train a generator on public images, for attacks that search among what it can make.
@@ -101,7 +104,7 @@ def train(
     sizes = "x".join(map(str, held.x.shape[1:]))
     typer.echo(f"{len(held):,} images of {sizes} from {data} ({part} part), on {where}.", err=True)
     typer.echo(f"Into {out or folder}. Ctrl-C is safe: the same command goes on.", err=True)
-    with shown() as progress:
+    with shown(plain) as progress:
         progress.start(1)
         progress.cell(f"training {generator.partition(':')[0]}, {steps:,} steps", 0)
 

@@ -1,17 +1,19 @@
 """What a person sees while a run goes on: bars on a terminal, one line per cell anywhere else.
 
 An audit calls `start`, then for each cell `cell`, any number of `share` and `finished` (only `finished` for cells that
-an earlier run completed), and `note` whenever there is something to say. Nothing here changes what is computed.
+an earlier run completed), and `note` whenever there is something to say. The search itself tells its objective now and
+then (`watching.py`), which is drawn as a small curve. Nothing here changes what is computed.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from gradleak.audit import Progress
@@ -29,6 +31,44 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # the second where a stream cannot write the first
+WIDTH = 16  # characters of a curve
+FIXED = 4 + 5 + 8 + WIDTH + 10  # beside name and bar: gaps, percentage, clock, the curve with its value
+
+
+class Curve:
+    """An objective over the search of one cell, as a line of small bars: on a log scale, as long as it is positive."""
+
+    def __init__(self, bars: str = BLOCKS) -> None:
+        self.bars = bars
+        self.values: list[float] = []
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    def __str__(self) -> str:
+        """The curve and where it stands: `█▇▅▃▂▁ 3.1e-03`; nothing before the first value."""
+        if not self.values:
+            return ""
+        size = min(WIDTH, len(self.values))
+        ends = [round((place + 1) * len(self.values) / size) for place in range(size)]
+        shown = [self.values[end - 1] for end in ends]
+        heights = [math.log(value) for value in shown] if min(shown) > 0 else shown
+        low, high = min(heights), max(heights)
+        scale = (len(self.bars) - 1) / (high - low) if high > low else 0.0
+        drawn = "".join(self.bars[round((height - low) * scale)] for height in heights)
+        return f"{drawn} {self.values[-1]:.1e}"
+
+
+def bars_for(stream: IO[str]) -> str:
+    """The characters of a curve that this stream can write."""
+    try:
+        BLOCKS.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return LETTERS
+    return BLOCKS
 
 
 class _Clock:
@@ -75,6 +115,7 @@ class Lines:
         self.stream = stream
         self.clock = _Clock()
         self.spoken = 0.0
+        self.objective: float | None = None
 
     def start(self, total_cells: int) -> None:
         self.clock.start(total_cells)
@@ -82,14 +123,18 @@ class Lines:
     def cell(self, cell: Any, index: int) -> None:
         self.clock.enter(cell)
         self.spoken = time.monotonic()
+        self.objective = None
+
+    def hear(self, objective: float) -> None:
+        self.objective = objective
 
     def share(self, fraction: float) -> None:
         if time.monotonic() - self.spoken < SPEAK_EVERY:
             return
         self.spoken = time.monotonic()
-        self.note(
-            f"{self._place(self.clock.done + 1)} {self.clock.running}: {fraction:.0%}, {self.clock.left(fraction)}"
-        )
+        stands = "" if self.objective is None else f"objective {self.objective:.1e}"
+        told = ", ".join(filter(None, (f"{fraction:.0%}", stands, self.clock.left(fraction))))
+        self.note(f"{self._place(self.clock.done + 1)} {self.clock.running}: {told}")
 
     def finished(self, cell: Any, rows: Sequence[Any]) -> None:
         when = self.clock.leave(cell)
@@ -103,7 +148,10 @@ class Lines:
 
 
 class Bars:
-    """Two rich bars, the whole run and the present cell, with the time left; finished cells scroll by above them."""
+    """Two rich bars: the whole run with the time left, and the present cell with the curve of its objective.
+
+    Finished cells scroll by above them.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         from rich.console import Console
@@ -111,9 +159,12 @@ class Bars:
 
         self.console = Console(file=stream or sys.stderr)
         name, left = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}", markup=False)
-        columns = (name, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), left)
+        width = min(40, max(8, self.console.width // 6))
+        self.room = max(16, self.console.width - width - FIXED)
+        columns = (name, BarColumn(width), TaskProgressColumn(), TimeElapsedColumn(), left)
         self.bars = Progress(*columns, console=self.console, transient=True)
         self.clock = _Clock()
+        self.curve = Curve(bars_for(self.console.file))
         self.overall = self.bars.add_task("", total=None, left="")
         self.present = self.bars.add_task("", total=1.0, left="", visible=False)
 
@@ -124,8 +175,14 @@ class Bars:
 
     def cell(self, cell: Any, index: int) -> None:
         self.clock.enter(cell)
+        self.curve = Curve(self.curve.bars)
         self.bars.update(self.overall, description=f"cell {self.clock.done + 1} of {self.clock.total}")
-        self.bars.reset(self.present, total=1.0, description=str(cell), left="", visible=True)
+        name = str(cell) if len(str(cell)) <= self.room else f"{str(cell)[: self.room - 3]}..."
+        self.bars.reset(self.present, total=1.0, description=name, left="", visible=True)
+
+    def hear(self, objective: float) -> None:
+        self.curve.add(objective)
+        self.bars.update(self.present, left=str(self.curve))
 
     def share(self, fraction: float) -> None:
         self.bars.update(self.overall, completed=self.clock.done + fraction, left=self.clock.left(fraction))
@@ -149,15 +206,23 @@ def plain(stream: TextIO) -> bool:
 
 
 @contextmanager
-def shown(stream: TextIO | None = None) -> Iterator[Progress]:
-    """The progress display that fits the stream (standard error by default), taken down again in any event."""
+def shown(lines: bool = False, stream: TextIO | None = None) -> Iterator[Progress]:
+    """The progress display that fits the stream (standard error by default), taken down again in any event.
+
+    `lines`: plain lines, wherever it is.
+    """
+    from gradleak.watching import listening
+
     stream = stream or sys.stderr
-    if plain(stream):
-        yield Lines(stream)
+    if lines or plain(stream):
+        display = Lines(stream)
+        with listening(display.hear):
+            yield display
         return
     bars = Bars(stream)
     try:
-        yield bars
+        with listening(bars.hear):
+            yield bars
     finally:
         bars.close()
 

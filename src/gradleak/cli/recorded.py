@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class RecordedRequest:
     """The options of `gradleak audit --observations`."""
 
-    folder: Path
+    observations: Path
     reference: str  # FILE.py:task
     truth: Path | None = None
     attacks: tuple[str, ...] = ()
@@ -56,15 +56,15 @@ class RecordedRequest:
         return task(self.reference)
 
     @property
-    def out(self) -> Path:
+    def folder(self) -> Path:
         """Where the run is kept when nothing was said."""
-        return Path("runs") / f"audit-{self.folder.resolve().name}"
+        return Path("runs") / f"audit-{self.observations.resolve().name}"
 
     def heading(self, task: Task, recorded: Sequence[Recorded]) -> list[str]:
         """What is known before anything is attacked."""
         known = sum(one.truth is not None for one in recorded)
-        lines = [f"{counted(len(recorded), 'observation')} in {self.folder}, {known} with their examples."]
-        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.folder)]
+        lines = [f"{counted(len(recorded), 'observation')} in {self.observations}, {known} with their examples."]
+        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.observations)]
         if self.training is not None and known:
             lines.append(told(replays(task, recorded, self.training, self._defence), recorded, self.training))
         return lines
@@ -74,7 +74,7 @@ class RecordedRequest:
         return defence_of(self.defences[0]) if self.defences else None
 
     def read(self, task: Task) -> list[Recorded]:
-        return read(self.folder, task, self.truth, self.rounds)
+        return read(self.observations, task, self.truth, self.rounds)
 
     def methods(self, task: Task) -> tuple[str, ...]:
         return self.attacks or default_attacks(self.engine, task)
@@ -92,17 +92,17 @@ class RecordedRequest:
             seeds=self.seeds or (0,),
             engine=self.engine,
             given=self.given,
-            origin={"task": self.reference, "observations": str(self.folder), "gallery": self.data},
+            origin={"task": self.reference, "observations": str(self.observations), "gallery": self.data},
         )
 
     def blind(self, task: Task, recorded: Sequence[Recorded], out: Path | None, progress: Progress) -> Any:
         """Of observations without examples: findings, and the folder they are in."""
         knows = Knowledge(training=self.training, defence=self._defence)
-        home = out or self.out
+        home = out or self.folder
         seed = self.seeds[0] if self.seeds else 0
         return blind(
             task, recorded, self.methods(task), knows, home, seed=seed, engine=self.engine, progress=progress
         ), home
 
     def run(self, planned: RecordedAudit, out: Path | None, progress: Progress, **how: Any) -> Any:
-        return kept_in(out, self.out, lambda place: planned.run(place, progress=progress, **how), "run", progress)
+        return kept_in(out, self.folder, lambda place: planned.run(place, progress=progress, **how), "run", progress)

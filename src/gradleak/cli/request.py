@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gradleak import audit, generators, registry
+from gradleak.attack import Attack, Composed
 from gradleak.audit import FINAL, Audit, Progress, Workers, final_network
 from gradleak.audit.cells import named_attacks
+from gradleak.audit.cost import shortened
 from gradleak.audit.runfile import federation_of
 from gradleak.cli.loading import LoadError, a_task, images, is_reference, kept_in, named_object, sentence, training_data
 from gradleak.cli.tasks import is_task
@@ -224,8 +226,16 @@ def _usable(engine: Engine) -> Engine:
 
 def _quick(planned: Audit) -> Audit:
     """Every cell with two steps on one target: does everything run? The numbers mean nothing."""
-    attacks = [_with_steps(attack, 2) if isinstance(attack, str) else attack for attack in planned.attacks]
+    attacks = [_with_steps(each, 2) if isinstance(each, str) else _shortened(each, 2) for each in planned.attacks]
     return replace(planned, attacks=attacks, targets=1, seeds=tuple(planned.seeds)[:1], trial=True)
+
+
+def _shortened(attack: Attack, steps: int) -> Attack:
+    """The same for an attack that was made in Python."""
+    if isinstance(attack, Composed):
+        return shortened(attack, steps)
+    has_steps = is_dataclass(attack) and any(held.name == "steps" for held in fields(attack))
+    return replace(attack, steps=steps) if has_steps else attack  # type: ignore[type-var]
 
 
 def _with_steps(method: str, steps: int) -> str:

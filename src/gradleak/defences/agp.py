@@ -38,6 +38,7 @@ class AGP(Defence):
     sigma     the default is that of the attack runs of the TIP paper (`tip.scale_of(5, steps=4, lr=1e-3)`)
     layers    the target layers, the last convolution of each residual block: those whose name ends in this, or fits it
               as a pattern ("conv2" in torchvision's ResNets, "body.3" in `gradleak.models.resnet`)
+    absolute, repo_single_guidance   how importance is averaged, and over which examples: as in `tip`
 
     The attacker knows how many channels are exact, and takes the noised ones to be those with the most energy in the
     observed update: right while the noise is the larger part of it. Beside an exact coordinate a noised one weighs
@@ -54,6 +55,7 @@ class AGP(Defence):
     reading: Literal["noised", "important"] = "noised"
     layers: str = "conv2"
     absolute: bool = False
+    repo_single_guidance: bool = False
 
     def __post_init__(self) -> None:
         if not (self.sigma >= 0 and self.clip > 0):
@@ -88,7 +90,7 @@ class AGP(Defence):
         if not self.sigma:
             return upload
         source = own_draws(client, self.name)
-        chosen = gradcam.guidance(client.batch, source)
+        chosen = gradcam.guidance(client.batch, source, single=self.repo_single_guidance)
         importance = gradcam.channel_importance(
             client.task, client.end, client.batch, chosen, upload.buffers, absolute=self.absolute
         )

@@ -8,10 +8,11 @@ from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.defence import Client, Compute, Defence, Noiseless
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, noised, own_draws
+from gradleak.defences.noise import at_least, noised, own_draws, variance_of_steps
 from gradleak.defences.secadam import PAPER, SecAdam, WithoutNoise, all_may_be_noise
 from gradleak.draws import Draws
 from gradleak.guarantee import Exposure, Guarantee
+from gradleak.local import LocalTraining
 from gradleak.registry import named
 from gradleak.scene import Scene
 from gradleak.task import Batch, Task
@@ -72,13 +73,11 @@ class DPFedAvgLewis(Defence):
         return self if self.fixed_noise or not self.noise else Noiseless(replace(self, noise=0.0), self)
 
     def noise_variance(self, scene: Scene) -> Params:
-        """(noise x learning rate)^2 for every step of SGD; exact for one, and for a recipe that is known."""
+        """That of `noise` in the gradient of every local step: see `variance_of_steps`."""
         if self.fixed_noise:
             return tree.zeros_like(scene.update)
-        training = scene.knows.training
-        factors = [1.0] if training is None else [training.lr * f for f in training.factors(scene.num_examples)]
-        variance = self.noise**2 * sum(factor**2 for factor in factors)
-        return tree.map(lambda u: 0 * u + variance, scene.update)
+        training = scene.knows.training or LocalTraining(lr=1.0)
+        return variance_of_steps(scene, [self.noise] * len(training.order(scene.num_examples)))
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
         return _none(self)

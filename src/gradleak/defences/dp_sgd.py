@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from gradleak import tree
 from gradleak.defence import Client, Compute, Defence, Noiseless, Upload
 from gradleak.defences.clipping import clipped_mean
-from gradleak.defences.noise import at_least, noised, only_update, own_draws
+from gradleak.defences.noise import at_least, noised, only_update, own_draws, variance_of_steps
 from gradleak.guarantee import Exposure, Guarantee, accounted
 from gradleak.local import LocalTraining
 from gradleak.registry import named
-from gradleak.rules import SGD
 from gradleak.scene import Scene
 from gradleak.task import Batch, Task
 from gradleak.tree import Params
@@ -57,22 +54,10 @@ class DPSGD(Defence):
         return Noiseless(replace(self, noise_multiplier=0.0), self)
 
     def noise_variance(self, scene: Scene) -> Params:
-        """sum_k (c_k z C / B_k)^2, c_k what the rule makes of one unit of gradient at step k by the end of training.
-
-        Exact for one step of SGD. For more it leaves out that later gradients are taken at noised weights. A rule that
-        is not linear in the gradient (Adam, Lion) has no c_k: there all of the observed update may be noise, and its
-        mean square is the variance. Without a known recipe the update is taken for a gradient, as `Replay` does.
-        """
+        """That of noise z C / B_k in step k: see `variance_of_steps`."""
         training = scene.knows.training or LocalTraining(lr=1.0)
-        like = next(tree.leaves(scene.update))
-        if not isinstance(training.optimiser, SGD):
-            variance = tree.squared_norm(scene.update) / tree.size(scene.update)
-            return tree.map(lambda u: torch.zeros_like(u) + variance * bool(self.noise_multiplier), scene.update)
-        gains = _gains(training, scene.num_examples, like)
         sizes = [_examples(rows, scene.num_examples) for rows in training.order(scene.num_examples)]
-        spread = torch.stack([gain / size for gain, size in zip(gains, sizes, strict=True)])
-        variance = (self.noise_multiplier * self.clip * spread).square().sum()
-        return tree.map(lambda u: torch.zeros_like(u) + variance, scene.update)
+        return variance_of_steps(scene, [self.noise_multiplier * self.clip / size for size in sizes])
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
         passes = exposure.passes
@@ -86,21 +71,6 @@ class DPSGD(Defence):
             neighbours="one example's gradient or zero in its place",
             sampling="shuffled batches of fixed size: not amplified, counted in every pass of every round",
         )
-
-
-def _gains(training: LocalTraining, examples: int, like: Tensor) -> list[Tensor]:
-    """By the end of training, how far one unit of gradient at each step has moved the weights; for a linear rule."""
-    steps = len(training.order(examples))
-    zero, one = {"unit": torch.zeros_like(like.sum())}, {"unit": torch.ones_like(like.sum())}
-    gains = []
-    for impulse in range(steps):
-        state, moved = training.optimiser.init(zero), zero
-        for step in range(steps):
-            lr = training.lr * training.schedule(step, steps)
-            decrease, state = training.optimiser.step(zero, one if step == impulse else zero, state, lr)
-            moved = tree.add(moved, decrease)
-        gains.append(moved["unit"])
-    return gains
 
 
 def _examples(rows: Tensor | slice | None, examples: int) -> int:

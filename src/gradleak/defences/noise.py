@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 
+from gradleak import tree
 from gradleak.defence import Client, Upload
 from gradleak.draws import Draws
+from gradleak.local import LocalTraining
+from gradleak.rules import SGD
 from gradleak.scene import Scene
 from gradleak.tree import Params, Tree
 
@@ -59,6 +63,24 @@ def only_update(upload: Upload, name: str) -> Upload:
 def full_variance(scene: Scene, variance: float) -> Params:
     """The same variance in every coordinate."""
     return {name: torch.full_like(value, variance) for name, value in scene.update.items()}
+
+
+def variance_of_steps(scene: Scene, deviations: Sequence[float]) -> Params:
+    """What noise on the gradients of the local steps leaves in the update: sum_k (c_k s_k)^2 in every coordinate.
+
+    `deviations`: s_k, of the gradient of step k. c_k is what the client's rule makes of one unit of gradient at step k
+    by the end of training. Exact for one step of SGD; for more it leaves out that later gradients are taken at noised
+    weights. A rule that is not linear in the gradient (Adam, Lion) has no c_k: there all of the observed update may be
+    noise, and its mean square is the variance. Without a known recipe the update is taken for a gradient, as `Replay`
+    does.
+    """
+    training = scene.knows.training or LocalTraining(lr=1.0)
+    if isinstance(training.optimiser, SGD):
+        gains = training.optimiser.gains([training.lr * factor for factor in training.factors(scene.num_examples)])
+        variance = sum((gain * deviation) ** 2 for gain, deviation in zip(gains, deviations, strict=True))
+    else:
+        variance = tree.squared_norm(scene.update) / tree.size(scene.update) * any(deviations)
+    return tree.map(lambda u: torch.zeros_like(u) + variance, scene.update)
 
 
 def at_least(name: str, value: Number, least: Number, *, excluded: bool = False, whole: bool = False) -> None:

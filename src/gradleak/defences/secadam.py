@@ -72,8 +72,8 @@ class SecAdam(Defence):
               training runs the real protocol (`gradleak.secure.reveal`) in fixed point, from three clients on
 
     Of one client in its first round the ratio is sign(u), whatever its size: attacks on it get a slope from `soft`.
-    This is what the server is said to learn. What it holds tells more (docs/secure-optimisers.md), see
-    `secure.reveal`. Buffers are not sent: they would leave without a mask.
+    This is what the server is said to learn. What it holds tells more, over rounds nearly the sums themselves
+    (docs/secure-optimisers.md): see `secure.reveal`. Buffers are not sent: they would leave without a mask.
 
     The paper's text was not at hand: v's factor is squared by algebra, its additive masks need a sign to cancel. Sums
     are weighted by numbers of examples where the federation is; the paper's are not (weighting="uniform").

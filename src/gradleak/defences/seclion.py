@@ -29,10 +29,10 @@ class SecLion(Defence):
     sends U(low, high), drawn anew for every coordinate. Both are under secure aggregation and under the same shared
     positive factor r: the server has r sum c and r sum e, and the sign of their ratio is that of sum c.
 
-    sees      what the attacker looks at. "signs": what the server is said to learn. "ratio": what it can compute of the
-              same uploads, mean c / mean e. e is known up to (low, high), and its mean over n clients better with
-              every one of them: the SIZES of c are then seen too, with a relative error of about
-              (high - low) / (high + low) / sqrt(3 n)
+    sees      what the attacker looks at. "signs": what the server is said to learn. "ratio": the HONEST view, which it
+              computes of the same uploads in every round, mean c / mean e. e is known up to (low, high), and its mean
+              over n clients better with every one of them: the SIZES of c are then seen too, with a relative error of
+              about (high - low) / (high + low) / sqrt(3 n)
     form      "decoupled": decay outside the sign, as in Lion; "printed": sign(c / e + weight_decay * w), as the
               supplement prints it, where the random size of c / e decides what decay does
     rate      the server's learning rate
@@ -107,8 +107,9 @@ class SecLion(Defence):
         if self.masks == "ring":
             from gradleak.secure import reveal
 
+            largest = self.high * max(reveal.shares(sizes))  # what a client with many examples may put in
             seen = reveal.in_ring(
-                reveal.weighted(uploads, sizes), powers=(1, 1), largest=self.high, round=int(server.get("round", 0))
+                reveal.weighted(uploads, sizes), powers=(1, 1), largest=largest, round=int(server.get("round", 0))
             )
             ratio = tree.map(lambda found, c: found.to(c), seen.ratio(1), first)
         if not self.weight_decay:
@@ -133,7 +134,8 @@ class SecLion(Defence):
         return tree.map(lambda u: relative * u.square(), scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
-        return Guarantee(reason=HIDDEN.format(what="the sign of their sum"))
+        told = HIDDEN.format(what="the sign of their sum")
+        return Guarantee(reason=f"{told}, its sizes up to a factor of {self.high / self.low:.3g} (sees='ratio')")
 
 
 @dataclass(frozen=True)

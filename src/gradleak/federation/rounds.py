@@ -108,7 +108,8 @@ class Rounds:
         engine = Engine(device=str(like.device)) if engine is None else engine
         dtype = torch.float64 if engine.precision == "double" else like.dtype
         self.federation, self.defence, self.engine = federation, defence or Defence(), engine
-        self.task = task if (like.device, like.dtype) == (engine.where, dtype) else task.to(engine.where, dtype)
+        same = (like.device, like.dtype) == (engine.where, dtype)
+        self.task = task.copied() if same else task.to(engine.where, dtype)  # clients leave nothing in the user's model
         self.data = _placed(data, engine.where, dtype)
         self.shares = federation.partition(data)
         self.clients = Clients(self.task, federation.training, self.defence, engine)

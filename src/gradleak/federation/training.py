@@ -65,6 +65,13 @@ class Trained:
         """The rounds that were kept."""
         return sorted(self.kept) if self.folder is None else Checkpoints(self.folder).rounds
 
+    def rounds_to(self, accuracy: float) -> int | None:
+        """The first round, of those that were tested, with this test accuracy (0 to 1) or more; None: never reached."""
+        tested = {row["round"]: row["test_accuracy"] for row in self.metrics if row.get("test_accuracy") is not None}
+        if not tested:
+            raise FederationError("No round has a test accuracy: train with test=..., data of a classification.")
+        return min((number for number, found in tested.items() if found >= accuracy), default=None)
+
     def table(self, lines: int = 10) -> str:
         """Some rounds, evenly spaced, and the last: loss, accuracy, who took part."""
         return table(self.metrics, lines)

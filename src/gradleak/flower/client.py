@@ -35,6 +35,7 @@ from gradleak.flower.records import (
     record_of,
     round_of,
 )
+from gradleak.guarantee import Exposure
 from gradleak.local import ClientState, LocalTraining, fitting
 from gradleak.task import Batch, Task, TaskError, float32_products
 from gradleak.tree import Params, Tree
@@ -61,7 +62,8 @@ def train(
               `Federation(seed=...)`, client partition-id, so that a simulation repeats them; not for real clients
 
     The reply holds the trained weights under the name that the message had them, num-examples and train_loss (of the
-    model as it was sent, in evaluation mode).
+    model as it was sent, in evaluation mode). Nobody adds noise to a loss: beside an upload of which the defence proves
+    an epsilon (local model) it stays here, unless a `seed` has made it a simulation.
     """
     name, record = model_record(message.content)
     sent = params_of(record)
@@ -88,8 +90,16 @@ def train(
         upload, after = training.run(task, weights, batch, defence, state, order=training.order(count, shuffle))
     _keep(context, after.memory)
     arrays = answered(record, sent, weights, upload, buffers, task)
-    metrics = MetricRecord({EXAMPLES: upload.num_examples, LOSS: float(loss) / count})
+    proved = seed is None and defence is not None and _proved(defence, count, training)
+    told = {} if proved else {LOSS: float(loss) / count}
+    metrics = MetricRecord({EXAMPLES: upload.num_examples, **told})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=message)
+
+
+def _proved(defence: Defence, examples: int, training: LocalTraining) -> bool:
+    """Is an epsilon claimed for what the client itself sends?"""
+    label = defence.guarantee(Exposure(examples=examples, training=training))
+    return label.epsilon is not None and label.model != "central"
 
 
 def keep_truth(folder: str | os.PathLike[str], message: Message, context: Context, batch: Batch) -> Path:

@@ -32,7 +32,7 @@ from gradleak import tree
 from gradleak.draws import Draws
 from gradleak.local import LocalTraining
 from gradleak.parts.matches import Cosine
-from gradleak.parts.optimisers import Schedule, require_positive
+from gradleak.parts.optimisers import Schedule, Window, require_positive
 from gradleak.parts.predictions import Replay, all_rounds
 from gradleak.recompute import recomputed
 from gradleak.rules import SGD, Adam, Rule
@@ -368,6 +368,24 @@ class Onwards:
 
     def __call__(self, now: Now) -> Tensor | float:
         return self.schedule(Now(now.step + self.done, self.total))
+
+
+@dataclass(frozen=True)
+class OnwardsWindow:
+    """A window over a run, for a stage of it that begins after `done` steps, with a memory of its own."""
+
+    window: Window
+    done: int
+
+    def due(self, now: Now) -> Tensor:
+        return self.window.due(self._whole(now.step, now))
+
+    def count(self, now: Now) -> Tensor:
+        before = self.window.count(self._whole(torch.full_like(now.step, -1), now))
+        return self.window.count(self._whole(now.step, now)) - before
+
+    def _whole(self, step: Tensor, now: Now) -> Now:
+        return Now(step + self.done, now.total + self.done)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradleak import tree
 from gradleak.defence import Defence
@@ -72,6 +73,33 @@ class Replay:
             return defence.visible(defence.reveal([upload], [upload.num_examples]), scene)
 
         return all_rounds([of_round(each) for each in scene.rounds])
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedGradient(Replay):
+    """`Replay` in the unit of a gradient: prediction and target over the learning rates of the client's steps.
+
+    An update is lr times a gradient, and papers weigh their priors against gradients. Against updates a client with
+    lr = 0.1 would make a squared error 100 times lighter, every prior 100 times as heavy, and a search that takes its
+    first step by the size of the slope that much slower.
+    """
+
+    def target(self, scene: Scene) -> Params:
+        return tree.scale(super().target(scene), 1 / self._rate(scene))
+
+    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+        return tree.scale(super().disturbed(scene, draws), 1 / self._rate(scene))
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        return tree.scale(super().__call__(batch, v, scene, now), 1 / self._rate(scene))
+
+    def _rate(self, scene: Scene) -> float | Tensor:
+        """How far the client goes along a gradient of length one that stays the same; of Adam, the sum of its rates."""
+        training = self.training or scene.knows.training
+        if training is None:
+            return 1.0
+        factors, rule = training.factors(scene.num_examples), training.optimiser
+        return training.lr * (rule.way(factors) if isinstance(rule, SGD) else sum(factors))
 
 
 def all_rounds(rounds: Sequence[Params]) -> Params:

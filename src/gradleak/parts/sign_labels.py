@@ -27,23 +27,33 @@ from gradleak.scene import Scene
 @named("sign", kind="labels", paper="ours; Zhao, Mopuri, Bilen, iDLG, 2020, on signs")
 @dataclass(frozen=True)
 class Sign(Rule):
-    """Classes whose bias was seen as negative; without a bias those with most negative entries in their row.
+    """Classes whose bias was seen as negative; without a bias those whose rows are more often negative than positive.
 
-    One example: the only negative class, always right for a hard label. Several: every negative class once, most
-    negative row first, and again in turn until B: a sign says that a class is there, not how often. Where fewer than B
-    are negative a class may be there all the same, below its mean prediction.
+    One example: the only negative class, always right for a hard label. Without a bias its row is the only one whose
+    signs are opposite to those of all the others, whatever signs the features have (from three classes on). Several:
+    every negative class once, most negative row first, and again in turn until B: a sign says that a class is there,
+    not how often. Where fewer than B are negative a class may be there all the same, below its mean prediction. Several
+    examples without a bias need features that are not negative (ReLU, sigmoid).
 
     Margin: of the share of negative entries, from the last class named to the first not named.
     """
 
     def read(self, scene: Scene) -> Reading:
         layer, examples = last_layer(scene), scene.num_examples
-        share = (layer.rows < 0).double().mean(1)  # rows are sign(delta_c h): for h >= 0 all negative, or none
-        seen = layer.deltas
-        score = -share if seen is None else torch.where(seen < 0, -1 - share, torch.where(seen > 0, 1 - share, -share))
+        rows, seen = layer.rows.sign(), layer.deltas
+        share = (rows < 0).double().mean(1)  # rows are sign(delta_c h): for h >= 0 all negative or 0, or none
+        if seen is not None:
+            negative = seen < 0
+            score = torch.where(negative, -1 - share, torch.where(seen > 0, 1 - share, -share))
+        elif examples == 1 and len(rows) > 2:
+            alike = rows @ rows.sum(0) - rows.square().sum(1)  # with all other rows together: below 0 for one of them
+            score = alike / alike.abs().amax().clamp_min(1.0)
+            negative = score < 0
+        else:
+            score = rows.mean(1)
+            negative = score < 0
         lowest, order = score.sort(stable=True)
-        present = max(1, int((lowest < -1).sum() if seen is not None else (share > 0.5).sum()))
-        present = min(present, examples)
+        present = min(max(1, int(negative.sum())), examples)
         counts = torch.zeros_like(order)
         counts[order[:present]] = examples // present
         counts[order[: examples % present]] += 1
@@ -57,10 +67,11 @@ class Sign(Rule):
 class RatioCounts(Rule):
     """How many of n clients, with one example each, have each class: SecAdam's ratio of the bias, solved for k.
 
-    With a prediction p_c that all share, ratio(k) = (p_c - k/n) / sqrt((k/n) (1 - p_c)^2 + (1 - k/n) p_c^2). The counts
-    are those with the least sum of squared differences that add up to n. p_c is the mean over `dummies` images of
-    noise at the weights that were sent: good for untrained networks. First rounds only: later moments are of several
-    batches. The ratio's unit is the rate of a known defence, else the largest entry of the update.
+    With a prediction p_c that all share, ratio(k) = (p_c - k/n) / sqrt((k/n) (1 - p_c)^2 + (1 - k/n) p_c^2 + eps^2).
+    The counts are those with the least sum of squared differences that add up to n. p_c is the mean over `dummies`
+    images of noise at the weights that were sent: good for untrained networks. First rounds only: later moments are of
+    several batches. The ratio's unit is the rate of a known defence, else the largest entry of the update; eps is that
+    of a known defence in units of the gradient, else 1e-8. A class that the network rules out is seen as 0 by it.
     """
 
     dummies: int = 100
@@ -72,10 +83,12 @@ class RatioCounts(Rule):
                 "Label rule 'ratio-counts' reads the bias of the classifier, and none is trained: use 'sign'."
             )
         n = scene.num_examples
-        unit = getattr(scene.knows.defence, "rate", None) or max(float(u.abs().max()) for u in scene.update.values())
+        known, training = scene.knows.defence, scene.knows.training
+        unit = getattr(known, "rate", None) or max(float(u.abs().max()) for u in scene.update.values())
+        eps = getattr(known, "eps", 1e-8) / (1.0 if training is None else training.lr)
         seen = scene.update[name].detach().to("cpu", torch.float64) / unit
         p, k = self._predicted(scene)[:, None], torch.arange(n + 1).double() / n
-        ratio = (p - k) / (k * (1 - p) ** 2 + (1 - k) * p**2).sqrt()  # (classes, n + 1): 1 at k = 0, -1 at k = n
+        ratio = (p - k) / (k * (1 - p) ** 2 + (1 - k) * p**2 + eps**2).sqrt()  # (classes, n + 1): 1 at k = 0, -1 at n
         cost = (seen[:, None] - ratio).square()
         counts, total = _cheapest(cost, n)
         second = cost.topk(2, dim=1, largest=False).values[:, 1].sum()
@@ -92,7 +105,7 @@ class RatioCounts(Rule):
         features = scene.task.inputs_of([layer.module], scene.weights, batch, scene.buffers)[layer.module]
         assert layer.bias is not None
         logits = torch.nn.functional.linear(features, scene.weights[layer.weight], scene.weights[layer.bias])
-        return logits.softmax(-1).mean(0).to("cpu", torch.float64)
+        return logits.to("cpu", torch.float64).softmax(-1).mean(0)
 
 
 def _cheapest(cost: Tensor, n: int) -> tuple[Tensor, Tensor]:

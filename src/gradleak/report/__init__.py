@@ -1,11 +1,14 @@
-"""`render(result)`: an audit as one self-contained HTML file: no network, no scripts, images inside.
+"""`render(result)`: an audit as one self-contained HTML file: no network, images inside, one small script of our own.
 
-What is shown is gathered by `gradleak.report.page`; `report.html.j2` and `report.css` say how it looks. Everything that
-comes from a run (names, errors, settings) is escaped, and the page forbids scripts and any outside address.
+What is shown is gathered by `gradleak.report.page` and the modules that it names; `report.html.j2`, `sections` and the
+style sheets say how it looks. Everything that comes from a run (names, errors, settings) is escaped. The page allows no
+outside address, and no script but `report.js`, by its hash; without scripts it shows the same, unsorted and unfiltered.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ from gradleak.report.page import Page
 
 if TYPE_CHECKING:
     from gradleak.results import AuditResult
+    from gradleak.study.result import StudyResult
 
 __all__ = ["Page", "render"]
 
@@ -35,7 +39,22 @@ def text(name: str) -> str:
     return files("gradleak.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def render(result: AuditResult) -> str:
-    """The whole page. It shows private images: handle it like the data."""
-    # Our own style sheet is the one thing that is not escaped.
-    return template("report.html.j2").render(page=Page.of(result), css=Markup(text("report.css")))
+def policy(script: str) -> str:
+    """The content security policy of a page that runs this script and no other, and asks nobody for anything."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+    return (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def render(result: AuditResult, study: StudyResult | None = None) -> str:
+    """The whole page. It shows private images: handle it like the data.
+
+    `study`: curvature over the rounds of the same training (`gradleak analyse`), drawn beside the leakage.
+    """
+    script = text("report.js")
+    # Our own style sheets and script are the only things that are not escaped.
+    css = Markup(text("report.css") + text("curves.css") + text("audit.css"))
+    page = Page.of(result, study)
+    return template("report.html.j2").render(page=page, css=css, script=Markup(script), policy=policy(script))

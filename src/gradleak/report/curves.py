@@ -1,4 +1,5 @@
-"""Curves over rounds as geometry: paths and ticks of a chart, which the template `chart` of parts.html.j2 draws.
+"""Curves over rounds, or over another measure, as geometry: paths and ticks of a chart, which the template `chart` of
+parts.html.j2 draws.
 
 Colours come from the style sheet, so that a chart follows light and dark; lines also differ by their dashes, and
 `Chart.text` says all values, for those who do not see it.
@@ -69,6 +70,7 @@ class Chart:
     x: tuple[Tick, ...]
     y: tuple[Tick, ...]
     floor: Tick | None = None
+    across: str = "round"  # what the x axis measures
     width: int = field(default=WIDTH)
     height: int = field(default=HEIGHT)
     left: int = field(default=LEFT)
@@ -77,25 +79,38 @@ class Chart:
     bottom: int = field(default=HEIGHT - BOTTOM)
 
 
-def chart(title: str, series: Sequence[Series], *, caption: str = "", floor: tuple[float, str] | None = None) -> Chart:
-    """Lay series out in one picture. `floor`: a level that is drawn across it, with its name."""
+def chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    caption: str = "",
+    floor: tuple[float, str] | None = None,
+    across: str = "round",
+    within: tuple[float, ...] = (),
+) -> Chart:
+    """Lay series out in one picture. `floor`: a level that is drawn across it, with its name.
+
+    `across`: what the x axis measures. Rounds are marked where there are some, other measures evenly. `within`: levels
+    that the y axis must reach, such as 0 and 100 of percentages.
+    """
     shown = [one for one in series if len(one.x)]
     if not shown:
         raise ValueError(f"The chart {title!r} has no values.")
-    across = _Axis.of([x for one in shown for x in one.x], LEFT, WIDTH - RIGHT, room=0.04)
+    along = _Axis.of([x for one in shown for x in one.x], LEFT, WIDTH - RIGHT, room=0.04)
     heights = [y for one in shown for values in (one.y, one.low, one.high) for y in values]
     # A floor's name stands below it, where no line can be.
     levels, room = ([], 0.06) if floor is None else ([floor[0]], 0.1)
-    up = _Axis.of([*heights, *levels], HEIGHT - BOTTOM, TOP, room)
-    whole = sorted({x for one in shown for x in one.x})
+    up = _Axis.of([*heights, *levels, *within], HEIGHT - BOTTOM, TOP, room)
+    places = _rounds(sorted({x for one in shown for x in one.x})) if across == "round" else along.ticks
     return Chart(
         title,
         caption,
-        _told(title, shown, floor),
-        tuple(_drawn(one, number, across, up) for number, one in enumerate(shown)),
-        tuple(Tick(across(x), f"{x:g}") for x in _rounds(whole)),
+        _told(title, shown, floor, across),
+        tuple(_drawn(one, number, along, up) for number, one in enumerate(shown)),
+        tuple(Tick(along(x), f"{x:.6g}") for x in places),
         tuple(Tick(up(y), _text(y, up.step)) for y in up.ticks),
         None if floor is None else Tick(up(floor[0]), floor[1]),
+        across,
     )
 
 
@@ -172,10 +187,10 @@ def _drawn(one: Series, number: int, across: _Axis, up: _Axis) -> Drawn:
     )
 
 
-def _told(title: str, series: Sequence[Series], floor: tuple[float, str] | None) -> str:
+def _told(title: str, series: Sequence[Series], floor: tuple[float, str] | None, across: str) -> str:
     """The chart in words."""
     lines = [
-        f"{one.name}: " + ", ".join(f"{y:.5g} at round {x:g}" for x, y in zip(one.x, one.y, strict=True))
+        f"{one.name}: " + ", ".join(f"{y:.5g} at {across} {x:g}" for x, y in zip(one.x, one.y, strict=True))
         for one in series
     ]
     return f"{title}. {'; '.join(lines)}." + ("" if floor is None else f" {floor[1]}.")

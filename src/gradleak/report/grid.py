@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradleak.results import Rate
 
 TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
 
@@ -31,9 +35,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
+    """`sortable`: a reader with scripts may order its rows by any column."""
+
     caption: str
     columns: tuple[Column, ...]
     rows: tuple[Line, ...]
+    sortable: bool = False
 
 
 def tone(word: str) -> str:
@@ -45,4 +52,12 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def percent(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f} %"
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f}\N{NO-BREAK SPACE}%"
+
+
+def interval(rate: Rate) -> str:
+    return f"[{100 * rate.low:.0f}, {100 * rate.high:.0f}]" if math.isfinite(rate.low) else ""
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

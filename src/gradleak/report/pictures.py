@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+FRAME = 64  # the same for pictures along the way, of which there are many
 LARGEST = 128  # pixels; a report shows larger images reduced to this side, so that it stays small enough to send
 
 
@@ -34,6 +35,18 @@ def png(drawn: Image.Image) -> bytes:
 def data_uri(image: Tensor) -> str:
     """One image as `data:image/png;base64,...`."""
     return "data:image/png;base64," + base64.b64encode(png(picture(image, LARGEST))).decode("ascii")
+
+
+def strip(images: Tensor) -> str:
+    """Pictures (N, C, H, W) in 0 to 255 side by side, as one data URI; compressed with loss, like a film."""
+    members = [picture(image.double() / 255, FRAME) for image in images]
+    width, height = members[0].size
+    drawn = Image.new(members[0].mode, (width * len(members), height))
+    for place, member in enumerate(members):
+        drawn.paste(member, (place * width, 0))
+    buffer = io.BytesIO()
+    drawn.save(buffer, format="JPEG", quality=82, subsampling=0, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def difference(first: Tensor, second: Tensor) -> Tensor:

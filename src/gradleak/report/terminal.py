@@ -1,12 +1,15 @@
-"""The tables of a result as wide as the terminal: columns that say least are left out first."""
+"""What a terminal shows of an audit: before it starts what will be run, afterwards tables that fit its width."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from gradleak.audit import Audit
+    from gradleak.audit.cells import Cell
     from gradleak.results import AuditResult
     from gradleak.results.tables import Grid
 
@@ -14,6 +17,75 @@ DISPENSABLE = (
     *("seconds", "match", "round", "B", "baseline", "labels", "SSIM", "converged"),
     *("rank 1 (chance)", "targets", "form"),
 )
+
+
+Branch: TypeAlias = "tuple[str, str | Callable[[], str], list[Branch]]"
+"""A name, what is said of it (or how to find that out), and branches of its own."""
+
+
+def plan(audit: Audit, folder: Path, cost: Callable[[], str]) -> Iterator[str]:
+    """What is going to be run, as a tree, line by line: the cost, which takes a while to measure, comes last."""
+    yield "Audit (a trial: nothing that it finds counts)" if audit.trial else "Audit"
+    cells = audit.cells()
+    control = ", one of them only the positive control" if any(cell.control for cell in cells) else ""
+    yield from drawn(
+        [
+            ("threat model", _threat(audit, cells), []),
+            ("federation", _federation(audit), []),
+            ("grid", f"{_counted(len(cells), 'cell')}{control}", _grid(audit, cells)),
+            ("into", f"{folder}; Ctrl-C is safe: the same command resumes", []),
+            ("cost", cost, []),
+        ]
+    )
+
+
+def drawn(branches: Sequence[Branch], indent: str = "") -> Iterator[str]:
+    """A tree, in characters that every terminal and log has."""
+    width = max((len(name) for name, _, _ in branches), default=0) + 2
+    for place, (name, said, inner) in enumerate(branches):
+        last = place == len(branches) - 1
+        yield f"{indent}{'`' if last else '|'}- {name:<{width}}{said() if callable(said) else said}"
+        yield from drawn(inner, indent + ("   " if last else "|  "))
+
+
+def _threat(audit: Audit, cells: Sequence[Cell]) -> str:
+    """The level and, in a few words, what the attacker is told and what not."""
+    fields = {"y": "labels"} | {name: name for name in audit.task.fields if name not in ("x", "y")}
+    fields = {name: told for name, told in fields.items() if name in audit.task.fields}
+    known = ["model", "loss", "number of examples", *(fields[name] for name in fields if name in audit.given)]
+    known += ([] if "recipe" in audit.withheld else ["recipe"]) + ([] if audit.generator is None else ["a generator"])
+    hidden = ["data", *(told for name, told in fields.items() if name not in audit.given)]
+    level = " and ".join(sorted({cell.knows.level for cell in cells}))
+    return f"a passive server, level {level}; knows {', '.join(known)}; not {', '.join(hidden)}"
+
+
+def _federation(audit: Audit) -> str:
+    held, recipe = audit.federation, audit.federation.training
+    examples = "all examples" if held.examples is None else _counted(held.examples, "example")
+    local = _counted(recipe.epochs or recipe.steps or 1, "local epoch" if recipe.epochs else "local step")
+    size = f" in batches of {recipe.batch_size}" if recipe.batch_size else ""
+    rule = f"{type(recipe.optimiser).__name__}, learning rate {float(recipe.lr):g}"
+    return f"{_counted(held.clients, 'client')}, {examples} of each in a round; {local}{size}, {rule}"
+
+
+def _grid(audit: Audit, cells: Sequence[Cell]) -> list[Branch]:
+    """The axes of the grid, by what its cells are."""
+    inside = [cell for cell in cells if not cell.control]
+    forms: dict[str, dict[str, None]] = {}
+    for cell in inside:
+        forms.setdefault(cell.defence_name, {})[cell.form] = None
+    axes = {
+        "attacks": [cell.attack_name for cell in inside],
+        "defences": [name if name == "none" else f"{name} ({', '.join(held)})" for name, held in forms.items()],
+        "rounds": [str(cell.round) for cell in inside],
+        "seeds": [str(cell.seed) for cell in inside],
+        "targets": [f"{audit.targets} in each cell, and {audit.unrelated} unrelated for comparison"],
+    }
+    return [(name, ", ".join(dict.fromkeys(held)), []) for name, held in axes.items()]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def fitted(result: AuditResult, width: int | None) -> str:

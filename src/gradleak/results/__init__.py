@@ -1,4 +1,4 @@
-"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; the schema of a row is in rows.py.
+"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; schema.py says what a row is.
 
     result = AuditResult.load("runs/first")
     print(result.table()); print(result.verdict)
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +18,30 @@ import torch
 from torch import Tensor
 
 from gradleak.metrics import to_unit
+from gradleak.registry import did_you_mean
+from gradleak.results.comparison import Change, Comparison
 from gradleak.results.configuration import from_toml
 from gradleak.results.headline import Headline, headlines_of
+from gradleak.results.junit import junit_of
 from gradleak.results.ledger import Assumption, ledger_of
+from gradleak.results.notebook import shown
 from gradleak.results.rows import BadRun, Row, read_object
 from gradleak.results.scoring import scores_of
 from gradleak.results.store import Arrays, Folder, Memory, Store
 from gradleak.results.summary import Rate, Summary, summaries_of
-from gradleak.results.tables import FORMATS, Comparison, entries, notes
+from gradleak.results.tables import FORMATS
 from gradleak.results.verdict import TRIAL, Control, Verdict, card_of, control_of, overall, verdict_on
 from gradleak.task import Field
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
+    from gradleak.study.result import StudyResult
 
 __all__ = [
     "Assumption",
     "AuditResult",
     "BadRun",
+    "Change",
     "Comparison",
     "Control",
     "Headline",
@@ -65,7 +70,7 @@ class AuditResult:
         try:
             settings = from_toml(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise BadRun(f"{folder} is not the folder of a run: it has no run.toml.") from None
+            raise BadRun(f"{folder} is not the folder of a run: it has no run.toml.{_near(folder)}") from None
         except (OSError, ValueError, RecursionError) as problem:
             raise BadRun(f"{path} cannot be read: {problem}.") from None
         _check_settings(settings, path)
@@ -96,6 +101,7 @@ class AuditResult:
 
     @property
     def positive_control(self) -> Control:
+        """Did the first attack recover an undefended example? If not, the run is void."""
         return control_of(self.rows, self.settings["plan"]["control"])
 
     @property
@@ -151,6 +157,7 @@ class AuditResult:
 
     @property
     def failed(self) -> list[Row]:
+        """Rows of cells that ended in an error."""
         return [row for row in self.rows if row["status"] == "failed"]
 
     @property
@@ -159,21 +166,28 @@ class AuditResult:
         return {row["cell"] for row in self.rows} == set(self.settings["plan"]["cells"])
 
     def table(self, format: str = "text") -> str:
-        """One line per attack, defence and form; below it, but in "csv", what each defence is worth and proves."""
+        """One line per attack, defence and form; below it, but in "csv", what each defence is worth and proves.
+
+        Formats: "text", "markdown", "latex" (with booktabs), "csv" (plain numbers, no rounding).
+        """
         if format not in FORMATS:
             raise ValueError(f"format is {format!r}; there are {', '.join(FORMATS)}.")
         return FORMATS[format](self.summaries)
 
     def compare(self, other: AuditResult) -> Comparison:
-        """Line by line against another run: what leaks more, what leaks less."""
-        return Comparison(self.summaries, other.summaries)
+        """Line by line against a later run: what leaks more there, what leaks less, with intervals."""
+        return Comparison(self, other)
 
-    def report(self, path: str | Path) -> Path:
-        """Write one self-contained HTML file. It shows private images."""
+    def junit(self, fail_above: float | None = None, reason: str = "") -> str:
+        """The run as JUnit XML: a test case for each planned cell, and one for the run (see junit.py)."""
+        return junit_of(self, fail_above, reason)
+
+    def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
+        """Write one self-contained HTML file. It shows private images. `study`: curvature of the same training."""
         from gradleak.report import render
 
         path = Path(path)
-        path.write_text(render(self), encoding="utf-8")
+        path.write_text(render(self, study), encoding="utf-8")
         return path
 
     def write_verdict(self, path: str | Path) -> Path:
@@ -183,13 +197,8 @@ class AuditResult:
         return path
 
     def _repr_html_(self) -> str:
-        rows = [[escape(entry) for entry in row] for row in entries(self.summaries)]
-        head = "".join(f"<th>{entry}</th>" for entry in rows[0])
-        body = "".join(f"<tr>{''.join(f'<td>{entry}</td>' for entry in row)}</tr>" for row in rows[1:])
-        verdict = self.verdict
-        told = f"<p><b>{escape(verdict.word)}</b>. {escape(verdict.paragraph)}</p>"
-        below = "".join(f"<pre>{escape(note)}</pre>" for note in notes(self.summaries))
-        return f"{told}<table><tr>{head}</tr>{body}</table>{below}"
+        """What a notebook shows: the verdict and a compact table. It holds no images."""
+        return shown(self)
 
     # --- arrays ----------------------------------------------------------------------------------------------------
 
@@ -235,6 +244,14 @@ class AuditResult:
         return held, rows
 
 
+def _near(folder: Path) -> str:
+    """The runs beside it, where there are some, and what to do."""
+    beside = [path.parent.name for path in folder.absolute().parent.glob("*/run.toml")]
+    if not beside:
+        return " `gradleak audit -o FOLDER` makes one."
+    return f" Beside it:{did_you_mean(folder.absolute().name, beside)}"
+
+
 def _in_order(rows: list[Row], settings: dict[str, Any]) -> list[Row]:
     place = {key: index for index, key in enumerate(settings["plan"]["cells"])}
     planned = [row for row in rows if row["cell"] in place]
@@ -252,15 +269,14 @@ def _field(held: dict[str, Any]) -> Field:
 
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
     """As far as a result relies on them."""
+    version = settings.get("version")
+    if type(version) is int and version > 1:
+        made = f"gradleak {settings.get('gradleak', 'that is newer')}, which wrote it"
+        raise BadRun(f"{path} has version {version}; this gradleak reads 1. Read it with {made}.")
     plan = settings.get("plan")
     lists = [plan.get("cells"), plan.get("defences")] if isinstance(plan, dict) else [None]
     texts = all(isinstance(held, list) and all(isinstance(entry, str) for entry in held) for held in lists)
-    if (
-        settings.get("version") != 1
-        or not isinstance(plan, dict)
-        or not texts
-        or plan.get("control") not in plan["cells"]
-    ):
+    if version != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
         raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
     try:
         image = AuditResult([], settings).fields["x"]

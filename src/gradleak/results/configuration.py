@@ -60,7 +60,7 @@ def _function(value: FunctionType) -> Any:
 
 
 def _tensor(value: Tensor) -> str:
-    plain = value.detach().cpu().contiguous()
+    plain = value.detach().cpu().clone(memory_format=torch.contiguous_format)  # one element may keep a stride
     content = hashlib.sha256(plain.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     return f"{plain.dtype} {tuple(plain.shape)} {content}"
 

@@ -1,35 +1,6 @@
 """A row: what one cell found out about one target. `rows.jsonl` has one per line; numbers are finite or null.
 
-version      1
-cell         key of the cell, 16 hexadecimal digits; names arrays/<cell>.safetensors
-status       "done", or "failed": then `target` is null, `error` one line, `traceback` the rest, and there are no scores
-control      true where the cell is only the positive control and not part of the grid
-attack, defence, form, round, seed, examples
-             the cell; defence "none" has the form "undefended", every other "naive", "masked", "adaptive" or "averaged"
-targets, target, observation
-             how many targets the cell has, the number of this one, and the key of its observation
-knows        the threat model, such as "C (training details)"
-scores       {"psnr": [...], "ssim": [...], "mse": [...], "rank": [...]}, with "lpips" where asked for: one per example
-gallery_size [...]: the chance of rank 1 is 1 / gallery_size
-hits         {"ssim>0.5": [true, ...], "psnr>18": ..., "psnr>20": ..., "rank1": ..., "recovered": ...}
-assignment   [...]: which reconstruction was matched to each private example
-labels       {"multiset_accuracy": ..., "matched": ..., ...}, empty where there are none
-drawn        absent, or of fields that a client drew: {"t": {"right": share, "off_by": steps}, "noise": {"cosine": ...}}
-baselines    {"mid-grey": {"psnr": [...], "ssim": [...], ...}, "mean image": ..., "nearest other": ...}: no update;
-             "unrelated update": the same attack on somebody else's update, scored on this target; has rank1, recovered
-match, match_start, objective, restart
-             of the chosen restart
-diverged, converged
-             true or false; see checks.py
-checks       [{"name", "severity", "text", "fix"}], severity "error", "warning" or "note"
-analyses     {name: number}
-certificate  null, absent, or what the update determines at the reconstruction, without the truth (analysis/):
-             {"verdict": "determined", "determined up to k dimensions" or "not determined", "reason": one sentence,
-             "unknowns", "equations", "rank", "null": counts; "tolerance", "residual", "rounding", "share", "shift",
-             "largest", "smallest" (singular values), "floor": numbers or null}
-guarantee    null or absent for none, or what is proved of the defence for a client of this audit (labels.py)
-trained      null or absent, or the training whose weights were attacked, and how good that model was (labels.py)
-seconds      of the cell, divided by its targets
+What each entry is stands in schema.py, and for people in docs/rows.md. Here rows are written, read and checked.
 """
 
 from __future__ import annotations
@@ -37,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from gradleak.results.labels import Trained, guarantee_of
@@ -52,7 +23,7 @@ REQUIRED: dict[str, Any] = {
     "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str,
     "round": int, "seed": int, "examples": int, "targets": int,
 }  # fmt: skip
-_SCORED: dict[str, Any] = {
+SCORED: dict[str, Any] = {
     "target": int, "scores": dict, "gallery_size": list, "hits": dict, "labels": dict, "baselines": dict,
     "assignment": list, "diverged": bool, "converged": bool, "checks": list, "match": (float, int, type(None)),
     "seconds": (float, int),
@@ -93,14 +64,31 @@ def read_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+UPGRADES: dict[int, Callable[[Row], Row]] = {}
+"""From a version to the next: a row of that version, as the next has it. There has been one version so far."""
+
+
+def _upgraded(row: Row, where: str) -> Row:
+    """A row of any version that some gradleak wrote, as this one has them."""
+    given = row.get("version")
+    if type(given) is not int or given < min([ROW_VERSION, *UPGRADES]):
+        raise BadRun(f"{where} has version {given!r:.60}, which no gradleak wrote; versions end at {ROW_VERSION}.")
+    if given > ROW_VERSION:
+        raise BadRun(
+            f"{where} has version {given}; this gradleak reads up to {ROW_VERSION}. Read it with the one that wrote it "
+            "(run.toml names its version), or a newer one."
+        )
+    for version in range(given, ROW_VERSION):
+        row = {**UPGRADES[version](row), "version": version + 1}
+    return row
+
+
 def decode(line: bytes, where: str) -> Row:
     """One line, checked so far that no table or verdict can stumble over it."""
-    row = read_object(line, where)
-    if row.get("version") != ROW_VERSION:
-        raise BadRun(f"{where} has version {row.get('version')!r}; this gradleak reads {ROW_VERSION}.")
+    row = _upgraded(read_object(line, where), where)
     if row.get("status") not in ("done", "failed"):
         raise BadRun(f"{where}: status should be 'done' or 'failed'; it is {row.get('status')!r:.60}.")
-    wanted = REQUIRED | (_SCORED if row.get("status") == "done" else {"error": str})
+    wanted = REQUIRED | (SCORED if row.get("status") == "done" else {"error": str})
     for name, kind in wanted.items():
         if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
             raise BadRun(f"{where}: {name} is {row.get(name)!r:.60}, which is not of its kind.")

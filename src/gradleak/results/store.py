@@ -2,7 +2,7 @@
 
 run.toml               the configuration, readable and, where everything in it has a name, enough to repeat the run
 environment.json       commit, versions, hardware, time; later runs that resumed are listed in it
-rows.jsonl             one line per cell and target (schema in rows.py)
+rows.jsonl             one line per cell and target (schema.py, docs/rows.md)
 arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
 arrays/gallery.safetensors   the images used for re-identification
 workers.jsonl          of a run on several machines: which attempt at which cell ended how

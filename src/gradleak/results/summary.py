@@ -41,7 +41,7 @@ __all__ = [
     "Rate",
     "Summary",
 ]
-__all__ += ["rate", "summaries_of"]
+__all__ += ["Name", "name_of", "rate", "summaries_of"]
 
 SMALL = 20  # targets; below, tables and texts call the sample small
 Name: TypeAlias = tuple[str, str, str, int, int]
@@ -114,13 +114,17 @@ class Summary:
         return self.attack if self.form == FORMS[0] else f"{self.attack} ({self.form})"
 
 
+def name_of(row: Row) -> Name:
+    """The line that a row belongs to."""
+    return (row["attack"], row["defence"], row["form"], row["round"], row["examples"])
+
+
 def summaries_of(rows: Iterable[Row]) -> list[Summary]:
     """The lines in the order of the rows. A control that is not part of the grid is not a line."""
     lines: dict[Name, list[Row]] = {}
     for row in rows:
         if not row["control"]:
-            name = (row["attack"], row["defence"], row["form"], row["round"], row["examples"])
-            lines.setdefault(name, []).append(row)
+            lines.setdefault(name_of(row), []).append(row)
     return [_summary(name, held) for name, held in lines.items()]
 
 

@@ -1,4 +1,4 @@
-"""Lines of a result as text, Markdown or CSV, what they say of each defence, and two results side by side."""
+"""Lines of a result as text, Markdown, LaTeX or CSV, and what they say of each defence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from gradleak.results.headline import Headline, attackers_of, headlines_of, labelled
@@ -125,32 +125,54 @@ def _markdown_of(rows: Grid) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
 
 
-def _whole(lines: Sequence[Summary], drawn: Callable[[Grid], str]) -> str:
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "[": "{[}"}
+LATEX |= {mark: f"\\{mark}" for mark in "&%$#_{}"} | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+
+
+def latex(text: str) -> str:
+    """Text as LaTeX prints it, whatever a name holds; a bracket after the end of a row would be read as its height."""
+    return "".join(LATEX.get(mark, mark) for mark in text)
+
+
+def _latex_of(rows: Grid) -> str:
+    """A tabular with the rules of booktabs."""
+    head, *body = [" & ".join(map(latex, row)) + r" \\" for row in rows]
+    begin = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
+    lines = [r"% \usepackage{booktabs}", begin, r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
+    return "\n".join([*lines, r"\end{tabular}"])
+
+
+DRAWN: dict[str, tuple[Callable[[Grid], str], Callable[[str], str]]] = {
+    "text": (text_of, str),
+    "markdown": (_markdown_of, str),
+    "latex": (_latex_of, latex),
+}
+"""By format: how a table is drawn, and how a sentence beside it is written."""
+
+
+def _whole(lines: Sequence[Summary], drawn: Callable[[Grid], str], said: Callable[[str], str]) -> str:
     per_defence = overview(lines)
-    parts = [drawn(per_defence), OVERVIEW] if per_defence else []
-    return "\n\n".join([drawn(entries(lines)), *parts, *notes(lines)])
-
-
-def _text(lines: Sequence[Summary]) -> str:
-    return _whole(lines, text_of)
-
-
-def _markdown(lines: Sequence[Summary]) -> str:
-    return _whole(lines, _markdown_of)
+    parts = [drawn(per_defence), said(OVERVIEW)] if per_defence else []
+    return "\n\n".join([drawn(entries(lines)), *parts, *map(said, notes(lines))])
 
 
 def _csv(lines: Sequence[Summary]) -> str:
+    return csv_of([_record(line) for line in lines])
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Plain numbers, one line each; NaN and None become empty entries."""
     text = io.StringIO()
-    records = [_record(line) for line in lines]
     names = list(dict.fromkeys(name for record in records for name in record))
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    for record in records:
+        writer.writerow({name: "" if value is None or value != value else value for name, value in record.items()})
     return text.getvalue()
 
 
 def _record(line: Summary) -> dict[str, Any]:
-    """Plain numbers; NaN becomes an empty entry."""
+    """Plain numbers."""
     names = ("attack", "defence", "form", "round", "examples", "targets", "seeds", "word")
     record: dict[str, Any] = {name: getattr(line, name) for name in names}
     for name, rate in {"recovered": line.recovered, "excess": line.excess, **line.rates}.items():
@@ -165,39 +187,10 @@ def _record(line: Summary) -> dict[str, Any]:
         record |= {"guarantee": str(line.guarantee).replace("\n", "; ")}
     if line.trained is not None:
         record |= {"test accuracy": line.trained.test_accuracy, "test loss": line.trained.test_loss}
-    return {name: "" if isinstance(value, float) and math.isnan(value) else value for name, value in record.items()}
+    return record
 
 
-FORMATS: dict[str, Callable[[Sequence[Summary]], str]] = {"text": _text, "markdown": _markdown, "csv": _csv}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two runs side by side, lines matched by attack, defence, form, round and batch size."""
-
-    first: Sequence[Summary]
-    second: Sequence[Summary]
-
-    @property
-    def pairs(self) -> list[tuple[Summary | None, Summary | None]]:
-        """Lines of both, then those of the first only, then those of the second only."""
-        one, two = {line.name: line for line in self.first}, {line.name: line for line in self.second}
-        both = [(line, two[name]) for name, line in one.items() if name in two]
-        alone = [(line, None) for name, line in one.items() if name not in two]
-        return [*both, *alone, *((None, line) for name, line in two.items() if name not in one)]
-
-    def __str__(self) -> str:
-        return "\n".join(_compared(first, second) for first, second in self.pairs) or "Neither run has a line."
-
-
-def _compared(first: Summary | None, second: Summary | None) -> str:
-    line = first or second
-    assert line is not None  # a pair has at least one side
-    name = f"{line} against {line.defence}, B = {line.examples}, round {line.round}"
-    if first is None or second is None:
-        return f"{name}: only in the {'second' if first is None else 'first'} run ({line.word})"
-    a, b = first.recovered, second.recovered
-    apart = " (intervals apart)" if a.high < b.low or b.high < a.low else ""
-    psnr = second.means.get("psnr", NAN) - first.means.get("psnr", NAN)
-    words = first.word if first.word == second.word else f"{first.word} -> {second.word}"
-    return f"{name}: recovered {a} -> {b}{apart}, PSNR {psnr:+.1f} dB, {words}"
+FORMATS: dict[str, Callable[[Sequence[Summary]], str]] = {
+    **{name: partial(_whole, drawn=drawn, said=said) for name, (drawn, said) in DRAWN.items()},
+    "csv": _csv,
+}

@@ -6,6 +6,7 @@ positive whole number per coordinate that all clients share (`SharedSeed`), and 
     in_ring     the real protocol, in fixed point
     in_floats   the same sums with masks in float64: a simulation for audits, which protects nobody
     observed    what the server sees of a cohort of clients, as an `Observation` for attacks
+    second_over_rounds   mean second moments, read off the sums of many rounds; `first_over_rounds` the first ones
     Traitor     a client that tells the server the shared seed; `uncovered` is what the server then knows
 """
 
@@ -51,22 +52,32 @@ class Masked:
     survivors: tuple[int, ...]
     plan: Plan | None = None
     costs: Any = None
+    weight: float = 0.0  # what the shares of those in the sums come to; 0: as many as they are
+
+    @property
+    def total(self) -> float:
+        """What the sums are divided by: after dropouts of unequal clients this is not their number."""
+        return self.weight or float(self.clients)
 
     def ratio(self, root: int) -> Params:
         """mean(first) / mean(second)^(1/root): root 2 for SecAdam, 1 for SecLion. The factor cancels."""
 
         def divided(first: Tensor, second: Tensor) -> Tensor:
-            return (first / self.clients) / (second / self.clients) ** (1 / root)
+            return (first / self.total) / (second / self.total) ** (1 / root)
 
         return tree.map(divided, self.first, self.second)
 
 
+def shares(sizes: Sequence[int]) -> list[float]:
+    """Of every client in the sums: 1 where all have as many examples, and 1 in the mean. The server knows them."""
+    return [len(sizes) * size / sum(sizes) for size in sizes]
+
+
 def weighted(uploads: Sequence[Upload], sizes: Sequence[int]) -> dict[int, Tree]:
     """What clients put in, by number: their moments times their share, so that sums over n clients are n means."""
-    total, count = sum(sizes), len(uploads)
     return {
-        number: {name: tree.scale(held, count * size / total) for name, held in upload.payload.items()}
-        for number, (upload, size) in enumerate(zip(uploads, sizes, strict=True))
+        number: {name: tree.scale(held, share) for name, held in upload.payload.items()}
+        for number, (upload, share) in enumerate(zip(uploads, shares(sizes), strict=True))
     }
 
 
@@ -84,12 +95,14 @@ def in_ring(
     members: Sequence[Member] | None = None,
     session: bytes | None = None,
     round: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> Masked:
     """One round of secure aggregation of moments, {client: {"first": ..., "second": ...}}, by the real protocol.
 
     clip       of first moments, largest of second ones: entries beyond are refused. None: the largest entry there is,
                which real clients would have to agree on beforehand
     powers     of the shared factor: (1, 2) for SecAdam, (1, 1) for SecLion; (0, 0) without one
+    sizes      what values were `weighted` with, in their order; None: equally. Means after dropouts are of who is left
 
     Sums are exact without a factor. With one they are off by up to half a unit a client, which hides the factor: whole
     multiples would give it away (`ring.blurred`).
@@ -124,7 +137,9 @@ def in_ring(
     )
     done = simulate(plan, members, vectors, dropouts)
     first, second = (restored(done.sums[name], like) for name in (FIRST, SECOND))
-    return Masked(first, second, len(done.survivors), done.survivors, plan, done.costs)
+    share = dict(zip(numbers, shares([1] * len(numbers) if sizes is None else sizes), strict=True))
+    weight = math.fsum(share[number] for number in done.survivors)
+    return Masked(first, second, len(done.survivors), done.survivors, plan, done.costs, weight)
 
 
 def in_floats(
@@ -189,11 +204,12 @@ class _Talking(Client):
         self._member.learned = self.seed
 
 
-def uncovered(seen: Masked, seed: SharedSeed, own: Tree | None = None) -> tuple[Params, Params]:
+def uncovered(seen: Masked, seed: SharedSeed, own: Tree | None = None, *, share: float = 1.0) -> tuple[Params, Params]:
     """Mean first and second moments of the OTHER clients, which the shared seed and a traitor's own values give away.
 
     own: what the traitor itself put in, {"first": ..., "second": ...}; None: it stays in the means. With two clients
     these are the other one's moments; with n they are means over n - 1, as plain secure aggregation would show.
+    share: the traitor's own (`shares`), where clients are not equal.
     """
     assert seen.plan is not None, "the seed is of a round of the real protocol"
     found = []
@@ -202,8 +218,49 @@ def uncovered(seen: Masked, seed: SharedSeed, own: Tree | None = None) -> tuple[
         sums = tree.flatten(total) / r**part.factor
         if own is not None:
             sums = sums - torch.from_numpy(flat(own[part.name]))
-        found.append(tree.unflatten(sums / (seen.clients - (own is not None)), total))
+        found.append(tree.unflatten(sums / (seen.total - (share if own is not None else 0.0)), total))
     return found[0], found[1]
+
+
+# --- many rounds ------------------------------------------------------------------------------------------------------
+
+
+def second_over_rounds(seen: Sequence[Masked], *, factor_bits: int = FACTOR_BITS, beta2: float | None = None) -> Params:
+    """Mean second moments in the LAST of these rounds, as a server reads them off the sums r_t^2 v_t of all; float64.
+
+    r_t is fresh in every round and never above 2^bits; v_t is a mean over some 1 / (1 - beta2) rounds and hardly moves.
+    None: the largest (r_t / 2^bits)^2 v_t, as if v stood still, times ((T + 1) / T)^2 for what the largest of T uniform
+    numbers lacks. The first rounds move v most: leave them out. With beta2: what v_T is AT LEAST, whatever the clients
+    had, since v forgets no faster than beta2^t; `seen` must then begin with the first round, of clients that all began
+    in it.
+    """
+    top, last = 4.0**factor_bits, len(seen)
+    if beta2 is None:
+        weights = [(1 + 1 / last) ** 2] * last
+    else:
+        weights = [beta2 ** (last - t) * (1 - beta2**t) / (1 - beta2**last) for t in range(1, last + 1)]
+    found = tree.scale(seen[0].second, weights[0] / (top * seen[0].total))
+    for each, weight in zip(seen[1:], weights[1:]):
+        scale = weight / (top * each.total)
+        found = tree.map(lambda most, held, scale=scale: torch.maximum(most, held * scale), found, each.second)
+    return found
+
+
+def first_over_rounds(seen: Masked, second: Params) -> Params:
+    """Mean first moments of a round: its ratio times the root of what second moments are known to be; float64."""
+    return tree.map(lambda ratio, v: ratio * v.sqrt(), seen.ratio(2), second)
+
+
+def gradient_over_rounds(before: Masked, last: Masked, second: Params, *, round: int, beta1: float) -> Params:
+    """The mean gradient of clients in round t = `round` (from 1), of first moments of rounds t - 1 and t; float64.
+
+    g_t = (M_t - beta1 M_(t-1)) / (1 - beta1), with M = (1 - beta1^t) m. A wrong size of v in a coordinate is the same
+    in both, so it makes g as wrong as m and not worse.
+    """
+    new, old = (
+        tree.scale(first_over_rounds(seen, second), 1 - beta1**t) for seen, t in ((last, round), (before, round - 1))
+    )
+    return tree.map(lambda m, held: (m - beta1 * held) / (1 - beta1), new, old)
 
 
 # --- observations -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+# What `import gradleak` offers, for type checkers and editors; at run time each name is loaded on first use.
+
+from gradleak import adapters as adapters
+from gradleak import analysis as analysis
+from gradleak import assignment as assignment
+from gradleak import attacks as attacks
+from gradleak import audit as audit
+from gradleak import auto as auto
+from gradleak import bench as bench
+from gradleak import checks as checks
+from gradleak import data as data
+from gradleak import defences as defences
+from gradleak import distributed as distributed
+from gradleak import federation as federation
+from gradleak import flower as flower
+from gradleak import gate as gate
+from gradleak import generators as generators
+from gradleak import metrics as metrics
+from gradleak import models as models
+from gradleak import parts as parts
+from gradleak import registry as registry
+from gradleak import report as report
+from gradleak import results as results
+from gradleak import rules as rules
+from gradleak import secure as secure
+from gradleak import study as study
+from gradleak import tree as tree
+from gradleak.attack import Attack as Attack
+from gradleak.attack import Composed as Composed
+from gradleak.attack import Reconstruction as Reconstruction
+from gradleak.attack import Stage as Stage
+from gradleak.audit import Audit as Audit
+from gradleak.defence import Chain as Chain
+from gradleak.defence import Defence as Defence
+from gradleak.defence import Noiseless as Noiseless
+from gradleak.defence import OnlyVisible as OnlyVisible
+from gradleak.defence import Upload as Upload
+from gradleak.engine import Engine as Engine
+from gradleak.federation import Federation as Federation
+from gradleak.guarantee import Exposure as Exposure
+from gradleak.guarantee import Guarantee as Guarantee
+from gradleak.local import ClientState as ClientState
+from gradleak.local import LocalTraining as LocalTraining
+from gradleak.local import observe as observe
+from gradleak.observation import Knowledge as Knowledge
+from gradleak.observation import Observation as Observation
+from gradleak.observation import Track as Track
+from gradleak.results import AuditResult as AuditResult
+from gradleak.scene import Scene as Scene
+from gradleak.study import Study as Study
+from gradleak.study import StudyResult as StudyResult
+from gradleak.task import Batch as Batch
+from gradleak.task import Field as Field
+from gradleak.task import Task as Task
+
+__version__: str

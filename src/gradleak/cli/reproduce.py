@@ -1,0 +1,162 @@
+"""`gradleak reproduce`: the folders of `papers/`, each at three scales, and the papers' figures beside ours.
+
+`papers/` belongs to the project's repository and not to the installed package: the command runs from a clone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradleak.cli.scales import PAPERS, WORK, Paper, ScaleName
+
+
+class CannotReproduce(ValueError):
+    """What is missing, and what to do."""
+
+
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="[PAPER]", help="A folder of papers/: idlg, tip, ... (--list).")] = "",
+    scale: Annotated[
+        ScaleName,
+        typer.Option(
+            help="smoke: does it run, in a minute; small: minutes on a CPU; paper: the stored figures, a GPU."
+        ),
+    ] = ScaleName.smoke,
+    listing: Annotated[
+        bool, typer.Option("--list", help="The papers' figures beside ours; with PAPER: each of them. Runs nothing.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results, one JSON file a command.")
+    ] = Path(WORK),
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="Passed on to run.py: -- --seed 1.")
+    ] = None,
+) -> None:
+    """Run a paper's reproduction, or show the papers' figures beside ours. From a clone of the repository.
+
+    Exit code 1: at --scale paper a bound of papers/PAPER/expected.json does not hold.
+    """
+    root = clone()
+    if listing or not paper:
+        typer.echo(listed(root, paper))
+        return
+    chosen = _named(paper).at(scale)
+    if chosen is None:
+        raise CannotReproduce(
+            f"{paper} has no scale {scale.value}: none of its rows ends within a minute on one core. Try --scale small."
+        )
+    files = [_file(out, paper, scale, number, len(chosen.runs)) for number in range(1, len(chosen.runs) + 1)]
+    calls = [
+        [f"papers/{paper}/run.py", *shlex.split(run), *(more or ()), "--out", str(file.resolve())]
+        for run, file in zip(chosen.runs, files, strict=True)
+    ]
+    typer.echo(f"{PAPERS[paper].title}\nScale {scale.value}: {counted(calls)}, {chosen.cost}.")
+    if dry_run:
+        typer.echo("\n".join(shlex.join(["python", *call]) for call in calls))
+        return
+    _demand(chosen.needs)
+    failed = []
+    for call, file in zip(calls, files, strict=True):
+        failed += run(root, call, file, told=scale is ScaleName.paper)
+    if scale is not ScaleName.paper:
+        typer.echo(
+            f"It runs. Figures of this scale say nothing about the paper; they are in {out}. "
+            f"What was measured: gradleak reproduce {paper} --list."
+        )
+    elif failed:
+        typer.echo(f"Does not hold: {'; '.join(failed)}.", err=True)
+        raise typer.Exit(1)
+
+
+def clone() -> Path:
+    """The repository's root: around the current folder, or around this file where it is installed from a clone."""
+    for start in (Path.cwd(), Path(__file__).resolve().parent):
+        for folder in (start, *start.parents):
+            if (folder / "papers" / "record.py").is_file() and (folder / "pyproject.toml").is_file():
+                return folder
+    raise CannotReproduce(
+        "There is no folder papers/ here: reproductions belong to the repository, not to the installed package. "
+        "Clone the repository, and run this command inside the clone."
+    )
+
+
+def listed(root: Path, paper: str) -> str:
+    """The papers with their scales and how much is measured; of one paper every figure."""
+    from gradleak.cli.claims import Claims, all_claims, plain
+
+    if paper:
+        return f"{_named(paper).title}\n{plain(Claims(root / 'papers' / paper))}"
+    lines = []
+    for claims in all_claims(root / "papers"):
+        held = _named(claims.name)
+        scales = [f"{name.value} ({found.cost})" for name in ScaleName if (found := held.at(name)) is not None]
+        lines += [claims.name, f"    {held.title}", f"    {claims.counts()}", f"    scales: {', '.join(scales)}"]
+    return "\n".join([*lines, "Every figure of one of them: gradleak reproduce PAPER --list"])
+
+
+def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
+    """One run.py; returns the bounds that do not hold. `told`: how each bound fared is printed too."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)  # what is there afterwards is of this run
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(root / "src"), os.environ.get("PYTHONPATH", "")) if part
+    )
+    if folder := os.environ.get("GRADLEAK_DATA"):
+        environment["GRADLEAK_DATA"] = str(Path(folder).resolve())
+    process = subprocess.Popen(
+        [sys.executable, *call], cwd=root, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if told or not line.startswith(("holds ", "FAILS ", "absent ")):
+                typer.echo(line.rstrip("\n"))
+    finally:
+        process.stdout.close()
+        code = process.wait()
+    # run.py ends with 1 where a bound fails, and so does a defect: only the former leaves its figures.
+    if not file.is_file():
+        raise CannotReproduce(
+            f"{shlex.join(['python', *call])} ended with {code} before its figures were written; the lines above say "
+            f"why. Rows that were finished are in {file.with_suffix('.part.json').name} beside, where there are any."
+        )
+    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return list(written["failed"])
+
+
+def counted(calls: Sequence[object]) -> str:
+    return "one command" if len(calls) == 1 else f"{len(calls)} commands"
+
+
+def _named(paper: str) -> Paper:
+    from gradleak.registry import UnknownName, did_you_mean
+
+    if paper not in PAPERS:
+        raise UnknownName(f"Unknown paper {paper!r}.{did_you_mean(paper, PAPERS)}")
+    return PAPERS[paper]
+
+
+def _file(out: Path, paper: str, scale: ScaleName, number: int, of: int) -> Path:
+    return out / (f"{paper}-{scale.value}.json" if of == 1 else f"{paper}-{scale.value}-{number}.json")
+
+
+def _demand(needs: Sequence[str]) -> None:
+    """Say at once which images are missing, and how to have them."""
+    if not needs:
+        return
+    from gradleak.data import available
+
+    missing = [f"{held.name}: {held.advice}" for held in available() if held.name in needs and not held.present]
+    if missing:
+        raise CannotReproduce("It needs images that are not on this machine. " + ". ".join(missing) + ".")

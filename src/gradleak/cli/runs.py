@@ -1,0 +1,60 @@
+"""`gradleak report` and `gradleak compare`: what finished runs say. Neither runs an attack."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gradleak.cli.root import CROSSED, tell
+
+
+class Format(str, Enum):
+    """Of tables."""
+
+    text, markdown, latex, csv = "text", "markdown", "latex", "csv"
+
+
+class FailOn(str, Enum):
+    """What makes a comparison fail."""
+
+    nothing, worse, changed = "nothing", "worse", "changed"
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The HTML file; default: report.html in the folder.")
+    ] = None,
+    study: Annotated[
+        Path | None, typer.Option(help="Folder of `gradleak analyse`: its curvature beside the leakage over rounds.")
+    ] = None,
+) -> None:
+    """Write a run's report again. Runs no attack."""
+    from gradleak.results import AuditResult
+    from gradleak.study import StudyResult
+
+    measured = None if study is None else StudyResult.load(study)
+    typer.echo(AuditResult.load(run).report(out or run / "report.html", measured))
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of another.")],
+    format: Annotated[Format, typer.Option(help="How to write the table.")] = Format.text,
+    fail_on: Annotated[
+        FailOn,
+        typer.Option(help="Exit 1 where the second run leaks more, or where any word or line differs."),
+    ] = FailOn.nothing,
+) -> None:
+    """What changed from one run to another, line by line: changed words first, differences with their intervals."""
+    from gradleak.results import AuditResult
+
+    found = AuditResult.load(first).compare(AuditResult.load(second))
+    typer.echo(found.table(format.value))
+    reasons = {FailOn.nothing: (), FailOn.worse: found.worse, FailOn.changed: found.changed}[fail_on]
+    if reasons:
+        tell(f"gradleak: {reasons[0]}{f' And {len(reasons) - 1} more.' if len(reasons) > 1 else ''}")
+        raise typer.Exit(CROSSED)

@@ -1,0 +1,263 @@
+"""The pictures: for each defence every private image once, as the strongest attack recovered it, clearest first.
+
+Data of all pictures are in the page; a browser decodes a picture when it comes into view, since cards out of view are
+not laid out (content-visibility). The difference is drawn by the browser out of the two pictures, so it costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradleak.report import pictures
+from gradleak.report.frames import Strip, restarts, snapshots
+from gradleak.report.grid import Value, number, tone
+from gradleak.results.rows import BadRun
+
+if TYPE_CHECKING:
+    from gradleak.results import AuditResult, Row
+
+SHOWN = 12  # pictures of each defence at once; the others fold away
+ROOM = 13_500_000  # bytes of a page for pictures, shared by its defences: it stays small enough to send
+POINTS = 25  # of a search, as its curve is drawn
+
+
+@dataclass(frozen=True)
+class Search:
+    """The match along the search: places of the curve in a box of 100 x 24, and each point as `step:match`."""
+
+    path: str
+    points: str
+
+
+@dataclass(frozen=True)
+class Shot:
+    """A private image, what was recovered of it, and how the search went. `anchor` is its address in the page."""
+
+    anchor: str
+    attack: str
+    settings: str
+    defence: str
+    form: str
+    key: str
+    detail: str
+    outcome: str
+    tone: str
+    scores: Mapping[str, float | None]
+    alt: str
+    true: str
+    found: str
+    width: int
+    height: int
+    search: Search | None = None
+    steps: Strip | None = None
+    restarts: Strip | None = None
+    chosen: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.true) + len(self.found)
+
+    @property
+    def extra(self) -> int:
+        return sum(len(strip.uri) for strip in (self.steps, self.restarts) if strip is not None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The pictures of one defence, clearest first."""
+
+    name: str
+    defence: str
+    verdict: Value
+    shots: tuple[Shot, ...]
+    left_out: int
+
+    @property
+    def first(self) -> tuple[Shot, ...]:
+        return self.shots[:SHOWN]
+
+    @property
+    def more(self) -> tuple[Shot, ...]:
+        return self.shots[SHOWN:]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    groups: tuple[Group, ...]
+
+    @property
+    def shots(self) -> tuple[Shot, ...]:
+        return tuple(shot for group in self.groups for shot in group.shots)
+
+    def named(self, what: str) -> list[str]:
+        """The values that a filter offers."""
+        return list(dict.fromkeys(getattr(shot, what) for shot in self.shots))
+
+    @property
+    def moving(self) -> bool:
+        """Are there pictures along the way?"""
+        return any(shot.steps for shot in self.shots)
+
+
+def gallery(result: AuditResult, grid: Sequence[Row]) -> Gallery | None:
+    """None where there is no picture to show."""
+    read, best = Reader(result), _strongest(grid)
+    groups = []
+    for defence in sorted(best, key=lambda name: (name != "none", name)):
+        order = sorted(best[defence].values(), key=lambda entry: -entry[0])
+        shots = tuple(_within(read, order, ROOM // len(best)))
+        if shots:
+            verdict = result.verdicts.get(defence)
+            word = Value(verdict.word, tone(verdict.word)) if verdict else Value("")
+            name = "Undefended" if defence == "none" else f"Defence: {defence}"
+            groups.append(Group(name, defence, word, shots, len(order) - len(shots)))
+    return Gallery(tuple(groups)) if groups else None
+
+
+def _strongest(grid: Sequence[Row]) -> dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]]:
+    """By defence and private image: PSNR, row and example of what came nearest to it."""
+    best: dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]] = {}
+    for row in grid:
+        for example, psnr in enumerate((row.get("scores") or {}).get("psnr") or ()):
+            image = (row["round"], row["seed"], row["observation"], example)
+            held = best.setdefault(str(row["defence"]), {})
+            if psnr is not None and (image not in held or psnr > held[image][0]):
+                held[image] = (psnr, row, example)
+    return best
+
+
+def _within(read: Reader, order: Sequence[tuple[float, Row, int]], room: int) -> Iterator[Shot]:
+    """As many as there is room for; in what is left of it, the clearest also with the way they were found."""
+    kept: list[tuple[Shot, Row, int]] = []
+    for _, row, example in order:
+        if (shot := read.shot(row, example)) is None:
+            continue
+        if shot.size > room:
+            break
+        room -= shot.size
+        kept.append((shot, row, example))
+    for shot, row, example in kept:
+        if room > 0:
+            shot = read.moving(shot, row, example)
+            room -= shot.extra
+        yield shot
+
+
+class Reader:
+    """Shots out of the arrays of a run, each cell read once."""
+
+    def __init__(self, result: AuditResult) -> None:
+        self._images = _quiet(result.images)
+        self._trace = _quiet(result.trace)
+        self._arrays = _quiet(result.store.arrays)
+
+    def shot(self, row: Row, example: int) -> Shot | None:
+        """None where the arrays are gone, or hold no pictures."""
+        images = self._images(row["cell"])
+        if images is None or not pictures.drawable(images["true"].shape[2:]):
+            return None
+        target = int(row["target"])
+        true, found = images["true"][target, example], images["found"][target, example]
+        scores = {name: values[example] for name, values in row["scores"].items() if values}
+        outcome, colour = _outcome(row, example)
+        attack, _, settings = str(row["attack"]).partition(":")
+        told = f"PSNR {number(scores.get('psnr'), 1)} dB, SSIM {number(scores.get('ssim'), 2)}"
+        of_batch = f", example {example + 1} of {row['examples']}" if row["examples"] > 1 else ""
+        seeded = f", seed {row['seed']}" if row["seed"] else ""
+        place = f", round {row['round']}" if row["round"] else ""
+        return Shot(
+            anchor=f"target-{row['cell']}-{target}-{example}",
+            attack=attack,
+            settings=settings,
+            defence=str(row["defence"]),
+            form="" if row["form"] == "undefended" else str(row["form"]),
+            key=f"{row['observation']}{of_batch}{place}{seeded}",
+            detail=told,
+            outcome=outcome,
+            tone=colour,
+            scores={name: scores.get(name) for name in ("psnr", "ssim")},
+            alt=f"example {example + 1} of target {row['observation']}",
+            true=pictures.data_uri(true),
+            found=pictures.data_uri(found),
+            width=true.shape[-1],
+            height=true.shape[-2],
+            search=self._search(row, target),
+        )
+
+    def moving(self, shot: Shot, row: Row, example: int) -> Shot:
+        """The same with the way it was found, and with the other restarts, where the run kept them."""
+        held, chosen = self._arrays(row["cell"]) or {}, int(row.get("restart") or 0)
+        steps, others = snapshots(held, row, example), restarts(held, row, example)
+        return replace(shot, steps=steps, restarts=others, chosen=chosen)
+
+    def _search(self, row: Row, target: int) -> Search | None:
+        trace = self._trace(row["cell"])
+        if trace is None or not len(trace["step"]):
+            return None
+        if trace["match"].dim() != 2 or trace["match"].shape[1] <= target:
+            raise BadRun(f"The arrays of cell {row['cell']} do not fit its rows: trace/match has no target {target}.")
+        steps, values = trace["step"].tolist(), trace["match"][:, target].tolist()
+        pairs = [(int(step), value) for step, value in zip(steps, values) if math.isfinite(value)]
+        if len(pairs) < 2:
+            return None
+        count = min(POINTS, len(pairs))
+        pairs = [pairs[round(place * (len(pairs) - 1) / (count - 1))] for place in range(count)]
+        return Search(_path([value for _, value in pairs]), " ".join(f"{step}:{value:.2g}" for step, value in pairs))
+
+
+def _path(values: Sequence[float]) -> str:
+    """On a logarithmic scale, since a match falls over many powers of ten; what is not positive lies at the bottom."""
+    least = min((value for value in values if value > 0), default=1.0)
+    logs = [math.log10(max(value, least)) for value in values]
+    low, span = min(logs), (max(logs) - min(logs)) or 1.0
+    across = 100 / (len(logs) - 1)
+    heights = [22 - 20 * (level - low) / span for level in logs]
+    return "M" + "L".join(f"{place * across:.0f} {height:.0f}" for place, height in enumerate(heights))
+
+
+def _outcome(row: Row, example: int) -> tuple[str, str]:
+    """In words, and its tone. What was not recovered by a search that did not end well shows nothing."""
+    hits = (row.get("hits") or {}).get("recovered")
+    if hits and hits[example]:
+        return "recovered", "bad"
+    if row.get("diverged"):
+        return "diverged", "hatched"
+    return ("not recovered", "void") if row.get("converged") else ("did not converge", "hatched")
+
+
+def _quiet(read: Callable[[str], Mapping[str, Tensor]]) -> Callable[[str], Mapping[str, Tensor] | None]:
+    """The same, once for each cell; None where the arrays were deleted, a sensible thing to do with private images."""
+
+    @cache
+    def held(cell: str) -> Mapping[str, Tensor] | None:
+        try:
+            return read(cell)
+        except BadRun:
+            return None
+
+    return held
+
+
+@dataclass(frozen=True)
+class Control:
+    """The positive control, with a few of its pictures."""
+
+    word: str
+    tone: str
+    text: str
+    shots: tuple[Shot, ...]
+
+
+def control(result: AuditResult) -> Control:
+    held = result.positive_control
+    rows = [row for row in result.rows if row.get("cell") == held.cell and row.get("status") != "failed"]
+    read = Reader(result)
+    shots = [shot for row in rows[:3] if (shot := read.shot(row, 0)) is not None]
+    word, colour = ("passed", "good") if held.passed else ("failed: this run shows nothing", "bad")
+    return Control(word, colour, held.text.partition(": ")[2] or held.text, tuple(shots))
