@@ -69,6 +69,14 @@ def test_a_batch_through_rectifiers(examples: int) -> None:
     assert found.settings["exact"] == [examples]
 
 
+def test_pixels_at_the_ends_of_the_range_count_as_inside() -> None:
+    """Rounding puts black and white a little outside; such pictures are no mixtures."""
+    x, y = pictures(2).round(), torch.tensor([0, 1])
+    _, _, found = attacked(mlp(widths=(2000,), generator=Generator().manual_seed(2)), x, y)
+    assert found.settings["exact"] == [2]
+    assert found.settings["padded"] == [0]
+
+
 def test_mixtures_are_not_called_exact() -> None:
     """A sigmoid is never off, so every row of a batch is a mixture."""
     model = mlp(widths=(1000,), activation="sigmoid", generator=Generator().manual_seed(0))

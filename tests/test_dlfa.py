@@ -285,6 +285,27 @@ def test_copies_are_matched_to_the_first_and_averaged() -> None:
     assert largest_difference(settled(spoilt, field, 3), settled(copies[:, :3], field)) == 0
 
 
+def test_images_on_the_way_are_means_of_copies() -> None:
+    """What a report shows of the search has one image for each example, at the start the mean of noise over copies."""
+    recipe = LocalTraining(lr=0.1, epochs=4, batch_size=2)
+    task, batch = tiny(), private(4)
+    seen = gl.observe(task, batch, recipe)
+    attack = gl.attacks.get("dlfa", steps=2)
+    found = attack.run(
+        task, seen, gl.Knowledge(training=recipe), engine=gl.Engine(device="cpu", precision="double", snapshots=3)
+    )
+    shown = found.snapshots["x"]
+    assert shown.shape == (1, 3, 4, 1, 4, 4)
+    one = gl.attacks.get("dlfa", steps=2).run(
+        task,
+        gl.observe(task, batch, LocalTraining(lr=0.1, epochs=1, batch_size=2)),
+        gl.Knowledge(training=LocalTraining(lr=0.1, epochs=1, batch_size=2)),
+        engine=gl.Engine(device="cpu", precision="double", snapshots=3),
+    )
+    spread = [float(each.snapshots["x"][0, 0].float().std()) for each in (one, found)]
+    assert 0.3 < spread[1] / spread[0] < 0.8  # four copies halve the spread of their mean
+
+
 # --- match and priors -------------------------------------------------------------------------------------------------
 
 

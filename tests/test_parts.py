@@ -204,6 +204,8 @@ def test_opponent_variation_by_hand() -> None:
     # A grey step in three equal channels: the three colour differences are flat and halve the mean.
     colour = {"x": grey["x"].expand(1, 3, 2, 2)}
     assert OpponentVariation(2.0)(colour, {}, any_scene(), moment()) == pytest.approx(5.0, rel=1e-3)
+    two = {"x": torch.cat([colour["x"], torch.zeros(1, 3, 2, 2)])}  # images apart: a flat one beside it halves the mean
+    assert OpponentVariation(2.0)(two, {}, any_scene(), moment()) == pytest.approx(2.5, rel=1e-3)
 
 
 def test_image_norm_is_per_image_and_per_pixel_where_asked() -> None:
