@@ -1,6 +1,6 @@
 """Does the verdict say `leaks` where nothing can, and where everything does?
 
-    python benchmarks/false_alarms.py        # benchmarks/results/false-alarms.json; some ten minutes on one core
+    python benchmarks/false_alarms.py        # benchmarks/results/false-alarms.json; half an hour on one core
 
 One untrained LeNet, one example per update, no defence, `auto:preset=quick`, grey faces and other patches,
 reduced to 14 x 14: many look alike, so that a wrong one has a chance to pass. Every image is attacked once, and judged

@@ -272,7 +272,11 @@ def rows_of(name: str, columns: tuple[str, ...]) -> str:
     return "\n".join([*lines, "", machine(held)])
 
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import tables  # noqa: E402  the other tables of speed, and their pictures
+
 TABLES = {
+    **tables.TABLES,
     "engine-h200": lambda: engine("h200.json"),
     "engine-cpu": lambda: engine("cpu-2-cores.json"),
     "federation": lambda: rows_of(

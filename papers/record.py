@@ -7,15 +7,18 @@ import json
 import math
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from gradleak.environment import describe
+from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 
 Row = TypeVar("Row")
 
@@ -67,6 +70,47 @@ def with_effort(
     return row_by_row(options, rows, lambda row: row.measure(effort), told)
 
 
+def reproduce(
+    description: str,
+    kind: Any,
+    rows: Mapping[str, Any],
+    told: Callable[[dict[str, Any]], str],
+    expected: Path,
+    small: Mapping[str, Any] | None = None,
+) -> None:
+    """What a paper's run.py does: read the options, measure the rows, record them.
+
+    small: options that `--small` changes where nothing else was said.
+    """
+    options = effort_arguments(description, kind)
+    if small is not None and options.small:
+        for name, value in small.items():
+            if getattr(options, name) == getattr(kind, name):
+                setattr(options, name, value)
+    record(options, expected, with_effort(options, kind, rows, told))
+
+
+@cache
+def _perceptual(device: str) -> LPIPS | str:
+    """LPIPS-VGG, or why there is none."""
+    try:
+        return LPIPS("vgg").to(device)
+    except WeightsMissing as problem:
+        return str(problem).splitlines()[0]
+
+
+def lpips_of(effort: Any) -> LPIPS | None:
+    """LPIPS-VGG, where the effort asks for it and its weights are found."""
+    found = _perceptual(str(effort.engine.where)) if effort.lpips else None
+    return found if isinstance(found, LPIPS) else None
+
+
+def lpips_note(effort: Any, height: int, width: int) -> str:
+    """How LPIPS was measured on images of this size, or why it was not."""
+    found = _perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
+    return found.note(height, width) if isinstance(found, LPIPS) else f"not measured: {found}"
+
+
 def without_infinities(value: Any) -> Any:
     """JSON has neither infinities nor NaN: they become none."""
     if isinstance(value, dict):
@@ -109,8 +153,9 @@ def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any])
         environment = describe()
         # A copy of the tree on another machine has no git: the commit can be handed over.
         environment["git"] = environment["git"] or {"commit": os.environ.get("GRADLEAK_COMMIT"), "dirty": None}
-        options_given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        environment["command"] = f"python papers/{expected.parent.name}/run.py {options_given}"
+        given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items() if str(value)]
+        words = [f"papers/{expected.parent.name}/run.py", *(word for pair in given for word in pair)]
+        environment["command"] = shlex.join(["python", *words])
         rows = {
             "settings": settings,
             "figures": figures,
@@ -121,4 +166,5 @@ def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any])
         }
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
+        options.out.with_suffix(".part.json").unlink(missing_ok=True)  # what `measured` kept in case it was cut short
     raise SystemExit(bool(failed))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 import sys
+from argparse import Namespace
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 
 import gradleak as gl
 from gradleak import draws, tree
@@ -81,6 +84,50 @@ def private(examples: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.floa
     return {"x": source.uniform((examples, *SHAPE), dtype=dtype), "y": y}
 
 
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=seeded(seed), dtype=torch.float64)
+
+
+class Linear(nn.Module):
+    """<w, A x>, so that the gradient of an example is A x: an update that is linear in the data."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("matrix", matrix)
+        self.weight = nn.Parameter(normal(len(matrix), seed=9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) @ self.matrix.T) @ self.weight
+
+
+@cache
+def clients(training: gl.LocalTraining, side: int, count: int) -> tuple[gl.Task, list[gl.Observation], Batch]:
+    """A small convolutional network, and clients of ten smooth images each."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
+            nn.AvgPool2d(2), nn.Flatten(), nn.Linear(side * side, 32), nn.ReLU(), nn.Linear(32, 10),
+        )  # fmt: skip
+    like = (torch.zeros(1, 1, side, side), torch.zeros(1, dtype=torch.long))
+    task = gl.Task.supervised(model, cross_entropy, like=like, mean=0.5, std=0.25)
+    batches = []
+    for seed in range(count):
+        make = seeded(seed)
+        pictures = interpolate(torch.rand(10, 1, 4, 4, generator=make), size=(side, side), mode="bicubic").clamp(0, 1)
+        batches.append({"x": task.fields["x"].model(pictures), "y": torch.randint(0, 10, (10,), generator=make)})
+    seen = [gl.observe(task, batch, training, key=f"client {i}", seed=i) for i, batch in enumerate(batches)]
+    return task, seen, {name: torch.stack([batch[name] for batch in batches]) for name in ("x", "y")}
+
+
 def scene_of(task: gl.Task, seen: gl.Observation, knows: gl.Knowledge | None = None, **fields: Tensor) -> Scene:
     """What one lane's parts look at, outside the engine."""
     scene = Scene.of(task, seen, knows or gl.Knowledge())
@@ -128,6 +175,12 @@ def reproduction(folder: str, name: str = "run") -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def measured(paper: ModuleType, options: Namespace) -> dict[str, Any]:
+    """The rows of a script of papers/ that its options pick: what its `main` records."""
+    record = importlib.import_module("record")  # the script has put its folder on the path
+    return record.with_effort(options, paper.Effort, paper.rows(), paper.told_in_a_line)
 
 
 def blobs(path: Path, side: int, train: int, test: int = 8) -> Path:

@@ -709,7 +709,7 @@ def test_two_writers_are_refused(tmp_path: Path) -> None:
     other.lock()
     with pytest.raises(FolderInUse, match="Another process"):
         audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
-    other.unlock()
+    other.close()
     audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
 
 

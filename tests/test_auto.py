@@ -13,12 +13,12 @@ from torch import nn
 import gradleak as gl
 from conftest import CLASSES, SHAPE, perceptron, private, tiny
 from gradleak import registry
-from gradleak.auto import MEMBERS, PRESETS, VERSION, Auto, Case
+from gradleak.auto import MEMBERS, PRESETS, VERSION, Auto, Case, turns_of
 from gradleak.auto.residual import SOLVED, Residual, residuals
 from gradleak.auto.tuning import proxies
 from gradleak.defences import LocalGaussian, Pruning
 from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, MissingKnowledge
+from gradleak.observation import Knowledge, MissingKnowledge, as_targets
 from gradleak.rules import Adam
 from test_latent import Toy, knowing
 from test_latent import observed as images_of_it
@@ -105,6 +105,48 @@ def test_every_member_can_be_made_in_every_preset_that_names_it(member: Any) -> 
             assert member.make(member.settings(preset, 7)).name == member.attack
         settings = member.settings(preset, 7)
         assert all(settings[name] <= 7 for name in ("steps", "fine_steps", "weight_steps") if name in settings)
+
+
+# --- what is used of a defence ----------------------------------------------------------------------------------------
+
+
+def test_who_knows_a_defence_also_attacks_as_if_knowing_less() -> None:
+    """A2, A1 and A0; what a defence does not tell apart is one form, and nobody uses more than is known."""
+    pruning = Pruning(keep=0.5)
+    assert list(case_of(tiny()).forms) == ["naive"]
+    assert list(case_of(tiny(), defence=pruning).forms) == ["adaptive", "masked", "naive"]
+    assert list(case_of(tiny(), defence=gl.OnlyVisible(pruning)).forms) == ["masked", "naive"]
+    assert list(case_of(tiny(), defence=gl.registry.get("defence", "fedsam")).forms) == ["adaptive", "naive"]
+    turns = [(member.name, form) for member, form in turns_of(case_of(tiny(), defence=pruning), "standard")]
+    assert [form for name, form in turns if name == "ig"] == ["adaptive", "masked", "naive"]
+    assert [form for name, form in turns if name == "second-order"] == ["adaptive", "masked", "naive"]
+    assert turns[-1] == ("polish", "adaptive")
+    quick = turns_of(case_of(tiny(), defence=pruning), "quick")
+    assert [(member.name, form) for member, form in quick if form != "adaptive"] == [("ig", "masked"), ("ig", "naive")]
+
+
+def test_what_a_less_informed_attacker_finds_is_measured_through_the_defence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defence whose own replay cannot be searched: the naive candidate wins, by the residual of who knows it."""
+    task, batch = tiny(), private(1)
+    noise = LocalGaussian(sigma=1e-6)
+    knows = replace(KNOWS, defence=noise)
+    seen = gl.observe(task, batch, ONE, noise)
+    run = registry.get("attack", "ig").__class__.run
+
+    def blinded(self: Any, task: Any, seen: Any, knows: Knowledge, *rest: Any, **settings: Any) -> Any:
+        found = run(self, task, seen, knows, *rest, **settings)
+        if knows.defence is None or self.name in ("residual", "polish"):
+            return found
+        return replace(found, batch={**found.batch, "x": torch.zeros_like(found.batch["x"])})
+
+    monkeypatch.setattr("gradleak.attack.Composed.run", blinded)
+    members = tuple(member for member in MEMBERS if member.name == "ig")
+    monkeypatch.setattr("gradleak.auto.MEMBERS", members)
+    found = Auto(preset="quick", steps=60, certify=False).run(task, seen, knows, engine=CPU)
+    assert found.settings["winner"] == ["ig (naive)"]
+    assert [each["form"] for each in found.settings["tried"]] == ["adaptive", "masked", "naive"]
+    reached = [each["residual"][0] for each in found.settings["tried"]]
+    assert float(found.match) == reached[2] < reached[0]
 
 
 # --- one residual -----------------------------------------------------------------------------------------------------
@@ -307,13 +349,19 @@ def test_a_denoiser_has_members_of_its_own() -> None:
     assert float(found.match) < float(found.trace["match"][0])
 
 
-def test_a_generator_brings_its_members() -> None:
+def test_a_generator_brings_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = Toy(CLASSES)
     task, seen, _ = images_of_it(generator, targets=1)
-    found = Auto(preset="standard", steps=4).run(task, seen, knowing(generator), engine=CPU)
-    tried = {each["attack"]: each["outcome"] for each in found.settings["tried"]}
-    assert {"gias", "ggl"} <= tried.keys()
-    assert set(tried.values()) <= {"ran", "left out", "refused"}
+    case = Case(task, tuple(as_targets(seen)), knowing(generator), CPU)
+    assert {"gias", "gifd", "ggl"} <= picked(case, "standard")
+    # Alone, since least squares solve so small a case before anybody else is asked.
+    monkeypatch.setattr("gradleak.auto.MEMBERS", tuple(m for m in MEMBERS if m.attack in ("gias", "gifd", "ggl")))
+    found = Auto(preset="standard", steps=4, certify=False).run(task, seen, knowing(generator), engine=CPU)
+    assert {each["attack"]: each["outcome"] for each in found.settings["tried"]} == dict.fromkeys(
+        ("gias", "gifd", "ggl"), "ran"
+    )
+    [settings] = [each["settings"] for each in found.settings["tried"] if each["attack"] == "gifd"]
+    assert settings["features"] == generator.blocks  # one stage for every block of this generator
 
 
 # --- in an audit ------------------------------------------------------------------------------------------------------

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradleak as gl
-from conftest import largest_difference, moment, perceptron, private, scene_of, tiny
+from conftest import clients, largest_difference, moment, perceptron, private, scene_of, tiny
 from gradleak import tree
 from gradleak.attack import Composed, Stage
 from gradleak.draws import Draws, key
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation, Track
+from gradleak.observation import Knowledge, Track
 from gradleak.parts.coarse import (
     FINE,
     Coarse,
@@ -524,29 +522,9 @@ def test_an_unknown_way_that_nobody_learns_is_refused() -> None:
 # --- a small convolutional network, a real client ---------------------------------------------------------------------
 
 
-@cache
-def clients(training: LocalTraining, count: int = 3) -> tuple[gl.Task, list[Observation], Batch]:
-    """Clients of ten smooth images, 12 x 12."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
-            nn.AvgPool2d(2), nn.Flatten(), nn.Linear(144, 32), nn.ReLU(), nn.Linear(32, 10),
-        )  # fmt: skip
-    like = (torch.zeros(1, 1, 12, 12), torch.zeros(1, dtype=torch.long))
-    task = gl.Task.supervised(model, F.cross_entropy, like=like, mean=0.5, std=0.25)
-    batches = []
-    for seed in range(count):
-        make = torch.Generator().manual_seed(seed)
-        pictures = F.interpolate(torch.rand(10, 1, 4, 4, generator=make), size=(12, 12), mode="bicubic").clamp(0, 1)
-        batches.append({"x": task.fields["x"].model(pictures), "y": torch.randint(0, 10, (10,), generator=make)})
-    seen = [gl.observe(task, batch, training, key=f"client {i}", seed=i) for i, batch in enumerate(batches)]
-    return task, seen, {name: torch.stack([batch[name] for batch in batches]) for name in ("x", "y")}
-
-
 def attacked(attack: gl.Attack, training: LocalTraining, known: LocalTraining | None) -> tuple[Tensor, Tensor]:
     """PSNR and match of every client."""
-    task, seen, truth = clients(training, 6)
+    task, seen, truth = clients(training, 12, 6)
     found = attack.run(task, seen, Knowledge(given={"y": truth["y"]}, training=known), engine=Engine(device="cpu"))
     return gl.metrics.compare(found, truth).psnr.reshape(len(seen), -1).mean(1), found.match.flatten()
 
@@ -558,7 +536,7 @@ SEARCH = {"steps": 300, "lr": 0.3, "tv": 0.03}
 
 def at_the_truth(training: LocalTraining, known: LocalTraining, predict: Any, v: Tree) -> Tensor:
     """The match that the true images of every client have."""
-    task, seen, truth = clients(training)
+    task, seen, truth = clients(training, 12, 3)
     found = []
     for number, each in enumerate(seen):
         scene, batch = (

@@ -69,3 +69,15 @@ def test_seeds_of_a_target_that_agree_add_nothing_and_those_that_differ_somethin
     assert (agree.low, agree.high) == pytest.approx((once.low, once.high))
     assert differ.high - differ.low < once.high - once.low
     assert 0 <= differ.low < differ.value < differ.high <= 1
+
+
+def test_a_difference_that_all_targets_agree_on_is_open_on_both_sides() -> None:
+    """None of eight above the unrelated update: it may lie below as well. And no spread is not certainty."""
+    share, none = rate([[0.0]] * 8), rate([[0.0]] * 8, difference=True)
+    slack = 1 - 0.025 ** (1 / 8)
+    assert (share.low, share.high) == (0.0, pytest.approx(slack))
+    assert (none.low, none.high) == (pytest.approx(-slack), pytest.approx(slack))
+    alike = rate([[1.0, 1.0, -1.0]] * 8)  # of three images two are gained and one is lost, for each of the targets
+    assert alike.high - alike.low == pytest.approx(2 * slack)
+    every = rate([[1.0]] * 8, difference=True)
+    assert (every.low, every.high) == (pytest.approx(1 - slack), 1.0)

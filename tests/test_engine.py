@@ -26,7 +26,7 @@ from gradleak.parts import levenberg
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
-from gradleak.parts.optimisers import Adam, SignedAdam
+from gradleak.parts.optimisers import Adam, SignedAdam, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Together, Uniform
@@ -74,20 +74,6 @@ def searches(attack: Composed, task: gl.Task, seen: Any, knows: Knowledge, engin
     with patch.object(Search, "run", run):
         attack.run(task, seen, knows, engine=engine_)
     return caught
-
-
-@dataclass(frozen=True)
-class Still:
-    """An optimiser that looks and does not move."""
-
-    steps: int = 1
-    graphable: bool = True
-
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {}
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
-        return v, state, problem.value(v)
 
 
 # --- a residual solver beside the scalar ones -------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from gradleak.federation.clients import Clients, Work, flat, unflat
 from gradleak.federation.graphs import Graphs
 from gradleak.federation.training import Interrupted
 from gradleak.registry import BadSetting, UnknownName
-from gradleak.results.store import FolderInUse
+from gradleak.results.resumable import FolderInUse
 from gradleak.rules import SGD
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +19,7 @@ from gradleak import tree
 from gradleak.analysis.risk import risk
 from gradleak.checks import Checks
 from gradleak.cli import app
-from gradleak.defences import LocalGaussian
+from gradleak.defences import LocalGaussian, Pruning
 from gradleak.gate import BadPolicy, Policy, check
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge
@@ -30,6 +32,14 @@ CPU = gl.Engine(device="cpu")
 def update(defence: Any = None, examples: int = 1) -> tuple[gl.Task, gl.Observation, dict[str, torch.Tensor]]:
     task, batch = tiny(), private(examples)
     return task, gl.observe(task, batch, ONE, defence), batch
+
+
+def searched(residual: float) -> Any:
+    """As `auto` answers after a search that converged with this residual, where there are no examples to compare."""
+    tried = [{"member": "ig", "outcome": "ran"}]
+    return SimpleNamespace(
+        match=torch.tensor([[residual]]), settings={"winner": ["ig"], "tried": tried}, checks=Checks((), (True,))
+    )
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -115,9 +125,75 @@ def test_time_that_is_over_blocks() -> None:
     assert found.seconds < 10
 
 
+def test_an_attack_that_ends_late_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is looked at between steps: what ran over it is late, whatever each member says of itself."""
+    from gradleak import gate
+
+    def late(*given: Any, **settings: Any) -> Any:
+        time.sleep(0.2)
+        return searched(0.5)
+
+    task, seen, _ = update()
+    monkeypatch.setattr(gate.Auto, "run", late)
+    found = check(task, seen, knows=KNOWS, seconds=0.1, engine=CPU)
+    assert found.action == "block"
+    assert "ended later" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (lambda batch: {**batch, "x": batch["x"] * torch.nan}, "not finite"),
+        (lambda batch: {**batch, "x": batch["x"] * 255}, "outside the task's bounds"),
+        (lambda batch: {name: value.repeat_interleave(2, 0) for name, value in batch.items()}, "2 were given"),
+        (lambda batch: {"y": batch["y"]}, "could not be made"),
+        (lambda batch: {**batch, "x": batch["x"][..., :2]}, "could not be made"),
+        (lambda batch: private(1, seed=7), "do not make this update"),
+    ],
+    ids=["nan", "range", "number", "fields", "shape", "another round's"],
+)
+def test_examples_that_are_not_those_of_the_update_do_not_open_the_gate(odd: Any, message: str) -> None:
+    """Scores against other images would be low, and the update, which gives everything away, would pass."""
+    task, seen, batch = update()
+    found = check(task, seen, knows=KNOWS, batch=odd(batch), engine=CPU)
+    assert found.action == "block"
+    assert message in found.reason
+
+
+@pytest.mark.parametrize(("residual", "action"), [(0.01, "block"), (0.5, "allow")])
+def test_images_that_explain_nearly_all_of_an_update_close_the_gate_without_examples(
+    residual: float, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First-order attacks never reach rounding, and show the image all the same."""
+    from gradleak import gate
+
+    task, seen, _ = update()
+    monkeypatch.setattr(gate.Auto, "run", lambda *given, **settings: searched(residual))
+    assert check(task, seen, knows=KNOWS, engine=CPU).action == action
+    assert check(task, seen, Policy(residual=1e-3), knows=KNOWS, engine=CPU).action == "allow"
+
+
+def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradleak import gate
+
+    pruning = Pruning(keep=0.5)
+    task, seen, _ = update(pruning)
+    asked: list[Knowledge] = []
+
+    def finding(task: Any, seen: Any, policy: Any, knows: Knowledge, *rest: Any) -> Any:
+        asked.append(knows)
+        return gate.Finding(len(asked) == 1, "Told.")
+
+    monkeypatch.setattr(gate, "_finding", finding)
+    check(task, seen, Policy(on_leak="noise"), knows=replace(KNOWS, defence=pruning))
+    assert isinstance(asked[1].defence, gl.Chain)
+    assert asked[1].defence.members[0] is pruning
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("residual = 1.5", "between 0 and 1"),
         ('undecided = "allow"', "fails closed"),
         ('on_leak = "allow"', "fails closed"),
         ("noise = 0.0", "above 0"),

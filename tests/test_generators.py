@@ -15,16 +15,13 @@ from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional
 
+from conftest import seeded
 from gradleak import generators, registry
 from gradleak.generators import DCGAN, WGAN, BadGenerator, Card, Generator, StyleGAN2, images_of, with_weights
 from gradleak.generators import recipes as _recipes  # noqa: F401 (registers them)
 from gradleak.generators.files import fingerprints, parameters
 from gradleak.generators.stages import Staged
 from gradleak.generators.stylegan2 import boxes, doubled, kernel
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def lively(network: Staged) -> Staged:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, mse_loss, nll_loss
 
 import gradleak as gl
-from conftest import SHAPE, private, tiny
+from conftest import SHAPE, normal, private, tiny
 from gradleak import tree
 from gradleak.analysis import hessian as module
 from gradleak.analysis import lanczos
@@ -27,10 +27,6 @@ from gradleak.task import Batch, Field, TaskError
 CPU = gl.Engine(device="cpu")
 hessian, ggn, curvature = (partial(each, engine=CPU) for each in (module.hessian, module.ggn, module.curvature))
 LIKE = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def symmetric(eigenvalues: Tensor, seed: int = 0) -> Tensor:

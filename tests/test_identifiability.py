@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 import gradleak as gl
-from conftest import perceptron, private, tiny
+from conftest import Linear, normal, perceptron, private, tiny, uniform
 from gradleak import tree
 from gradleak.analysis import Certificate, Identifiability, certify, noise_floor, rounding_of
 from gradleak.analysis import local as module
@@ -27,29 +27,9 @@ TRAINING = gl.LocalTraining(lr=0.5)
 KNOWS = gl.Knowledge(training=TRAINING)
 
 
-class Linear(nn.Module):
-    """<w, A x>, so that the gradient is A x: an update that is linear in the data."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("matrix", matrix)
-        self.weight = nn.Parameter(normal(len(matrix), seed=9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.flatten(1) @ self.matrix.T) @ self.weight
-
-
 def linear(matrix: Tensor, **field: Any) -> gl.Task:
     held = Field((1, 1, matrix.shape[1]), **field)
     return gl.Task(Linear(matrix), lambda call, batch: call(batch["x"]).sum(), {"x": held})
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def uniform(*shape: int, seed: int = 0) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def at_truth(task: gl.Task, batch: Batch, **settings: Any) -> Certificate:

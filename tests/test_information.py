@@ -14,7 +14,7 @@ from torch.func import hessian, jacrev
 from torch.nn.functional import cross_entropy
 
 import gradleak as gl
-from conftest import CLASSES, private, tiny
+from conftest import CLASSES, Linear, normal, private, tiny
 from gradleak import tree
 from gradleak.analysis.information import (
     CurvatureIndex,
@@ -34,22 +34,6 @@ from gradleak.task import Batch, Field, TaskError
 from gradleak.tree import Params
 
 CPU = gl.Engine(device="cpu")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-class Linear(nn.Module):
-    """<w, A x>: the gradient of a single example is A x."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("matrix", matrix)
-        self.weight = nn.Parameter(normal(len(matrix), seed=9))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.flatten(1) @ self.matrix.T) @ self.weight
 
 
 def linear(matrix: Tensor) -> gl.Task:

@@ -21,6 +21,8 @@ from gradleak.observation import MissingKnowledge
 from gradleak.parts import label_counts
 from gradleak.parts import labels as rules
 from gradleak.parts.fields import Labels, RuleDoesNotApply, label_rule, last_layer
+from gradleak.parts.label_readings import greedy, whole_counts
+from gradleak.parts.llg import LLGStar
 from gradleak.rules import SGD, Adam
 from gradleak.scene import Scene
 
@@ -162,7 +164,7 @@ def test_llg_star_by_hand() -> None:
     p, share = torch.tensor([0.8, 0.1, 0.1]), torch.tensor([2.0, 1.0, 0.0]) / 3
     scene = linear_scene(torch.stack([p - share, p - share], 1), examples=3)
     scene = replace(scene, weights={"weight": torch.stack([p.log(), torch.zeros(3)], 1)})
-    assert rules.LLGStar(dummy="ones", repeats=1).counts(scene).tolist() == [2, 1, 0]
+    assert LLGStar(dummy="ones", repeats=1).counts(scene).tolist() == [2, 1, 0]
     assert rules.LLG().counts(scene).tolist() != [2, 1, 0]
 
 
@@ -197,14 +199,14 @@ def test_row_minimum_names_the_lowest_and_cycles_beyond_the_classes() -> None:
     ],
 )
 def test_whole_counts_by_hand(real: list[float], examples: int, whole: list[int]) -> None:
-    assert rules.whole_counts(torch.tensor(real).double(), examples).tolist() == whole
+    assert whole_counts(torch.tensor(real).double(), examples).tolist() == whole
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-5, 30), min_size=2, max_size=6), st.integers(1, 12))
 def test_whole_counts_sum_to_b_and_the_repair_is_optimal_unit_by_unit(real: list[float], examples: int) -> None:
     values = torch.tensor(real).double()
-    counts = rules.whole_counts(values, examples)
+    counts = whole_counts(values, examples)
     assert counts.sum() == examples
     assert counts.min() >= 0
     rounded = torch.where((start := values.clamp_min(0).round()) > examples, 0.0, start)
@@ -227,7 +229,7 @@ def test_the_greedy_table_is_llg_s_loop(scores: list[float], examples: int) -> N
     for _ in range(left):
         c = int(s.argmin())
         emitted[c], s[c] = emitted[c] + 1, s[c] - impact
-    found = rules._greedy(sums, sums, impact, examples)
+    found = greedy(sums, sums, impact, examples)
     worth = lambda n: sum(sums[c] * k - impact * k * (k - 1) / 2 for c, k in enumerate(n))  # noqa: E731  equal up to ties
     assert float(worth(found.counts.tolist())) == pytest.approx(float(worth(emitted)), abs=1e-9)
 

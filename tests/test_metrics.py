@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from conftest import uniform
 from gradleak import metrics
 from gradleak.task import Field
-
-
-def rand(*shape: int, seed: int = 0) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass
@@ -39,13 +36,13 @@ FIELDS = {"x": NORMALISED, "y": Field((), classes=10)}
 
 
 def test_psnr_of_a_tenth_is_twenty() -> None:
-    x = 0.9 * rand(4, 3, 8, 8)
+    x = 0.9 * uniform(4, 3, 8, 8)
     torch.testing.assert_close(metrics.psnr(x + 0.1, x), torch.full((4,), 20.0, dtype=torch.float64))
     torch.testing.assert_close(metrics.psnr_ggl(x + 0.1, x), metrics.psnr(x + 0.1, x) - 20 * math.log10(2))
 
 
 def test_psnr_is_capped_and_the_cap_is_counted() -> None:
-    x = 0.5 * rand(3, 1, 8, 8)
+    x = 0.5 * uniform(3, 1, 8, 8)
     found = torch.stack([x[0], x[1] + 1e-7, x[2] + 1e-5])
     assert metrics.psnr(found, x).tolist() == pytest.approx([120, 120, 100])
     assert metrics.capped(found, x).tolist() == [True, True, False]
@@ -67,7 +64,7 @@ def test_scores_are_clamped_and_differ_per_image() -> None:
 
 @pytest.mark.parametrize("score", [metrics.ssim, metrics.ssim_zero_pad_gauss, metrics.ssim_skimage])
 def test_ssim_of_itself_is_one_and_of_others_less(score: Any) -> None:
-    x, y = rand(3, 3, 16, 16), rand(3, 3, 16, 16, seed=1)
+    x, y = uniform(3, 3, 16, 16), uniform(3, 3, 16, 16, seed=1)
     torch.testing.assert_close(score(x, x), torch.ones(3, dtype=torch.float64))
     assert (score(x, y) < 0.9).all()
     torch.testing.assert_close(score(x, y), score(y, x))
@@ -75,21 +72,21 @@ def test_ssim_of_itself_is_one_and_of_others_less(score: Any) -> None:
 
 @pytest.mark.parametrize("side", [1, 2, 5, 8, 10])
 def test_small_images_use_the_window_that_fits(side: int) -> None:
-    x, y = rand(2, 3, side, side + 1), rand(2, 3, side, side + 1, seed=1)
+    x, y = uniform(2, 3, side, side + 1), uniform(2, 3, side, side + 1, seed=1)
     torch.testing.assert_close(metrics.ssim(x, x), torch.ones(2, dtype=torch.float64))
     assert torch.isfinite(torch.stack([metrics.ssim(x, y), metrics.ssim_skimage(x, y)])).all()
 
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="equal shape"):
-        metrics.mse(rand(2, 3, 8, 8), rand(1, 3, 8, 8))
+        metrics.mse(uniform(2, 3, 8, 8), uniform(1, 3, 8, 8))
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 32, 32), (2, 1, 28, 40)])
 def test_agreement_with_torchmetrics(shape: tuple[int, ...]) -> None:
     image = pytest.importorskip("torchmetrics.functional.image")
-    x = rand(*shape)
-    y = (x + 0.2 * rand(*shape, seed=1)).clamp(0, 1)
+    x = uniform(*shape)
+    y = (x + 0.2 * uniform(*shape, seed=1)).clamp(0, 1)
     # Its mean includes a reflected border of 5 pixels; the map without it is ours.
     full = image.structural_similarity_index_measure(y, x, data_range=1.0, reduction="none", return_full_image=True)[1]
     torch.testing.assert_close(metrics.ssim(y, x), full[..., 5:-5, 5:-5].flatten(1).mean(1))
@@ -102,8 +99,8 @@ def test_agreement_with_skimage(channels: int) -> None:
     reference = pytest.importorskip("skimage.metrics").structural_similarity
     from skimage.color import rgb2gray
 
-    x = rand(3, channels, 20, 24)
-    y = (x + 0.2 * rand(3, channels, 20, 24, seed=1)).clamp(0, 1)
+    x = uniform(3, channels, 20, 24)
+    y = (x + 0.2 * uniform(3, channels, 20, 24, seed=1)).clamp(0, 1)
     plain = lambda t: rgb2gray(t.permute(1, 2, 0).numpy()) if channels == 3 else t[0].numpy()  # noqa: E731
     expected = [reference(plain(a), plain(b), data_range=1.0) for a, b in zip(x, y)]
     assert metrics.ssim_skimage(y, x).tolist() == pytest.approx(expected, abs=1e-12)
@@ -115,7 +112,7 @@ def test_agreement_with_skimage(channels: int) -> None:
 
 
 def test_zero_padding_against_a_plain_convolution() -> None:
-    x, y = rand(2, 3, 16, 12), rand(2, 3, 16, 12, seed=1)
+    x, y = uniform(2, 3, 16, 12), uniform(2, 3, 16, 12, seed=1)
     line = torch.exp(-((torch.arange(11, dtype=torch.float64) - 5) ** 2) / 4.5)
     window = torch.outer(line, line)[None, None] / line.sum() ** 2
     blur = lambda t: torch.nn.functional.conv2d(t.reshape(6, 1, 16, 12), window, padding=5)  # noqa: E731
@@ -126,7 +123,7 @@ def test_zero_padding_against_a_plain_convolution() -> None:
 
 
 def test_all_pairs_agree_with_the_aligned_score_across_blocks() -> None:
-    first, second = rand(2, 3, 96, 96), rand(40, 3, 96, 96, seed=1)  # two blocks
+    first, second = uniform(2, 3, 96, 96), uniform(40, 3, 96, 96, seed=1)  # two blocks
     expected = torch.stack([1 - metrics.ssim(x.expand_as(second), second) for x in first])
     torch.testing.assert_close(metrics.pairwise_ssim_distance(first, second), expected)
 
@@ -135,8 +132,8 @@ def test_s004_scoring_takes_the_best_of_all_pairs_from_different_pairs() -> None
     skimage = pytest.importorskip("skimage.metrics")
     from skimage.color import rgb2gray
 
-    x = 0.5 * rand(3, 3, 16, 16)
-    y = torch.stack([x[2] * 0.6, x[0] + 0.03, rand(3, 16, 16, seed=4)])
+    x = 0.5 * uniform(3, 3, 16, 16)
+    y = torch.stack([x[2] * 0.6, x[0] + 0.03, uniform(3, 16, 16, seed=4)])
 
     def reference(guess: np.ndarray) -> list[float]:
         pairs = [(rgb2gray(a), rgb2gray(b)) for a in x.permute(0, 2, 3, 1).numpy() for b in guess]
@@ -147,7 +144,7 @@ def test_s004_scoring_takes_the_best_of_all_pairs_from_different_pairs() -> None
     plain = reference(guess)
     assert list(metrics.s004_compat(y, x).values()) == pytest.approx(plain, abs=1e-9)  # tuning does not help here
     # A faint copy of sparse marks on a grey ground: here the tuning raises both, and is accepted.
-    marks = (rand(3, 3, 16, 16, seed=5) > 0.97).double()
+    marks = (uniform(3, 3, 16, 16, seed=5) > 0.97).double()
     x, dark = 0.4 + 0.4 * marks, 0.05 * marks
     scaled = dark.numpy() * float(x.std(correction=0) / dark.std(correction=0))
     tuned = np.clip(scaled + float(x.mean()) + scaled.mean(), 0, 1).transpose(0, 2, 3, 1)
@@ -189,7 +186,7 @@ def test_misplaced_labels_are_counted() -> None:
 
 
 def test_baselines() -> None:
-    truth, others = rand(2, 1, 8, 8), rand(6, 1, 8, 8, seed=1)
+    truth, others = uniform(2, 1, 8, 8), uniform(6, 1, 8, 8, seed=1)
     near = (truth[:1] + 0.05).clamp(0, 1)
     gallery = torch.cat([truth, others, near])  # copies of the truth must not count as other images
     labels = torch.tensor([7, 8]), torch.tensor([7, 8, 7, 0, 0, 0, 0, 0, 0])
@@ -209,7 +206,11 @@ def test_baselines() -> None:
 def scene(targets: int = 2, examples: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     """Pictures, labels, and an order per target."""
     order = torch.stack([torch.randperm(examples, generator=torch.Generator().manual_seed(t)) for t in range(targets)])
-    return 0.9 * rand(targets, examples, 3, 16, 16), torch.arange(targets * examples).reshape(targets, examples), order
+    return (
+        0.9 * uniform(targets, examples, 3, 16, 16),
+        torch.arange(targets * examples).reshape(targets, examples),
+        order,
+    )
 
 
 def test_compare_matches_per_target_and_scores_in_pixel_space() -> None:
@@ -245,8 +246,8 @@ def test_compare_reads_one_truth_for_all_targets_and_simplex_labels() -> None:
 def test_compare_with_a_gallery() -> None:
     pictures, labels, _ = scene(1, 3)
     found = Found({"x": pictures.clone(), "y": labels}, {"x": Field((3, 16, 16)), "y": FIELDS["y"]})
-    found.batch["x"][0, 2] = rand(3, 16, 16, seed=9)  # one image is not recovered
-    gallery = {"x": 0.9 * rand(30, 3, 16, 16, seed=5), "y": torch.arange(30) % 10}
+    found.batch["x"][0, 2] = uniform(3, 16, 16, seed=9)  # one image is not recovered
+    gallery = {"x": 0.9 * uniform(30, 3, 16, 16, seed=5), "y": torch.arange(30) % 10}
     scores = metrics.compare(found, {"x": pictures, "y": labels}, gallery=gallery)
     assert scores.rank is not None
     assert scores.rank[0, :2].tolist() == [1, 1]
@@ -274,7 +275,7 @@ def test_rates_by_hand() -> None:
 
 
 def test_diverged_reconstructions_are_scored_and_flagged() -> None:
-    dark = 0.01 * rand(3, 2, 1, 16, 16)  # so dark that a black image scores well
+    dark = 0.01 * uniform(3, 2, 1, 16, 16)  # so dark that a black image scores well
     shown = dark.clone()
     shown[1, 0] = torch.nan
     shown[1, 1, 0, 0, 0] = torch.inf
@@ -303,7 +304,7 @@ def test_targets_with_different_numbers_of_examples() -> None:
     found = Found({"x": shown, "y": guessed}, {"x": Field((3, 16, 16)), "y": FIELDS["y"]})
     found.examples = (3, 2)
     found.diverged, found.chosen = torch.tensor([[True, False], [True, False]]), torch.tensor([1, 0])
-    gallery = {"x": rand(9, 3, 16, 16, seed=3), "y": torch.arange(9)}
+    gallery = {"x": uniform(9, 3, 16, 16, seed=3), "y": torch.arange(9)}
     scores = metrics.compare(found, {"x": private, "y": true}, gallery=gallery)
     assert scores.present.tolist() == [[True] * 3, [True, True, False]]
     assert scores.psnr[scores.present].tolist() == pytest.approx([20.0] * 5)
@@ -327,4 +328,4 @@ def test_matching_by_another_distance_and_wrong_requests() -> None:
     with pytest.raises(ValueError, match="but the truth"):
         metrics.compare(found, {"x": pictures[:, :2]})
     with pytest.raises(ValueError, match="takes images"):
-        metrics.compare(Found({"x": rand(2, 3, 5)}, found.fields), {"x": rand(2, 3, 5)})
+        metrics.compare(Found({"x": uniform(2, 3, 5)}, found.fields), {"x": uniform(2, 3, 5)})

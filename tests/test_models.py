@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from conftest import seeded
 from gradleak import LocalTraining, Task, attacks, models, observe, registry
 from gradleak.engine import Engine
 from gradleak.models import transformers
@@ -20,10 +21,6 @@ Params = dict[str, Tensor]
 
 def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- Parameter counts and shapes --------------------------------------------------------------------------------------

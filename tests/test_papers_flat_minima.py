@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import gradleak as gl
-from conftest import blobs, largest_difference, reproduction
+from conftest import blobs, largest_difference, measured, reproduction
 from gradleak import tree
 
 FOLDER = Path(__file__).parents[1] / "papers" / "flat_minima"
@@ -111,7 +111,7 @@ def test_a_table_has_three_modes_and_says_what_they_show(paper: ModuleType, effo
     out = tmp_path / "deeper" / "found.json"
     drawn = replace(effort, pictures=str(tmp_path / "pictures"))
     options = Namespace(only="^table, round 100$", budget=60, out=out, **asdict(drawn))
-    figures = paper.run(options)
+    figures = measured(paper, options)
     assert json.loads(out.with_suffix(".part.json").read_text()).keys() == figures.keys() == {"table, round 100"}
     row = figures["table, round 100"]
     assert (row["round"], row["targets"], row["lpips"]) == (1, 2, "not measured: switched off")
@@ -131,7 +131,7 @@ def test_a_table_has_three_modes_and_says_what_they_show(paper: ModuleType, effo
     assert [(tmp_path / "pictures" / name).stat().st_size > 0 for name in row["pictures"]] == [True]
     json.dumps(figures, allow_nan=False)
     assert "| FedASAM |" in part(paper, "table").attacks(row)
-    assert paper.run(Namespace(**{**vars(options), "budget": -1})) == {}
+    assert measured(paper, Namespace(**{**vars(options), "budget": -1})) == {}
 
 
 def test_knowing_the_rule_gives_the_image_and_ignoring_it_does_not(paper: ModuleType, effort: Any) -> None:
@@ -280,7 +280,7 @@ def test_targets_are_training_images_of_one_client(paper: ModuleType, effort: An
 def test_rows_beside_each_other_wait_for_a_training_that_another_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     from flat_minima.training import patiently
 
-    from gradleak.results.store import FolderInUse
+    from gradleak.results.resumable import FolderInUse
 
     tries: list[int] = []
     monkeypatch.setattr("time.sleep", lambda seconds: None)

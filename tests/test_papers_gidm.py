@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import blobs, largest_difference, reproduction
+from conftest import blobs, largest_difference, measured, reproduction
 
 FOLDER = Path(__file__).parents[1] / "papers" / "gidm"
 
@@ -101,7 +101,7 @@ def test_a_known_row_compares_methods_and_a_training_is_found_again(
     options = Namespace(
         only="^(train cifar10 32|known, cifar10 32, trained, t 200)$", budget=60, out=tmp_path / "found.json"
     )
-    figures = paper.run(Namespace(**vars(options), **asdict(own)))
+    figures = measured(paper, Namespace(**vars(options), **asdict(own)))
     trained, row = figures["train cifar10 32"], figures["known, cifar10 32, trained, t 200"]
     assert trained["rounds"] == 1
     assert Path(trained["samples"]).is_file()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradleak as gl
-from conftest import blobs, largest_difference, reproduction
+from conftest import blobs, largest_difference, measured, reproduction
 from gradleak import tree
 
 FOLDER = Path(__file__).parents[1] / "papers" / "nl_sme"
@@ -106,7 +106,7 @@ def test_a_table_scores_every_method_client_by_client(paper: ModuleType, effort:
     out = tmp_path / "deeper" / "found.json"
     drawn = replace(effort, pictures=str(tmp_path / "pictures"), methods="ig-ms;sme;nl-sme")
     options = Namespace(only="^table cifar100, E 20, B 10$", budget=60, out=out, **asdict(drawn))
-    figures = paper.run(options)
+    figures = measured(paper, options)
     assert json.loads(out.with_suffix(".part.json").read_text()).keys() == figures.keys()
     row = figures["table cifar100, E 20, B 10"]
     assert (row["clients"], row["examples"], row["local_steps"]) == (2, 10, 50)
@@ -127,7 +127,7 @@ def test_a_table_scores_every_method_client_by_client(paper: ModuleType, effort:
     assert (tmp_path / "pictures" / row["picture"]).stat().st_size > 0
     json.dumps(figures, allow_nan=False)
     assert "| nl-sme |" in part(paper, "table").methods(row)
-    assert paper.run(Namespace(**{**vars(options), "budget": -1})) == {}
+    assert measured(paper, Namespace(**{**vars(options), "budget": -1})) == {}
 
 
 def test_what_is_not_registered_is_skipped_and_said(paper: ModuleType, effort: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("cryptography", reason="needs the extra secure")
 
 import gradleak as gl
 from conftest import blobs, reproduction
+from gradleak.cli.scales import PAPERS
 
 FOLDER = Path(__file__).parents[1] / "papers" / "secadam"
 
@@ -81,7 +83,7 @@ def test_what_a_server_tracked_is_attacked_beside_the_exact_gradient(paper: Modu
     row = replace(paper.rows()["state cifar10, inverted"], rounds=(2,))
     found = sys.modules["record"].without_infinities(row.measure(effort))
     json.dumps(found, allow_nan=False)
-    assert found["cells"].keys() == {"exact gradient", "tracked", "r m", "ratio"}
+    assert found["cells"].keys() == {"mid-grey", "exact gradient", "tracked", "r m", "ratio"}
     assert found["cells"]["exact gradient"]["labels"] == 1
     assert paper.told_in_a_line(found)
 
@@ -99,6 +101,19 @@ def test_every_table_of_the_supplement_has_its_rows(paper: ModuleType) -> None:
     wanted += [f"ablation {pool}, {start}, B {size}" for pool in pools for start in starts for size in (8, 1)]
     wanted += ["ablation sigmoid, 30 epochs"]
     assert set(wanted) <= names
+
+
+def test_what_is_owed_is_every_row_once_and_the_command_line_has_the_same(paper: ModuleType) -> None:
+    text = said()
+    owed = text[text.index("## What is owed") : text.index("## What was found")]
+    budget = re.search(r'run="python papers/secadam/run.py (.*)"', owed)
+    assert budget
+    lines = [re.split(r" +--out", line)[0] for line in owed.splitlines() if line.startswith("$run")]
+    calls = [line.replace("$run", budget[1]) for line in lines]
+    assert calls == list(PAPERS["secadam"].paper.runs)
+    picked = [re.search("--only '(.*?)'", call) for call in calls]
+    for name in paper.rows():
+        assert sum(bool(found and re.search(found[1], name)) for found in picked) == 1, name
 
 
 def test_starts_of_the_class_reach_the_attacks_on_gradients(paper: ModuleType, effort: Any) -> None:
@@ -121,6 +136,15 @@ def test_the_grid_and_the_ablation_run(paper: ModuleType, effort: Any) -> None:
     ablated = replace(rows["ablation avg 2, mosaic-8, B 8"], activations=("elu",)).measure(effort)
     assert ablated["cells"].keys() == {"elu, none", "elu, layer"}
     assert -1 <= ablated["correlation_of_ssim_and_psnr"] <= 1
+
+
+def test_two_images_a_class_can_be_divided_among_ten_clients(paper: ModuleType) -> None:
+    """Our Tiny-ImageNet: Dirichlet class by class finds no split of it."""
+    labels = torch.arange(200).repeat(2)
+    shares = paper.divided(400, 200).shares(400, 10, lambda: labels, torch.Generator().manual_seed(0))
+    assert [len(share) for share in shares] == [40] * 10
+    assert len(torch.cat(shares).unique()) == 400
+    assert paper.divided(10_000, 10) == gl.federation.ClassDirichlet(alpha=0.5, min_size=10)
 
 
 def test_cells_have_the_papers_figures_beside_ours(paper: ModuleType, effort: Any) -> None:
@@ -196,14 +220,185 @@ def test_every_bound_names_a_row(paper: ModuleType) -> None:
     }
 
 
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def stored() -> dict[str, Any]:
+    """Result files by name. Those of a run that is still going on (NAME.part.json) are none."""
+    paths = sorted((FOLDER / "results").glob("*.json"))
+    return {path.stem: json.loads(path.read_text()) for path in paths if not path.stem.endswith(".part")}
+
+
+def said() -> str:
+    return (FOLDER / "README.md").read_text()
+
+
 def test_what_is_said_to_be_measured_was(paper: ModuleType) -> None:
-    """Every result file that the README names is there, and was made by this folder."""
-    text = (FOLDER / "README.md").read_text()
-    for path in sorted((FOLDER / "results").glob("*.json")):
-        assert path.name in text, path
-        held = json.loads(path.read_text())
-        assert held["environment"]["command"].startswith("python papers/secadam/run.py")
-        assert held["figures"].keys() <= paper.rows().keys()
+    """Every result file is named in the README and every one named is there; made by this folder, and repeatable."""
+    held, text = stored(), said()
+    found = text[text.index("## What was found") :]
+    assert set(re.findall(r"results/([\w-]+)\.json", found)) == held.keys()
+    for name, result in held.items():
+        environment, settings = result["environment"], result["settings"]
+        assert environment["command"].startswith("python papers/secadam/run.py --only ^"), name
+        assert re.fullmatch("[0-9a-f]{40}", environment["git"]["commit"]), name
+        assert environment["packages"]["torch"], name
+        assert environment["processor"], name
+        assert environment["cores"], name
+        assert environment["gpus"] is not None, name
+        assert settings.keys() >= {field.name for field in fields(paper.Effort)}, name  # the seed among them
+        assert result["figures"].keys() <= paper.rows().keys(), name
+        assert result["failed"] == [], name
+        assert not re.search(r'[" ]/(work|home|root|tmp|mnt|Users)/', json.dumps(result)), name
+
+
+def short(value: float, digits: int = 3) -> str:
+    """As the README writes it: .867, -.011."""
+    return f"{value:.{digits}f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.{digits}f}"
+
+
+def pair(cell: dict[str, Any], psnr: str = "psnr", ssim: str = "ssim") -> str:
+    return f"{cell[psnr]['mean']:.1f} / {short(cell[ssim]['mean'])}"
+
+
+def lines_of_labels(held: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        held["cpu-small-labels"]["figures"][f"labels {name}"]["cells"]
+        for name in (
+            "cifar10, lenet-zhu, untrained",
+            "fashion-mnist, lenet, untrained",
+            "fashion-mnist, lenet, trained",
+        )
+    ]
+    for rule in ("SecAdam", "SecLion"):
+        assert all(row[f"{rule}, one client, B 1"]["sign"] == 1 for row in rows)
+    eight = [row["SecAdam, one client, B 8"] for row in rows]
+    yield "| " + " | ".join(f"{100 * row['sign']:.0f} / {100 * row['row-minimum']:.0f} %" for row in eight) + " |"
+    yield " | ".join(
+        ", ".join(f"{100 * row[f'SecAdam, {size} clients, B 1']['ratio-counts']:.0f}" for size in (2, 4, 8, 16, 50))
+        + " %"
+        for row in rows
+    )
+
+
+def lines_of_clients(held: dict[str, Any]) -> Iterator[str]:
+    cells = held["cpu-small-clients"]["figures"]["clients cifar10"]["cells"]
+    for size in ("1", "2", "8", "50"):
+        of = cells[size]["cosine_with_the_mean_gradient"]
+        parts = (short(of["signs"]), short(of["ratio"]), short(of["masked sum"]), short(of["SecLion's ratio"]))
+        yield f"| {size} | {' | '.join(parts)} |"
+    for size in ("1", "2", "4"):
+        plain, ratio = cells[size]["sum (secure aggregation)"], cells[size]["ratio (SecAdam)"]
+        decibels = [
+            f"{each['psnr']['mean']:.1f}"
+            for each in (plain["idlg"], plain["sign-matching"], ratio["sign-matching"], ratio["idlg, A0"])
+        ]
+        right = f"{100 * ratio['sign-matching']['labels']:.0f} %"
+        yield f"| {size} | {' / '.join(decibels[:2])} | {' / '.join(decibels[2:])} | {right} |"
+    one = held["cpu-small-one-client"]["figures"]["clients cifar10"]["cells"]["1"]
+    for words, view, attack in (
+        ("the sum: iDLG", "sum (secure aggregation)", "idlg"),
+        ("the sum: `sign-matching`", "sum (secure aggregation)", "sign-matching"),
+        ("the ratio: `sign-matching`", "ratio (SecAdam)", "sign-matching"),
+        ("the ratio: iDLG, A0", "ratio (SecAdam)", "idlg, A0"),
+        ("r m: iDLG", "masked sum (what SecAdam's server holds)", "idlg"),
+    ):
+        cell = one[view][attack]
+        yield f"| {words} | {pair(cell)} | {pair(cell['unrelated'])} |"
+
+
+def lines_of_state(held: dict[str, Any]) -> Iterator[str]:
+    sizes, name = ("n 1", "n 5", "n 20"), "tracked (v forgets by beta2)"
+    one, eight = (held["cpu-small-state"]["figures"][f"state cifar10, B {size}"]["cells"] for size in (1, 8))
+
+    def last(cells: Any, of: str) -> list[float]:
+        return [cells[size]["100 rounds"][name][of] for size in sizes]
+
+    errors = [", ".join(f"{100 * e:.1f}" for e in last(c, "median_error_of_sizes")) + " %" for c in (one, eight)]
+    cosines = [", ".join(short(e, 4) for e in last(c, "cosine_with_the_gradient")) for c in (one, eight)]
+    seen = [
+        ", ".join(short(one[size]["100 rounds"]["cosines of what one round shows"][view], 2) for size in sizes)
+        for view in ("r m, with the gradient", "ratio, with the gradient")
+    ]
+    yield f"| 100 | {errors[0]} ({errors[1]}) | {cosines[0]} ({cosines[1]}) | {seen[0]} | {seen[1]} |"
+    for rounds in (10, 30):
+        now = [one[size][f"{rounds} rounds"] for size in sizes]
+        wrong = ", ".join(f"{100 * cell[name]['median_error_of_sizes']:.0f}" for cell in now)
+        yield f"| {rounds} | {wrong} % | {', '.join(short(c[name]['cosine_with_the_gradient']) for c in now)} |"
+    lion = [one[size]["SecLion, one round"] for size in sizes]
+    yield "Sizes of c are known to {:.0f}, {:.0f} and {:.0f} %".format(
+        *(100 * c["median_error_of_sizes"] for c in lion)
+    )
+    yield "cosine " + ", ".join(short(cell["cosine_with_c"]) for cell in lion)
+    inverted = held["cpu-small-state-inverted"]["figures"]["state cifar10, inverted"]["cells"]
+    for words, view in (
+        ("the exact gradient, no SecAdam", "exact gradient"),
+        ("tracked", "tracked"),
+        ("r m of that round", "r m"),
+        ("the ratio of that round", "ratio"),
+    ):
+        cell = inverted[view]
+        right = f"{100 * cell['labels']:.0f} %"
+        yield f"| {words} | {pair(cell)} | {pair(cell['unrelated'])} | {right} |"
+    yield f"Grey has {pair(inverted['mid-grey'])}"
+
+
+def lines_of_tables(held: dict[str, Any]) -> Iterator[str]:
+    tables, own = held["cpu-small-tables"]["figures"], ("oracle_psnr", "oracle_ssim")
+    inverted = tables["inversion FMNIST, lenet"]["cells"]
+    started = held["cpu-small-class-start"]["figures"]["gradients FMNIST, lenet, from class images"]["cells"]
+    for name in ("FedAVG", "SecAdam", "DP-FedAVG", "DP-SecAdam"):
+        cell = inverted[name]
+        printed = f"{cell['paper']['psnr']:.1f} / {short(cell['paper']['ssim'])}"
+        yield f"| {name} | {pair(cell['s004_compat'], *own)} | {printed} | {pair(cell)} |"
+        for attack in ("iDLG", "CPL"):
+            uniform = tables["gradients FMNIST, lenet"]["cells"][f"{attack}, {name}"]["s004_compat"]
+            of_class = started[f"{attack}, {name}"]["s004_compat"]
+            yield f"| {pair(uniform, *own)} | {pair(of_class, *own)} |"
+    performance = held["cpu-small-performance"]["figures"]["performance FMNIST, lenet"]["cells"]
+    accuracy = {name: f"{cell['accuracy']:.1f} %" for name, cell in performance.items()}
+    yield f"FedAVG with the same rate 0.001: {accuracy['FedAVG']}; SecAdam {accuracy['SecAdam']}"
+    yield f"FedAVG with a rate of 0.1: {accuracy['FedAVG, lr 0.1']}"
+    colour = held["cpu-small-performance-colour"]["figures"]
+    accuracy = {n: f"{c['accuracy']:.1f} %" for n, c in colour["performance CIFAR-10, convnext"]["cells"].items()}
+    yield f"CIFAR-10: FedAVG {accuracy['FedAVG']}, SecAdam {accuracy['SecAdam']}"
+    yield f"FedAVG with a rate of 0.1 {accuracy['FedAVG, lr 0.1']}, SecLion {accuracy['SecLion']}"
+    assert {cell["accuracy"] for cell in colour["performance Tiny-ImageNet, convnext"]["cells"].values()} == {0.5}
+    for name in ("DP-FedAVG", "DP-SecAdam"):
+        for clip in (1, 5, 10):
+            cells = held["cpu-small-grid"]["figures"][f"grid FMNIST, cnn, clip {clip}"]["cells"]
+            each = [cells[f"{name}, clip {clip}, noise {noise}"] for noise in (0.001, 0.005, 0.01)]
+            told = [f"{cell['accuracy']:.1f} ({cell['paper']['accuracy']:.1f})" for cell in each]
+            yield f"| {name}, C = {clip} | {' | '.join(told)} |"
+
+
+def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
+    for words, row in (
+        ("none, uniform, 8", "no pool, uniform, B 8"),
+        ("none, repeated pattern, 8", "no pool, mosaic-8, B 8"),
+        ("none, red, 8", "no pool, red, B 8"),
+        ("max 2, uniform, 8", "max 2, uniform, B 8"),
+        ("average 2, uniform, 8", "avg 2, uniform, B 8"),
+        ("average 2, repeated pattern, 8", "avg 2, mosaic-8, B 8"),
+        ("none, uniform, 1", "no pool, uniform, B 1"),
+    ):
+        figures = held["cpu-small-ablation"]["figures"][f"ablation {row}"]
+        told = [
+            " / ".join(
+                short(figures["cells"][f"{kind}, {norm}"]["s004_compat"]["oracle_ssim"]["mean"], 2)
+                for norm in ("none", "layer")
+            )
+            for kind in ("relu", "elu", "sigmoid", "leaky_relu", "tanh")
+        ]
+        yield f"| {words} | {' | '.join(told)} | {short(figures['correlation_of_ssim_and_psnr'], 2)} |"
+
+
+@pytest.mark.parametrize(
+    "lines", [lines_of_labels, lines_of_clients, lines_of_state, lines_of_tables, lines_of_the_ablation]
+)
+def test_figures_of_the_readme_are_those_that_are_stored(lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
+    text = said().replace("**", "")
+    assert [line for line in lines(stored()) if line not in text] == []
 
 
 # --- networks ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import gradleak as gl
-from conftest import blobs, largest_difference, reproduction
+from conftest import blobs, largest_difference, measured, reproduction
 from gradleak import draws, tree
 from gradleak.defences import TIP
 from gradleak.local import ClientState
@@ -94,10 +94,10 @@ def test_rows_are_written_as_they_come_and_none_after_the_budget(
 ) -> None:
     out = tmp_path / "deeper" / "found.json"
     options = Namespace(only="table lenet$", budget=60, out=out, **asdict(effort))
-    figures = paper.run(options)
+    figures = measured(paper, options)
     assert list(figures) == ["table lenet"]
     assert json.loads(out.with_suffix(".part.json").read_text()).keys() == figures.keys()
-    assert paper.run(Namespace(**{**vars(options), "budget": -1})) == {}
+    assert measured(paper, Namespace(**{**vars(options), "budget": -1})) == {}
     shown = reproduction("tip", "table").attacks(figures["table lenet"])
     assert "| beta 0.1 |" in shown
     capsys.readouterr()

@@ -16,15 +16,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from conftest import seeded
 from gradleak import generators
 from gradleak.generators import Card
 from gradleak.generators.augmentation import AUGMENTATIONS, augmented
 from gradleak.generators.discriminators import Residual, spread
+from gradleak.generators.game import Game
 from gradleak.generators.recipes import DCGANRecipe, Recipe, StyleGAN2Recipe, WGANRecipe
 from gradleak.generators.score import Cloud, Features, frechet, random_features
 from gradleak.generators.splits import ranges
-from gradleak.generators.training import Interrupted, PriorError, PriorTraining, TrainedPrior, _Work, train
-from gradleak.results.store import FolderInUse
+from gradleak.generators.training import Interrupted, PriorError, PriorTraining, TrainedPrior, train
+from gradleak.results.resumable import FolderInUse
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Recipe] = {
@@ -32,10 +34,6 @@ SMALL: dict[str, Recipe] = {
     "wgan": WGANRecipe(latent=4, width=4),
     "stylegan2": StyleGAN2Recipe(latent=4, style=8, layers=1, width=8),
 }
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def pictures(count: int = 40, channels: int = 1) -> tuple[Tensor, Tensor]:
@@ -180,7 +178,7 @@ def test_a_discriminator_looks_at_the_class() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_step_moves_everything_and_the_average_less(name: str) -> None:
     x, y = pictures(40, 3)
-    work = _Work(training(name, conditional=True, mirror=True, average=10_000), x, y, 2, CPU)
+    work = Game(training(name, conditional=True, mirror=True, average=10_000), x, y, 2, CPU)
     before = {key: value.clone() for key, value in work.state()[1].items()}
     for _ in range(3):
         work.advance()
@@ -198,7 +196,7 @@ def test_a_step_moves_everything_and_the_average_less(name: str) -> None:
 
 def test_the_penalty_is_the_squared_slope() -> None:
     x, _ = pictures()
-    work = _Work(training(r1=0.3), x, None, None, CPU)
+    work = Game(training(r1=0.3), x, None, None, CPU)
     weight = torch.randn(64, generator=seeded())
 
     class Slope(nn.Module):
@@ -212,7 +210,7 @@ def test_the_penalty_is_the_squared_slope() -> None:
 def test_the_average_forgets_by_half() -> None:
     """After so many images as `average` says, an old weight counts half."""
     x, _ = pictures()
-    work = _Work(training(average=80), x, None, None, CPU)
+    work = Game(training(average=80), x, None, None, CPU)
     work.step = 10_000  # past the ramp
     with torch.no_grad():
         for value in work.average.parameters():
@@ -318,19 +316,19 @@ def test_other_settings_or_images_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["between", "within"])
 def test_ctrl_c_keeps_whole_steps(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, follow = _Work.advance, _Work._follow
+    advance, follow = Game.advance, Game._follow
 
-    def pressed(self: _Work) -> None:
+    def pressed(self: Game) -> None:
         advance(self)
         if self.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def torn(self: _Work) -> None:
+    def torn(self: Game) -> None:
         if self.step == 3:
             raise KeyboardInterrupt  # as it would be raised in a thread, or by a second Ctrl-C
         follow(self)
 
-    monkeypatch.setattr(_Work, *(("advance", pressed) if when == "between" else ("_follow", torn)))
+    monkeypatch.setattr(Game, *(("advance", pressed) if when == "between" else ("_follow", torn)))
     kept = 3 if when == "between" else 0
     with pytest.raises(Interrupted, match=f"{kept} of 6 steps are kept in .*; the same call goes on"):
         short(tmp_path / "a", 6)
@@ -390,11 +388,11 @@ def test_settings_that_cannot_be(settings: dict[str, Any], told: str) -> None:
 def test_trainings_that_cannot_be(tmp_path: Path) -> None:
     x, y = pictures()
     with pytest.raises(PriorError, match="half is for CUDA"):
-        _Work(training(precision="half"), x, y, 2, CPU)
+        Game(training(precision="half"), x, y, 2, CPU)
     with pytest.raises(PriorError, match="needs the class of every image"):
-        _Work(training(conditional=True), x, None, None, CPU)
+        Game(training(conditional=True), x, None, None, CPU)
     with pytest.raises(PriorError, match="Images must be"):
-        _Work(training(), x[0], None, None, CPU)
+        Game(training(), x[0], None, None, CPU)
     with pytest.raises(PriorError, match="steps, every and report"):
         short(tmp_path, 0)
 
@@ -527,7 +525,7 @@ def test_rows_as_ranges() -> None:
 @pytest.mark.parametrize("precision", ["strict", "half"])
 def test_a_step_on_cuda_waits_for_nothing(name: str, precision: str) -> None:
     x, y = pictures(40, 3)
-    work = _Work(training(name, precision=precision, conditional=True, mirror=True), x, y, 2, torch.device("cuda"))
+    work = Game(training(name, precision=precision, conditional=True, mirror=True), x, y, 2, torch.device("cuda"))
     with work.settled():
         work.advance()
         try:

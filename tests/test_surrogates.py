@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import grad, jacrev, vmap
 
 import gradleak as gl
-from conftest import largest_difference, moment, perceptron, private, scene_of, tiny
+from conftest import clients, largest_difference, moment, perceptron, private, scene_of, tiny
 from gradleak import search, tree
 from gradleak.attack import Composed, Stage
 from gradleak.draws import Draws, key
@@ -655,26 +655,9 @@ def test_every_form_of_the_step_can_be_captured(variant: str) -> None:
     gate(search)
 
 
-@cache
 def client() -> tuple[gl.Task, list[Observation], Batch]:
-    """A small convolutional network, and two clients of 20 epochs over ten smooth images in batches of five."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
-            nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10),
-        )  # fmt: skip
-    like = (torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))
-    task = gl.Task.supervised(model, F.cross_entropy, like=like, mean=0.5, std=0.25)
-    batches = []
-    for seed in range(2):
-        make = torch.Generator().manual_seed(seed)
-        coarse = torch.rand(10, 1, 4, 4, generator=make)
-        pictures = F.interpolate(coarse, size=(8, 8), mode="bicubic").clamp(0, 1)
-        batches.append({"x": task.fields["x"].model(pictures), "y": torch.randint(0, 10, (10,), generator=make)})
-    training = LocalTraining(lr=0.1, epochs=20, batch_size=5)
-    seen = [gl.observe(task, batch, training, key=f"client {i}") for i, batch in enumerate(batches)]
-    return task, seen, {name: torch.stack([batch[name] for batch in batches]) for name in ("x", "y")}
+    """Two clients of 20 epochs in batches of five."""
+    return clients(LocalTraining(lr=0.1, epochs=20, batch_size=5), 8, 2)
 
 
 @cache

@@ -14,19 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from flat_minima.training import TEN, Course, Effort, task_of
-from record import summary
+from record import lpips_of, summary
 from torch import Tensor
 
 import gradleak as gl
 from gradleak.analysis.association import paired_difference
 from gradleak.defences import FedSAM
-from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 from gradleak.report.pictures import png, sheet
 from gradleak.results.configuration import digest
 from gradleak.task import Batch
@@ -71,15 +69,6 @@ def attack(name: str, effort: Effort) -> Any:
 
 def told(name: str, effort: Effort) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(attack(name, effort)))
-
-
-@cache
-def perceptual(device: str) -> LPIPS | str:
-    """LPIPS-VGG, or why there is none."""
-    try:
-        return LPIPS("vgg").to(device)
-    except WeightsMissing as problem:
-        return str(problem).splitlines()[0]
 
 
 # --- one cell ---------------------------------------------------------------------------------------------------------
@@ -152,8 +141,7 @@ class Bench:
         effort, task = self.effort, task_of(self.effort)
         chosen = attack(name, effort)
         found = chosen.run(task, list(seen), knows, seed=effort.seed, engine=effort.engine)
-        measure = perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
-        scores = gl.metrics.compare(found, self.truth, lpips=measure if isinstance(measure, LPIPS) else None)
+        scores = gl.metrics.compare(found, self.truth, lpips=lpips_of(effort))
         each = {"psnr": scores.psnr, "ssim": scores.ssim, "mse_x100": 100 * scores.mse}
         each |= {} if scores.lpips is None else {"lpips": scores.lpips}
         images = task.fields["x"].unit(found.batch["x"]).clamp(0, 1).cpu()

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from flat_minima.attacks import Bench, adaptive, flatness, orders, perceptual, radius, told
+from flat_minima.attacks import Bench, adaptive, flatness, orders, radius, told
 from flat_minima.curves import associated, curved, gradient_norm, informed
 from flat_minima.training import (
     ATTACKED,
@@ -33,9 +32,7 @@ from flat_minima.training import (
     private,
     targets,
 )
-from record import effort_arguments, record, with_effort
-
-from gradleak.metrics.perceptual import LPIPS
+from record import lpips_note, reproduce
 
 EXPECTED = Path(__file__).with_name("expected.json")
 RHOS = (0.0, 0.05, 0.1, 0.15, 0.2)
@@ -49,14 +46,12 @@ class Row(Protocol):
 
 def setting(effort: Effort) -> dict[str, Any]:
     """What every row depends on."""
-    measure = perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
-    size = private(effort).x.shape[-2:]
     return {
         "data": private(effort).source,
         "training_images": len(private(effort)),
         "init": effort.init,
         "seed": effort.seed,
-        "lpips": measure.note(*size) if isinstance(measure, LPIPS) else f"not measured: {measure}",
+        "lpips": lpips_note(effort, *private(effort).x.shape[-2:]),
     }
 
 
@@ -224,14 +219,8 @@ def told_in_a_line(row: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def run(options: Namespace) -> dict[str, Any]:
-    """The rows that `only` picks, until the budget is spent."""
-    return with_effort(options, Effort, rows(), told_in_a_line)
-
-
 def main() -> None:
-    options = effort_arguments(__doc__ or "", Effort)
-    record(options, EXPECTED, run(options))
+    reproduce(__doc__ or "", Effort, rows(), told_in_a_line, EXPECTED)
 
 
 if __name__ == "__main__":

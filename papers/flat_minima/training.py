@@ -25,7 +25,7 @@ from gradleak.federation import Federation, Fixed, Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.training import Trained
 from gradleak.results.configuration import digest
-from gradleak.results.store import FolderInUse
+from gradleak.results.resumable import FolderInUse
 from gradleak.task import Batch, Task
 
 METHODS = ("FedAvg", "FedSAM", "FedASAM", "FedGF", "FedSAI")

@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from gidm.clients import GRADIENT, Effort, Setting
-from record import summary
+from record import lpips_of, summary
 from torch import Tensor
 
 import gradleak as gl
 from gradleak import registry
 from gradleak.analysis.association import paired_difference
-from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 from gradleak.observation import MissingKnowledge
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.registry import UnknownName
@@ -116,20 +114,6 @@ MODES: dict[str, Method] = {
 }
 
 
-@cache
-def perceptual(device: str) -> LPIPS | str:
-    """LPIPS-VGG, or why there is none."""
-    try:
-        return LPIPS("vgg").to(device)
-    except WeightsMissing as problem:
-        return str(problem).splitlines()[0]
-
-
-def measure_of(effort: Effort) -> LPIPS | None:
-    found = perceptual(str(effort.engine.where)) if effort.lpips else None
-    return found if isinstance(found, LPIPS) else None
-
-
 @dataclass(frozen=True, eq=False)
 class Shown:
     """Images in the place of a reconstruction, for controls."""
@@ -177,7 +161,7 @@ class Bench:
         except (MissingKnowledge, RuleDoesNotApply, TaskError, torch.OutOfMemoryError) as problem:
             return {"skipped": f"{type(problem).__name__}: {str(problem).splitlines()[0]}"}
         held = torch.cuda.max_memory_allocated(where) / 2**30 if where.type == "cuda" else None
-        scores = gl.metrics.compare(found, self.truth, lpips=measure_of(effort))
+        scores = gl.metrics.compare(found, self.truth, lpips=lpips_of(effort))
         self.pictures[label] = task.fields["x"].unit(found.batch["x"][:SHOWN, 0]).clamp(0, 1).cpu()
         match = found.match.gather(1, found.chosen[:, None])[:, 0]
         return {
@@ -198,7 +182,7 @@ class Bench:
     def control(self, label: str, images: Tensor) -> None:
         """Scores of images that owe nothing to an attack; (targets, examples, C, H, W) in model-input space."""
         task = self.setting.task(self.effort)
-        scores = gl.metrics.compare(Shown({"x": images}, task.fields), self.truth, lpips=measure_of(self.effort))
+        scores = gl.metrics.compare(Shown({"x": images}, task.fields), self.truth, lpips=lpips_of(self.effort))
         self.cells[label] = scored(scores)
         self.pictures[label] = task.fields["x"].unit(images[:SHOWN, 0]).clamp(0, 1)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Any, Protocol
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gidm.attacks import KNOWN, MODES, UNKNOWN, Bench, Method, drawn, perceptual
+from gidm.attacks import KNOWN, MODES, UNKNOWN, Bench, Method, drawn
 from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
-from record import effort_arguments, record, with_effort
+from record import lpips_note, reproduce
 
 import gradleak as gl
-from gradleak.metrics.perceptual import LPIPS
 from gradleak.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -41,11 +39,6 @@ class Row(Protocol):
     """One thing that is measured."""
 
     def measure(self, effort: Effort) -> dict[str, Any]: ...
-
-
-def lpips_note(effort: Effort, side: int) -> str:
-    measure = perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
-    return measure.note(side, side) if isinstance(measure, LPIPS) else f"not measured: {measure}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ class Inversion:
             "alpha_bar": float(effort.schedule.alpha_bar[t]),
             "t_of_thousand": self.t,
             "targets": len(bench.truth["x"]),
-            "lpips": lpips_note(effort, bench.truth["x"].shape[-1]),
+            "lpips": lpips_note(effort, *bench.truth["x"].shape[-2:]),
             "cells": bench.cells,
             "best": bench.best,
             "phases": bench.phases(),
@@ -306,18 +299,8 @@ def told_in_a_line(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def run(options: Namespace) -> dict[str, Any]:
-    """The rows that `only` picks, until the budget is spent."""
-    return with_effort(options, Effort, rows(), told_in_a_line)
-
-
 def main() -> None:
-    options = effort_arguments(__doc__ or "", Effort)
-    if options.small:  # seconds on a CPU, unless something else is said
-        for name, value in SMALL.items():
-            if getattr(options, name) == getattr(Effort, name):
-                setattr(options, name, value)
-    record(options, EXPECTED, run(options))
+    reproduce(__doc__ or "", Effort, rows(), told_in_a_line, EXPECTED, SMALL)
 
 
 if __name__ == "__main__":

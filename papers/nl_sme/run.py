@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nl_sme.attacks import METHODS, Bench, Method, absent, attacked, scored, spread, variant
 from nl_sme.clients import RECIPES, Effort, Setting, apart
-from record import effort_arguments, record, with_effort
+from record import reproduce
 
 import gradleak as gl
 from gradleak import registry
@@ -358,14 +357,8 @@ def told_in_a_line(row: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def run(options: Namespace) -> dict[str, Any]:
-    """The rows that `only` picks, until the budget is spent."""
-    return with_effort(options, Effort, rows(), told_in_a_line)
-
-
 def main() -> None:
-    options = effort_arguments(__doc__ or "", Effort)
-    record(options, EXPECTED, run(options))
+    reproduce(__doc__ or "", Effort, rows(), told_in_a_line, EXPECTED)
 
 
 if __name__ == "__main__":

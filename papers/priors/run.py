@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -21,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import effort_arguments, record, summary, with_effort
+from record import lpips_note, lpips_of, reproduce, summary
 
 import gradleak as gl
 from gradleak.analysis.association import paired_difference
 from gradleak.data import DataError, Images
 from gradleak.generators import DCGAN, read
 from gradleak.generators.files import fingerprints
-from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 from gradleak.observation import MissingKnowledge
 from gradleak.report.pictures import png, sheet
 from gradleak.task import Batch, Task
@@ -251,20 +249,6 @@ DEFENCES: dict[str, gl.Defence] = {
 }
 
 
-@cache
-def perceptual(device: str) -> LPIPS | str:
-    """LPIPS-VGG, or why there is none."""
-    try:
-        return LPIPS("vgg").to(device)
-    except WeightsMissing as problem:
-        return str(problem).splitlines()[0]
-
-
-def measure_of(effort: Effort) -> LPIPS | None:
-    found = perceptual(str(effort.engine.where)) if effort.lpips else None
-    return found if isinstance(found, LPIPS) else None
-
-
 # --- one set of targets -----------------------------------------------------------------------------------------------
 
 
@@ -321,7 +305,7 @@ class Bench:
             found = attack.run(self.task, self.seen, knows, seed=effort.seed, engine=effort.engine)
         except MissingKnowledge as problem:
             return {"skipped": str(problem)}
-        scores = gl.metrics.compare(found, self.truth, lpips=measure_of(effort))
+        scores = gl.metrics.compare(found, self.truth, lpips=lpips_of(effort))
         self.pictures[label] = self.task.fields["x"].unit(found.batch["x"][:SHOWN, 0].cpu()).clamp(0, 1)
         each = {"psnr": scores.psnr, "ssim": scores.ssim, "mse": scores.mse}
         each |= {} if scores.lpips is None else {"lpips": scores.lpips}
@@ -352,7 +336,6 @@ class Bench:
         return {label: self.over(label, "prior-only", "psnr") for label in self.cells if label != "prior-only"}
 
     def described(self) -> dict[str, Any]:
-        measure = perceptual(str(self.effort.engine.where)) if self.effort.lpips else "switched off"
         return {
             "data": held_out(self.effort).source,
             "targets": len(self.seen),
@@ -363,7 +346,7 @@ class Bench:
             "generator_shape": list(self.prior.network.shape),
             "generator_classes": self.prior.network.classes,
             "defence": None if self.defence is None else repr(self.defence),
-            "lpips": "vgg" if isinstance(measure, LPIPS) else f"not measured: {measure}",
+            "lpips": lpips_note(self.effort, *self.truth["x"].shape[-2:]),
             "seed": self.effort.seed,
         }
 
@@ -516,18 +499,8 @@ def told_in_a_line(row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def run(options: Namespace) -> dict[str, Any]:
-    """The rows that `only` picks, until the budget is spent."""
-    return with_effort(options, Effort, rows(), told_in_a_line)
-
-
 def main() -> None:
-    options = effort_arguments(__doc__ or "", Effort)
-    if options.small:  # seconds on a CPU, unless something else is said
-        for name, value in SMALL.items():
-            if getattr(options, name) == getattr(Effort, name):
-                setattr(options, name, value)
-    record(options, EXPECTED, run(options))
+    reproduce(__doc__ or "", Effort, rows(), told_in_a_line, EXPECTED, SMALL)
 
 
 if __name__ == "__main__":

@@ -82,12 +82,12 @@ def representation(data: str, effort: Effort, start: str = "class", rate: float 
     return Method("representation-lewis", settings, adaptive=False, start=start)
 
 
-def gradient_methods(effort: Effort) -> dict[str, Method]:
+def gradient_methods(effort: Effort, start: str = "uniform") -> dict[str, Method]:
     """iDLG and CPL through the client's optimiser, with Yin's labels, as the paper's second table; ours beside them."""
     yin = {"steps": effort.steps, "labels": "row-minimum"}
     return {
-        "iDLG": Method("idlg", yin, start="uniform"),
-        "CPL": Method("cpl", yin, start="uniform"),
+        "iDLG": Method("idlg", yin, start=start),
+        "CPL": Method("cpl", yin, start=start),
         "sign-matching (ours)": Method("sign-matching", {"steps": effort.steps, "labels": "sign"}),
     }
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import effort_arguments, record, summary, with_effort
+from record import reproduce, summary
 
 import gradleak as gl
 from gradleak import draws, gradcam, tree
@@ -699,14 +698,8 @@ def _has(cell: Any, name: str) -> bool:
     return isinstance(cell, dict) and name in cell
 
 
-def run(options: Namespace) -> dict[str, Any]:
-    """The rows that `only` picks, until the budget is spent."""
-    return with_effort(options, Effort, rows(), told_in_a_line)
-
-
 def main() -> None:
-    options = effort_arguments(__doc__ or "", Effort)
-    record(options, EXPECTED, run(options))
+    reproduce(__doc__ or "", Effort, rows(), told_in_a_line, EXPECTED)
 
 
 if __name__ == "__main__":

@@ -86,14 +86,6 @@ def _normal(t: float) -> float:
     return math.erfc(-t / math.sqrt(2)) / 2
 
 
-def zcdp_epsilon(delta: float, noise_multiplier: float, releases: int = 1) -> float:
-    """epsilon = rho + 2 sqrt(rho ln(1/delta)) with rho = releases / (2 z^2): looser than the exact value."""
-    _positive(noise_multiplier=noise_multiplier, releases=releases)
-    _probability(delta=delta)
-    rho = releases / (2 * noise_multiplier**2)
-    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
-
-
 # --- Renyi differential privacy ---------------------------------------------------------------------------------------
 
 

@@ -42,7 +42,23 @@ class Window:
         return rows, (self.width + 2 * self.padding[1] - self.size[1]) // self.stride[1] + 1
 
 
-class Patches(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """A linear map of one tensor: its own tangent, and lanes are more examples."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
+        ctx.window = inputs[1]
+
+    @classmethod
+    def jvp(cls, ctx: Any, tangent: Tensor, _: None) -> Any:
+        return cls.apply(tangent, ctx.window)
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int, None], value: Tensor, window: Window) -> tuple[Tensor, int]:
+        return _lanes_into_batch(cls, in_dims[0], value, window), 0
+
+
+class Patches(_Linear):
     """(B, C, H, W) -> (B, C * kernel area, positions). Its transpose is `Fold`: each is the other's backward."""
 
     @staticmethod
@@ -55,23 +71,11 @@ class Patches(torch.autograd.Function):
         return views.permute(0, 1, 4, 5, 2, 3).reshape(x.shape[0], x.shape[1] * kh * kw, -1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
-        ctx.window = inputs[1]
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Fold.apply(grad, ctx.window), None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return Patches.apply(tangent, ctx.window)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, window: Window) -> tuple[Tensor, int]:
-        return _lanes_into_batch(Patches, in_dims[0], x, window), 0
-
-
-class Fold(torch.autograd.Function):
+class Fold(_Linear):
     """(B, C * kernel area, positions) -> (B, C, H, W): overlapping patches are summed."""
 
     @staticmethod
@@ -79,26 +83,45 @@ class Fold(torch.autograd.Function):
         return F.fold(columns, window.sides, window.size, 1, window.padding, window.stride)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Window], output: Tensor) -> None:
-        ctx.window = inputs[1]
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return Patches.apply(grad, ctx.window), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return Fold.apply(tangent, ctx.window)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], columns: Tensor, window: Window) -> tuple[Tensor, int]:
-        return _lanes_into_batch(Fold, in_dims[0], columns, window), 0
 
 
 # --- three maps, each the derivative of another -----------------------------------------------------------------------
 
 
-class Convolved(torch.autograd.Function):
+class _Bilinear(torch.autograd.Function):
+    """A map that is linear in each of two tensors. The second is a weight, unless the map says otherwise."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
+        first, second, ctx.window = inputs
+        ctx.save_for_backward(first, second)
+        ctx.save_for_forward(first, second)
+        ctx.set_materialize_grads(False)  # a weight that does not move must not cost a convolution with zeros
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> Any:
+        first, second = ctx.saved_tensors
+        parts = []
+        if tangents[0] is not None:
+            parts.append(cls.apply(tangents[0], second, ctx.window))
+        if tangents[1] is not None:
+            parts.append(cls.apply(first, tangents[1], ctx.window))
+        return sum(parts[1:], parts[0])
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Dims, value: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
+        """Lanes that share a weight are more examples; lanes with weights of their own are in turn, or in groups."""
+        if in_dims[1] is None:
+            assert in_dims[0] is not None
+            return _lanes_into_batch(cls, in_dims[0], value, weight, window), 0
+        if in_dims[0] is not None and in_turn(value, in_dims[0]):
+            return _one_lane_after_another(cls, in_dims, value, weight, window), 0
+        return torch.vmap(cls.forward, in_dims=in_dims, out_dims=0)(value, weight, window), 0
+
+
+class Convolved(_Bilinear):
     """y = conv2d(x, weight) without bias. Differentiable any number of times, as are its two adjoints below."""
 
     @staticmethod
@@ -106,24 +129,12 @@ class Convolved(torch.autograd.Function):
         return F.conv2d(x, weight, None, window.stride, window.padding)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
-        _keep(ctx, inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return _asked(ctx, lambda w: Spread.apply(grad, weight, w), lambda w: Correlated.apply(x, grad, w))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _product_rule(Convolved, ctx, tangents)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
-        return _lanes(Convolved, in_dims, x, weight, window)
-
-
-class Spread(torch.autograd.Function):
+class Spread(_Bilinear):
     """The adjoint in x: an output y and a weight -> an image."""
 
     @staticmethod
@@ -137,24 +148,12 @@ class Spread(torch.autograd.Function):
         return F.conv_transpose2d(y, weight, None, window.stride, window.padding, tuple(rest))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
-        _keep(ctx, inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         y, weight = ctx.saved_tensors
         return _asked(ctx, lambda w: Convolved.apply(grad, weight, w), lambda w: Correlated.apply(grad, y, w))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _product_rule(Spread, ctx, tangents)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, y: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
-        return _lanes(Spread, in_dims, y, weight, window)
-
-
-class Correlated(torch.autograd.Function):
+class Correlated(_Bilinear):
     """The adjoint in the weight: images and outputs -> a weight, summed over examples."""
 
     @staticmethod
@@ -169,24 +168,16 @@ class Correlated(torch.autograd.Function):
         return flat.reshape(y.shape[1], x.shape[1], *window.size)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
-        _keep(ctx, inputs)
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, y = ctx.saved_tensors
         return _asked(ctx, lambda w: Spread.apply(y, grad, w), lambda w: Convolved.apply(x, grad, w))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _product_rule(Correlated, ctx, tangents)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, y: Tensor, window: Window) -> tuple[Tensor, int]:
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Dims, x: Tensor, y: Tensor, window: Window) -> tuple[Tensor, int]:
         if in_turn(x, in_dims[0]):
-            return _one_lane_after_another(Correlated, in_dims, x, y, window), 0
+            return _one_lane_after_another(cls, in_dims, x, y, window), 0
         # Lanes of patches: one batched product for all of them.
-        return torch.vmap(Correlated.forward, in_dims=in_dims, out_dims=0)(x, y, window), 0
+        return torch.vmap(cls.forward, in_dims=in_dims, out_dims=0)(x, y, window), 0
 
 
 def in_turn(value: Tensor, lanes: int | None = None) -> bool:
@@ -198,37 +189,10 @@ def in_turn(value: Tensor, lanes: int | None = None) -> bool:
     return value.is_cuda and value.shape[0 if lanes is None or lanes != 0 else 1] >= IN_TURN
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Window]) -> None:
-    first, second, ctx.window = inputs
-    ctx.save_for_backward(first, second)
-    ctx.save_for_forward(first, second)
-    ctx.set_materialize_grads(False)  # a weight that does not move must not cost a convolution with zeros
-
-
 def _asked(ctx: Any, first: Callable[[Window], Tensor], second: Callable[[Window], Tensor]) -> Any:
     """The derivatives that somebody asked for."""
     wanted = ctx.needs_input_grad
     return first(ctx.window) if wanted[0] else None, second(ctx.window) if wanted[1] else None, None
-
-
-def _product_rule(function: Any, ctx: Any, tangents: tuple[Any, ...]) -> Any:
-    first, second = ctx.saved_tensors
-    parts = []
-    if tangents[0] is not None:
-        parts.append(function.apply(tangents[0], second, ctx.window))
-    if tangents[1] is not None:
-        parts.append(function.apply(first, tangents[1], ctx.window))
-    return sum(parts[1:], parts[0])
-
-
-def _lanes(function: Any, in_dims: Dims, value: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
-    """Lanes that share a weight are more examples; lanes with weights of their own are in turn, or in groups."""
-    if in_dims[1] is None:
-        assert in_dims[0] is not None
-        return _lanes_into_batch(function, in_dims[0], value, weight, window), 0
-    if in_dims[0] is not None and in_turn(value, in_dims[0]):
-        return _one_lane_after_another(function, in_dims, value, weight, window), 0
-    return torch.vmap(function.forward, in_dims=in_dims, out_dims=0)(value, weight, window), 0
 
 
 def _lanes_into_batch(function: Any, lane_axis: int, value: Tensor, *others: Any) -> Tensor:

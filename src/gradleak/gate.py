@@ -5,9 +5,9 @@
     if decision.action == "block": ...                      # else send decision.update
 
 The client attacks its own update with `auto`, as a server that knows the recipe would. With its batch at hand it
-compares, image by image; without, an update that a search reproduces to rounding counts as inverted. It fails closed:
-whatever goes wrong, and whatever is not decided in time, is treated as the policy says of what is undecided, and that
-cannot be "allow".
+compares, image by image; without, an update that a search explains all but a tenth of counts as inverted: that may be
+another image, and in doubt nothing is sent. It fails closed: whatever goes wrong, and whatever is not decided in time,
+is treated as the policy says of what is undecided, and that cannot be "allow".
 
 What it cannot do: an update that passes has withstood these attacks for so long, on this machine. That is no proof of
 safety; a server has more time. Only differential privacy with a stated epsilon proves anything.
@@ -27,18 +27,22 @@ import torch
 
 from gradleak import metrics, tree
 from gradleak.analysis.risk import risk
-from gradleak.auto import PRESETS, Auto
-from gradleak.auto.residual import SOLVED
+from gradleak.auto import PRESETS, Auto, Case
+from gradleak.auto.residual import residuals
 from gradleak.checks import observation_checks
+from gradleak.defence import Chain
 from gradleak.defences.gaussian import LocalGaussian
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Observation
+from gradleak.local import fitting
+from gradleak.observation import Knowledge, Observation, Track
 from gradleak.registry import did_you_mean
 from gradleak.results.configuration import from_toml
 from gradleak.task import Batch, Task
 from gradleak.tree import Params
 
 ALLOW, NOISE, BLOCK = "allow", "noise", "block"
+SLACK = 1e-3  # that examples may leave their bounds by, in units of them
+STRANGE = 0.1  # of the update that the client's own examples may leave unexplained
 
 
 class BadPolicy(ValueError):
@@ -52,6 +56,7 @@ class Policy:
     on_leak      "noise" or "block", where the update gives images away
     undecided    "noise" or "block", where the check failed, found no working attack, or ran out of time
     psnr, ssim   with the batch at hand: an image counts as given away above both
+    residual     without it: given away where a search leaves no more than this share of the update unexplained
     most_bits    without it: block from this risk score on (bits per pixel), if not inverted anyway; none: not looked at
     noise        standard deviation that is added, as a multiple of the update's root mean square
     preset       of `auto`
@@ -61,6 +66,7 @@ class Policy:
     undecided: str = BLOCK
     psnr: float = 18.0
     ssim: float = 0.5
+    residual: float = 0.1
     most_bits: float | None = None
     noise: float = 1.0
     preset: str = "quick"
@@ -73,13 +79,15 @@ class Policy:
                 )
         if self.preset not in PRESETS:
             raise BadPolicy(f"preset cannot be {self.preset!r}.{did_you_mean(str(self.preset), PRESETS)}")
-        for name in ("psnr", "ssim", "noise", "most_bits"):
+        for name in ("psnr", "ssim", "residual", "noise", "most_bits"):
             value = getattr(self, name)
             numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not numeric and not (name == "most_bits" and value is None):
                 raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
         if self.noise <= 0:
             raise BadPolicy(f"noise must be above 0; given {self.noise}.")
+        if not 0 < self.residual < 1:
+            raise BadPolicy(f"residual must lie between 0 and 1; given {self.residual}.")
 
     @staticmethod
     def load(path: str | Path) -> Policy:
@@ -143,7 +151,8 @@ def check(
     if action != NOISE:
         return Decision(action, found.text, seen.update if action == ALLOW else None, spent, found.figures)
     noised, std = _noised(seen.update, policy.noise)
-    defence = LocalGaussian(sigma=std)
+    added = LocalGaussian(sigma=std)
+    defence = added if knows.defence is None else Chain(knows.defence, added)
     again = _finding(
         task,
         replace(seen, update=noised),
@@ -173,33 +182,72 @@ def _finding(
     seed: int,
     engine: Engine | None,
 ) -> Finding:
-    if odd := [check for check in observation_checks(seen, task) if check.severity == "error"]:
-        return Finding(None, f"The update cannot be judged: {odd[0].text}.")
+    """What an attack shows of this update, within `seconds`. Whatever happens on the way is no answer, never a pass."""
     began = time.perf_counter()
     try:
-        figures: dict[str, Any] = {}
-        if batch is None and policy.most_bits is not None:
-            figures["risk"] = risk(task, seen, knows, engine=engine).record()
-            if figures["risk"]["score"] >= policy.most_bits:
-                told = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
-                return Finding(True, f"The update says too much: {told}.", figures)
-        left = max(0.01, seconds - (time.perf_counter() - began))
-        attack = Auto(preset=policy.preset, seconds=left, certify=False)
-        result = attack.run(task, seen, knows, seed, engine=engine)
+        if odd := _odd(task, seen, batch):
+            return Finding(None, f"The update cannot be judged: {odd}.")
+        return _attacked(task, seen, policy, knows, batch, began, seconds, seed, engine)
     except Exception as problem:
         # Whatever happens here must not let an update pass: an error is the same as no answer.
         first = str(problem).partition("\n")[0]
         return Finding(None, f"The check could not be made ({type(problem).__name__}: {first}).")
+
+
+def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
+    """Why nothing can be said of this update, or not with these examples: scores against others would let it pass."""
+    if errors := [check for check in observation_checks(seen, task) if check.severity == "error"]:
+        return errors[0].text
+    if batch is None:
+        return None
+    fitting(task, batch)
+    count = next(iter(batch.values())).shape[0]
+    if count != seen.num_examples:
+        return f"it is of {seen.num_examples} examples, and {count} were given to compare with"
+    for name, value in batch.items():
+        known = task.fields[name]
+        if not bool(value.isfinite().all()):
+            return f"{name} of the examples is not finite"
+        if known.classes is None and known.bounded:
+            unit = known.unit(value)
+            if float(unit.min()) < -SLACK or float(unit.max()) > 1 + SLACK:
+                return f"{name} of the examples lies outside the task's bounds: give them as the model receives them"
+    return None
+
+
+def _attacked(
+    task: Task,
+    seen: Observation,
+    policy: Policy,
+    knows: Knowledge,
+    batch: Batch | None,
+    began: float,
+    seconds: float,
+    seed: int,
+    engine: Engine | None,
+) -> Finding:
+    figures: dict[str, Any] = {}
+    if batch is None and policy.most_bits is not None:
+        figures["risk"] = risk(task, seen, knows, engine=engine).record()
+        if not figures["risk"]["score"] < policy.most_bits:
+            told = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
+            return Finding(True, f"The update says too much: {told}.", figures)
+    left = max(0.01, seconds - (time.perf_counter() - began))
+    result = Auto(preset=policy.preset, seconds=left, certify=False).run(task, seen, knows, seed, engine=engine)
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
     figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in result.settings["tried"]]
     cut = any(each["outcome"] == "stopped" or "are over" in each.get("why", "") for each in result.settings["tried"])
-    worked = result.checks.converged[0]
-    leak = _compared(result, batch, policy, figures) if batch is not None else _inverted(result, figures)
+    leak = _inverted(policy, figures) if batch is None else _compared(result, batch, policy, figures)
     if leak is not None:
         return Finding(True, leak, figures)
+    if batch is not None and _strange(task, seen, knows, batch, figures, engine):
+        told = "The examples given do not make this update, and other images were found that do"
+        return Finding(None, f"{told}: they are not those of this round.", figures)
     if cut:
         return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
-    if not worked:
+    if time.perf_counter() - began > seconds:
+        return Finding(None, f"Not decided in {seconds:.0f} s: the attacks ended later.", figures)
+    if not result.checks.converged[0]:
         return Finding(None, "No attack worked as an optimiser, which shows nothing.", figures)
     return Finding(False, "Attacks that converged gave no image away; that is no proof of safety.", figures)
 
@@ -207,6 +255,8 @@ def _finding(
 def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]) -> str | None:
     """With the client's own images: is any of them shown?"""
     scores = metrics.compare(result, batch)
+    if not bool(scores.psnr.isfinite().all() and scores.ssim.isfinite().all()):
+        raise ValueError("the scores of the reconstruction are not finite")
     shown = (scores.psnr > policy.psnr) & (scores.ssim > policy.ssim)
     figures |= {"psnr": float(scores.psnr.max()), "ssim": float(scores.ssim.max()), "shown": int(shown.sum())}
     if not bool(shown.any()):
@@ -217,11 +267,23 @@ def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]
     )
 
 
-def _inverted(result: Any, figures: dict[str, Any]) -> str | None:
-    """Without them: an update that is reproduced to rounding has been inverted, or nearly always so."""
-    if figures["residual"] > SOLVED:
+def _inverted(policy: Policy, figures: dict[str, Any]) -> str | None:
+    """Without them: images that explain nearly all of the update are taken for the client's."""
+    if figures["residual"] > policy.residual:
         return None
     return f"{figures['winner']} reproduces the update to {figures['residual']:.0e}: images were found that give it."
+
+
+def _strange(
+    task: Task, seen: Observation, knows: Knowledge, batch: Batch, figures: dict[str, Any], engine: Engine | None
+) -> bool:
+    """Are these the wrong examples? They leave much of the update unexplained, and what was found ten times less."""
+    case = Case(task, (Track((seen,)),), knows, engine or Engine())
+    if not case.followed or not task.fields.keys() <= batch.keys():
+        return False
+    [own] = residuals(case, [0], [batch])
+    figures["residual of the examples"] = own.value
+    return own.value > STRANGE and figures["residual"] < STRANGE * own.value
 
 
 def _noised(update: Params, share: float) -> tuple[Params, float]:

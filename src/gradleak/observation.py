@@ -359,4 +359,5 @@ def as_targets(seen: Seen) -> list[Track]:
 
 
 def stack(values: Sequence[Params]) -> Params:
+    """Several trees of the same names as one, with a new first axis."""
     return {name: torch.stack([value[name] for value in values]) for name in values[0]}

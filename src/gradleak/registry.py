@@ -120,6 +120,7 @@ def entries(kind: str) -> list[Entry]:
 
 
 def entry(kind: str, name: str) -> Entry:
+    """What is registered under this name, or an error that suggests one."""
     _load(kind)
     try:
         return _entries[kind, name]

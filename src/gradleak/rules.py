@@ -32,6 +32,8 @@ def cosine_decay(step: int, total: int) -> float:
 
 
 class Rule(Protocol):
+    """A client's optimiser, pure: state is passed and returned; `step` returns what is SUBTRACTED from the weights."""
+
     def init(self, weights: Params) -> Tree: ...
 
     def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]: ...

@@ -45,14 +45,17 @@ def add(a: Mapping[str, Any], b: Mapping[str, Any], scale: float | Tensor = 1.0)
 
 
 def subtract(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:
+    """a - b"""
     return map(torch.sub, a, b)
 
 
 def multiply(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:
+    """a * b, entry by entry"""
     return map(torch.mul, a, b)
 
 
 def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
+    """factor * a"""
     if not isinstance(factor, Tensor) and factor == 1:
         return dict(a)  # a pass over every lane's parameters is worth saving
     return map(lambda x: x * factor, a)
@@ -68,6 +71,7 @@ def where(condition: Tensor, a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree
 
 
 def zeros_like(a: Mapping[str, Any]) -> Tree:
+    """Zeros of the same names and shapes."""
     return map(torch.zeros_like, a)
 
 
@@ -78,6 +82,7 @@ def dot(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tensor:
 
 
 def squared_norm(a: Mapping[str, Any]) -> Tensor:
+    """The sum of squares of all entries."""
     return torch.stack([x.square().sum() for x in leaves(a)]).sum()
 
 
@@ -85,6 +90,12 @@ def safe_sqrt(square: Tensor) -> Tensor:
     """Square root whose derivative at zero is zero, where autograd's is infinite."""
     positive = square > 0
     return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
+
+
+def safe_inverse(length: Tensor) -> Tensor:
+    """1 / length, and 0 where the length is 0: what is not there weighs nothing, and has no derivative."""
+    positive = length > 0
+    return torch.where(positive, 1 / torch.where(positive, length, 1.0), 0.0)
 
 
 def norm(a: Mapping[str, Any]) -> Tensor:
@@ -109,6 +120,7 @@ def size(a: Mapping[str, Any]) -> int:
 
 
 def detach(a: Mapping[str, Any]) -> Tree:
+    """A copy without history."""
     return map(lambda value: value.detach().clone(), a)
 
 
@@ -118,4 +130,5 @@ def to(a: Mapping[str, Any], device: torch.device | str | None, dtype: torch.dty
 
 
 def finite(a: Mapping[str, Any]) -> bool:
+    """Is every floating-point entry finite?"""
     return all(bool(torch.isfinite(value).all()) for value in leaves(a) if value.is_floating_point())

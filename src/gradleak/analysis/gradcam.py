@@ -113,9 +113,9 @@ def rank_correlation(first: Tensor, second: Tensor) -> Tensor:
     return (a * b).sum(1) / (a.square().sum(1) * b.square().sum(1)).sqrt()
 
 
-def top_overlap(first: Tensor, second: Tensor, share: float = TOP) -> Tensor:
-    """Intersection over union of where each row is among its largest `share` and above zero, (N,); 1 for two blanks."""
-    count = math.ceil(share * first.shape[1])
+def top_overlap(first: Tensor, second: Tensor) -> Tensor:
+    """Intersection over union of where each row is among its largest `TOP` and above zero, (N,); 1 for two blanks."""
+    count = math.ceil(TOP * first.shape[1])
 
     def top(values: Tensor) -> Tensor:
         return (values >= values.topk(count, 1).values[:, -1:]) & (values > 0)

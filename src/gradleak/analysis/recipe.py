@@ -246,7 +246,7 @@ class Way:
         return f"a way of {self.estimate:.3g}, between {self.low:.3g} and {self.high:.3g} (by {self.by})"
 
 
-def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None = None, dummies: int = DUMMIES) -> Way:
+def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None = None) -> Way:
     """S from the classifier's bias, w0, wT and how many examples each class has, (classes,); no images needed.
 
     u_b = integral of d over the way, d = p - counts / N, p the mean prediction. Along the segment from w0 to wT, where
@@ -274,7 +274,7 @@ def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None 
     shares = counts.to(moved) / seen.num_examples
     nodes = [(0.0, 0.0), *gauss_legendre(NODES), (0.0, 1.0)]
     weights, points = torch.tensor(nodes, dtype=torch.float64, device=moved.device).unbind(1)
-    predicted, sums = _along(scene, points, _dummies(scene, dummies) if images is None else images.to(moved))
+    predicted, sums = _along(scene, points, _dummies(scene) if images is None else images.to(moved))
     slopes = (predicted - shares) * (1.0 if biased else sums[:, None])  # (points, classes)
     inner = slopes @ moved
     local = torch.where(inner > 0, moved.square().sum() / inner, torch.inf)  # (points,)
@@ -418,11 +418,11 @@ def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> t
     return Scene.of(work, seen, knows), tree.to(batch, like.device, torch.float64)
 
 
-def _dummies(scene: Scene, count: int) -> Tensor:
-    """N(0, 1) in model-input space, (count, ...): what the attacker has where it has no images."""
+def _dummies(scene: Scene) -> Tensor:
+    """N(0, 1) in model-input space, (DUMMIES, ...): what the attacker has where it has no images."""
     low, _ = scene.limits["x"]
     source = Draws(randomness.key("recipe").to(low.device))
-    return source.normal((count, *scene.task.fields["x"].shape), dtype=low.dtype)
+    return source.normal((DUMMIES, *scene.task.fields["x"].shape), dtype=low.dtype)
 
 
 @torch.no_grad()

@@ -267,8 +267,10 @@ class LogDeterminant:
 
 
 def excess_of(h: Tensor, damping: float) -> Tensor:
+    """What each eigenvalue adds to the log-determinant above the floor: 1/2 log(1 + h^2 / damping)."""
     return 0.5 * torch.log1p(h.square() / damping)
 
 
 def floor_of(size: int, damping: float) -> float:
+    """The damped log-determinant of a Hessian of this size that is zero: 1/2 size log(damping)."""
     return 0.5 * size * math.log(damping)

@@ -39,6 +39,7 @@ from gradleak.tree import Params
 
 LINE, BEZIER = 1 / 120, 1 / 480  # of squared curvature, in unit time
 GRID = 21  # points of a segment or curve at which gradients are taken
+CHUNK = 4  # gradients at a time
 
 
 # --- the path ---------------------------------------------------------------------------------------------------------
@@ -97,17 +98,14 @@ def recorded(
     batch: Batch,
     training: LocalTraining,
     *,
-    weights: Params | None = None,
     key: str = "target",
     seed: int = 0,
-    device: torch.device | str | None = None,
 ) -> Path:
     """The path of the client that `observe` with the same arguments runs: its steps, its shuffle, in float64."""
-    where = device or next(tree.leaves(task.weights())).device
+    where = next(tree.leaves(task.weights())).device
     work, own = task.to(where, torch.float64), tree.to(batch, where, torch.float64)
-    start = None if weights is None else tree.to(weights, where, torch.float64)
     recorder = Recorder()
-    seen = observe(work, own, training, recorder, weights=start, key=key, seed=seed)
+    seen = observe(work, own, training, recorder, key=key, seed=seed)
     points = (*recorder.points, tree.subtract(seen.weights, seen.update))
     size = min(training.batch_size or seen.num_examples, seen.num_examples)
     return Path(work, own, points, gram_of(points), -(-seen.num_examples // size))
@@ -260,10 +258,8 @@ def _cosine_distances(gradients: Params, update: Params) -> Tensor:
     return (1 - dots / (torch.as_tensor(own).sqrt() * tree.norm(update))).detach().cpu()
 
 
-def mismatch(
-    path: Path, *, training: LocalTraining | None = None, replays: Sequence[int] = (), chunk: int = 4
-) -> Mismatch:
-    """Gradients along chord, Bezier curve and path against the update, `chunk` of them at a time.
+def mismatch(path: Path, *, training: LocalTraining | None = None, replays: Sequence[int] = ()) -> Mismatch:
+    """Gradients along chord, Bezier curve and path against the update, `CHUNK` of them at a time.
 
     `replays`: also coarse replays of so many steps; they need `training`, plain SGD with a constant rate.
     """
@@ -281,7 +277,7 @@ def mismatch(
     def against(points: Params, shares: Tensor) -> tuple[Tensor, float]:
         """The distance at each point, and that of the mean gradient."""
         with double_backward_safe():
-            gradients: Params = vmap(lambda at: task.gradient(at, path.batch), chunk_size=chunk)(points)
+            gradients: Params = vmap(lambda at: task.gradient(at, path.batch), chunk_size=CHUNK)(points)
         mean = tree.map(lambda value: torch.tensordot(shares.to(alphas), value, dims=1)[None], gradients)
         return _cosine_distances(gradients, update), float(_cosine_distances(mean, update))
 
@@ -353,12 +349,10 @@ def _extremes(values: Sequence[float]) -> dict[str, float] | None:
     return {"lowest": min(values), "median": float(np.median(values)), "highest": max(values)}
 
 
-def trajectory(
-    path: Path, *, training: LocalTraining | None = None, replays: Sequence[int] = (), chunk: int = 4
-) -> Trajectory:
+def trajectory(path: Path, *, training: LocalTraining | None = None, replays: Sequence[int] = ()) -> Trajectory:
     """All of it for one path; curvature over an epoch, or a step where there are no two epochs."""
     stride = path.epoch if path.steps >= 2 * path.epoch else 1
-    found = mismatch(path, training=training, replays=replays, chunk=chunk)
+    found = mismatch(path, training=training, replays=replays)
     return Trajectory(shape(path.gram, stride=stride), shape(path.gram), found)
 
 
@@ -368,10 +362,9 @@ def growth(
     *,
     training: LocalTraining | None = None,
     replays: Sequence[int] = (),
-    chunk: int = 4,
 ) -> tuple[Trajectory, ...]:
     """The same for the client that had stopped after each of `lengths` steps."""
-    return tuple(trajectory(path.until(steps), training=training, replays=replays, chunk=chunk) for steps in lengths)
+    return tuple(trajectory(path.until(steps), training=training, replays=replays) for steps in lengths)
 
 
 def order(lengths: Sequence[float], values: Sequence[float]) -> float | None:

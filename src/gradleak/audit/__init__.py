@@ -31,8 +31,9 @@ from gradleak.generators import load as load_generator
 from gradleak.local import LocalTraining
 from gradleak.results import AuditResult
 from gradleak.results.configuration import digest
+from gradleak.results.resumable import FolderInUse, Interrupted
 from gradleak.results.rows import Row
-from gradleak.results.store import Arrays, Folder, FolderInUse, Memory, prepare
+from gradleak.results.store import Arrays, Folder, Memory, prepare
 from gradleak.task import Task
 
 if TYPE_CHECKING:
@@ -85,10 +86,6 @@ class Workers(Protocol):
         log: Callable[[dict[str, Any]], None],
     ) -> Iterator[tuple[Cell, list[Row], Arrays | None]]:
         """The rows and arrays of each cell once, in any order. `log`: what happened to whom, for the record."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C. The message says what is kept and how to go on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +310,7 @@ class Audit:
             raise Interrupted(f"Interrupted: {told}.") from None
         finally:
             if isinstance(store, Folder):
-                store.unlock()
+                store.close()
         return AuditResult.of(store, settings, environment, folder)
 
     def _demand_unseen(self, cells: Sequence[Cell]) -> None:
@@ -370,11 +367,11 @@ class Audit:
         return (0,) if cell.control else tuple(sorted(set(self.rounds)))
 
 
-def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any, gallery: Any = None) -> Audit:
+def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any) -> Audit:
     """The audit that a run.toml describes, on this task and data. The gallery is loaded by name where it has one."""
     given = arguments(settings)
-    if gallery is None and "gallery" in given["origin"]:
-        gallery = _pictures(given["origin"]["gallery"], task)
+    names = given["origin"].get("gallery")
+    gallery = None if names is None else _pictures(names, task)
     if "trained" in given["origin"]:
         given["trained"] = Checkpoints(Path(given["origin"]["trained"]))
     where = given["origin"].get("generator")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradleak.attack import require
+from gradleak.audit.cells import named_attacks
 from gradleak.observation import MissingKnowledge
 from gradleak.results import AuditResult
+from gradleak.results.summary import VOID, Summary
 from gradleak.results.verdict import strongest_of
 
 if TYPE_CHECKING:
@@ -54,18 +57,25 @@ CAPABILITIES: dict[str, Capability] = {
 
 @dataclass(frozen=True, eq=False)
 class Ablation:
-    """The whole audit, and one for each capability that it granted; a text where no attack can do without it."""
+    """The whole audit, and one for each capability that it granted; a text where no attack can do without it.
+
+    `idle`: by capability, the attacks that cannot do without it and were left out of that audit.
+    """
 
     whole: AuditResult
     without: dict[str, AuditResult | str]
+    idle: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def table(self) -> str:
-        """One line per defence and capability: recovered share, mean PSNR, and the change of it."""
+        """One line per defence and capability: recovered share, mean PSNR, and the change of it.
+
+        The word is that of the strongest line, or void where the positive control of that audit failed.
+        """
         lines = [("defence", "without", "recovered", "PSNR", "change", "word")]
         for defence in dict.fromkeys(line.defence for line in self.whole.summaries):
             base = strongest_of(line for line in self.whole.summaries if line.defence == defence)
             reference = base.means.get("psnr", float("nan"))
-            lines.append((defence, "-", str(base.recovered), f"{reference:.1f} dB", "", base.word))
+            lines.append((defence, "-", str(base.recovered), f"{reference:.1f} dB", "", _word(self.whole, base)))
             for name, found in self.without.items():
                 if isinstance(found, str):
                     lines.append(("", name, "-", "-", "", found))
@@ -74,10 +84,29 @@ class Ablation:
                 if own:
                     best = strongest_of(own)
                     psnr = best.means.get("psnr", float("nan"))
-                    change = f"{psnr - reference:+.1f} dB"
-                    lines.append(("", name, str(best.recovered), f"{psnr:.1f} dB", change, best.word))
+                    change, word = f"{psnr - reference:+.1f} dB", _word(found, best)
+                    if left := self.idle.get(name):
+                        word += f" (left out, since they need it: {', '.join(left)})"
+                    lines.append(("", name, str(best.recovered), f"{psnr:.1f} dB", change, word))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def _word(found: AuditResult, line: Summary) -> str:
+    return line.word if found.positive_control.passed else VOID
+
+
+def _able(audit: Audit) -> tuple[Audit | None, dict[str, str]]:
+    """The audit with the attacks that its knowledge is enough for (None: nobody is left), and why others are idle."""
+    idle: dict[str, str] = {}
+    for cell in audit.cells():
+        try:
+            require(cell.attack, cell.knows)
+        except MissingKnowledge as problem:
+            idle.setdefault(cell.attack_name, str(problem))
+    names = [name for name, _ in named_attacks(audit.attacks)]
+    kept = [attack for attack, name in zip(audit.attacks, names, strict=True) if name not in idle]
+    return (replace(audit, attacks=kept) if kept else None), idle
 
 
 def ablation(
@@ -94,12 +123,15 @@ def ablation(
     folder = None if out is None else Path(out)
     whole = audit.run(folder, progress=progress) if whole is None else whole
     without: dict[str, AuditResult | str] = {}
+    idle: dict[str, tuple[str, ...]] = {}
     for name, capability in CAPABILITIES.items():
         if not capability.granted(audit):
             continue
         place = None if folder is None else folder.with_name(f"{folder.name}-without-{name}")
-        try:
-            without[name] = capability.taken(audit).run(place, progress=progress)
-        except MissingKnowledge as problem:
-            without[name] = f"cannot run: {problem}"
-    return Ablation(whole, without)
+        less, unable = _able(capability.taken(audit))
+        if less is None:
+            without[name] = f"cannot run: {next(iter(unable.values()))}"
+            continue
+        idle |= {name: tuple(unable)} if unable else {}
+        without[name] = less.run(place, progress=progress)
+    return Ablation(whole, without, idle)

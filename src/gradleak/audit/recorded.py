@@ -30,7 +30,7 @@ from gradleak.federation import Federation, Snapshot, with_buffers
 from gradleak.guarantee import Exposure, Guarantee
 from gradleak.observation import BadObservation, Knowledge, Observation, stack
 from gradleak.results.configuration import digest
-from gradleak.results.store import replace_whole
+from gradleak.results.resumable import replace_whole
 from gradleak.task import Batch, Task
 
 if TYPE_CHECKING:

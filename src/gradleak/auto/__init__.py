@@ -132,9 +132,23 @@ class Auto:
         began = time.perf_counter()
         case = Case(task, tuple(as_targets(seen)), knows, engine or Engine())
         search = _Search(self, case, seed, began, progress)
-        for place, member in enumerate(MEMBERS):
-            search.attempt(member, place)
+        turns = turns_of(case, self.preset)
+        for place, (member, form) in enumerate(turns):
+            search.attempt(member, form, (place, len(turns)))
         return search.result()
+
+
+def turns_of(case: Case, preset: str) -> list[tuple[Member, str]]:
+    """Who runs, in order: all members with all that is known of the defence, then with less of it, then polish.
+
+    An attacker who knows a defence may still match as if there were none (A0), or only weigh out what was noised or
+    dropped (A1): the search may be easier. What comes of it is measured by the same residual, through the defence.
+    """
+    most, *less = case.forms
+    able = [member for member in MEMBERS if member.fits(case, preset)]
+    last = [(member, most) for member in able if member.attack == POLISH]
+    first = [(member, most) for member in able if member.attack != POLISH]
+    return [*first, *((member, form) for form in less for member in able if preset in member.forms), *last]
 
 
 @dataclass(eq=False)
@@ -150,6 +164,7 @@ class _Search:
     tried: list[dict[str, Any]] = field(default_factory=list)
     curve: list[list[float]] = field(default_factory=list)  # residuals of the best so far, after every member that ran
     evaluations: int = 0
+    tuned: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.curve.append([each.value for each in self._blank()])
@@ -160,13 +175,11 @@ class _Search:
         blanks = [self.case.task.blank(self.case.targets[row].num_examples) for row in rows]
         return residuals(self.case, rows, blanks)
 
-    def attempt(self, member: Member, place: int) -> None:
-        """Run one member, if it applies, on the targets that are not solved yet."""
+    def attempt(self, member: Member, form: str, turn: tuple[int, int]) -> None:
+        """Run one member, as an attacker who takes the defence for `form`, on the targets that are not solved yet."""
         case, auto = self.case, self.auto
-        if not member.fits(case, auto.preset):
-            return
         rows = [row for row in range(len(case.targets)) if row not in self.best or not self.best[row].residual.solved]
-        told: dict[str, Any] = {"member": member.name, "attack": member.attack, "targets": rows}
+        told: dict[str, Any] = {"member": member.name, "attack": member.attack, "form": form, "targets": rows}
         if not rows:
             self.tried.append({**told, "outcome": "left out", "why": "every target is solved to rounding"})
             return
@@ -177,16 +190,17 @@ class _Search:
         try:
             settings = self._settings(member)
             told |= {"settings": settings}
-            parts = self._run(member, settings, rows, place)
+            parts = self._run(member, settings, rows, case.taking(form), self._share(*turn))
         except (MissingKnowledge, TaskError, EngineError) as refusal:
             self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
             return
         except OutOfTime:
             self.tried.append({**told, "outcome": "stopped", "why": f"the {auto.seconds} s were over"})
             return
+        name = member.name if form == next(iter(case.forms)) else f"{member.name} ({form})"
         reached: dict[int, float] = {}
         for own, found in parts:
-            reached |= self._take(member, own, found)
+            reached |= self._take(name, own, found)
         seconds = round(time.perf_counter() - began, 3)
         ordered = [reached.get(row) for row in rows]
         self.tried.append({**told, "outcome": "ran", "residual": ordered, "seconds": seconds})
@@ -204,16 +218,24 @@ class _Search:
 
     def _settings(self, member: Member) -> dict[str, Any]:
         auto = self.auto
-        chosen: Mapping[str, Any] = {}
+        chosen = dict(member.read(self.case))
         if auto.tune and member.tried:
-            chosen = tuned(self.case, member, auto.preset, auto.tune, auto.steps, self.seed, self._share(0, 1))
+            chosen |= self._tuned(member)
         return member.settings(auto.preset, auto.steps, **chosen)
 
+    def _tuned(self, member: Member) -> Mapping[str, Any]:
+        """What the proxies say of this member; asked once, whatever its form."""
+        auto = self.auto
+        if member.name not in self.tuned:
+            self.tuned[member.name] = tuned(
+                self.case, member, auto.preset, auto.tune, auto.steps, self.seed, self._share(0, 1)
+            )
+        return self.tuned[member.name]
+
     def _run(
-        self, member: Member, settings: Mapping[str, Any], rows: list[int], place: int
+        self, member: Member, settings: Mapping[str, Any], rows: list[int], case: Case, share: Progress
     ) -> list[tuple[list[int], Reconstruction]]:
         """The reconstructions of these targets, in parts that share an order of the client's minibatches."""
-        case, share = self.case, self._share(place, len(MEMBERS))
         if member.attack != POLISH:
             attack = member.make(settings)
             require(attack, case.knows)
@@ -256,7 +278,7 @@ class _Search:
 
         return told
 
-    def _take(self, member: Member, rows: Sequence[int], found: Reconstruction) -> dict[int, float]:
+    def _take(self, name: str, rows: Sequence[int], found: Reconstruction) -> dict[int, float]:
         """Measure what a member found, and keep what is better than all before it."""
         batches = [found.target(place) for place in range(len(rows))]
         measured = residuals(self.case, rows, batches)
@@ -264,7 +286,7 @@ class _Search:
         for place, (row, batch, now) in enumerate(zip(rows, batches, measured, strict=True)):
             held = self.best.get(row)
             if held is None or now.rank < held.residual.rank:
-                self.best[row] = _Best(batch, now, member.name, _of_target(found, place))
+                self.best[row] = _Best(batch, now, name, _of_target(found, place))
         return {row: now.value for row, now in zip(rows, measured, strict=True)}
 
     # --- the answer --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
@@ -11,6 +11,7 @@ from gradleak import tree
 from gradleak.attack import fits
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
+from gradleak.defence import Defence, OnlyVisible, overrides
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
 from gradleak.local import Order
@@ -21,6 +22,7 @@ from gradleak.scene import Scene
 from gradleak.task import Task, TaskError
 
 NEARLY, MOSTLY = 0.01, 0.9  # of the entries nine in ten have nearly the same size: those of a gradient never do
+ADAPTIVE, MASKED, NAIVE = "adaptive", "masked", "naive"  # A2, A1 and A0
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -98,6 +100,25 @@ class Case:
         return any(seen.clients > 1 for target in self.targets for seen in target.observations)
 
     @cached_property
+    def forms(self) -> dict[str, Defence | None]:
+        """What an attacker who knows so much may take the defence for: all of it, what it leaves visible, or nothing.
+
+        From the most to the least informed, and only what differs. Who knows more is free to use less.
+        """
+        known = self.knows.defence
+        if known is None:
+            return {NAIVE: None}
+        if isinstance(known, OnlyVisible):
+            return {MASKED: known, NAIVE: None}
+        compared = any(overrides(known, hook) for hook in ("noise_variance", "visible"))
+        half: dict[str, Defence | None] = {MASKED: OnlyVisible(known)} if compared else {}
+        return {ADAPTIVE: known, **half, NAIVE: None}
+
+    def taking(self, form: str) -> Case:
+        """The same case to an attacker who takes the defence for this form of it."""
+        return replace(self, knows=replace(self.knows, defence=self.forms[form]))
+
+    @cached_property
     def orders(self) -> list[Order | None]:
         """The orders in which a client may have walked through its minibatches, where they are few; else [None]."""
         return orders_of(self.knows, {target.num_examples for target in self.targets}, self.engine)
@@ -117,6 +138,11 @@ class Case:
     def generator(self) -> bool:
         """Is there a generator of images?"""
         return isinstance(self.knows.generator, nn.Module) and isinstance(self.knows.generator, Generator)
+
+    @property
+    def blocks(self) -> int:
+        """Of the generator: a feature enters each."""
+        return int(getattr(self.knows.generator, "blocks", 0))
 
     @property
     def sampler(self) -> bool:

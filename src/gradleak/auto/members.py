@@ -31,6 +31,8 @@ class Member:
     presets    settings by preset
     limits     by preset, the most unknowns that a target may have; none: any number
     tried      settings, and the values that tuning on proxy clients may choose from
+    read       settings that the case itself gives, such as how many blocks a generator has
+    forms      presets in which it is run by those who use less of what they know, too (A1 and A0 beside A2)
     label      what it is called in the trace, where one attack is a member twice
     """
 
@@ -39,6 +41,8 @@ class Member:
     presets: Mapping[str, Settings]
     limits: Mapping[str, int] = field(default_factory=dict)
     tried: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[Case], Settings] = lambda case: {}
+    forms: tuple[str, ...] = ("standard", "thorough")
     label: str = ""
 
     @property
@@ -75,7 +79,7 @@ _DENSE = {"quick": 1024, "standard": MOST_DENSE}
 _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 
 MEMBERS: tuple[Member, ...] = (
-    Member("analytic", lambda case: case.classifier and case.single and case.linear_first, _any()),
+    Member("analytic", lambda case: case.classifier and case.single and case.linear_first, _any(), forms=()),
     # Least squares, wherever a replay can follow the client.
     Member(
         "second-order",
@@ -100,6 +104,7 @@ MEMBERS: tuple[Member, ...] = (
         lambda case: case.classifier and case.single,
         _of({"steps": 300, "tv": 1e-4}, {"steps": 2000, "tv": 1e-4, "restarts": 2}, {"restarts": 4}),
         tried=_VARIATION,
+        forms=PRESETS,
     ),
     Member(
         "ig",
@@ -124,6 +129,12 @@ MEMBERS: tuple[Member, ...] = (
         lambda case: case.classifier and case.generator,
         _of({"steps": 150, "weight_steps": 0}, {"steps": 1000, "weight_steps": 1000}, {}),
     ),
+    Member(
+        "gifd",
+        lambda case: case.classifier and case.generator,
+        _of(None, {"steps": 300, "restarts": 2}, {}),
+        read=lambda case: {"features": case.blocks},
+    ),
     Member("ggl", lambda case: case.classifier and case.generator, _of(None, {"steps": 100}, {})),
     # Several local steps.
     Member(
@@ -132,7 +143,12 @@ MEMBERS: tuple[Member, ...] = (
         _of({"steps": 150, "coarse": 5}, {"steps": 600, "coarse": 10}, {"steps": 1000, "coarse": 20}),
         tried={"tv": (5e-4, 5e-3, 5e-2)},
     ),
-    Member("sme", lambda case: case.classifier and case.several, _of({"steps": 150}, {"steps": 600}, {})),
+    Member(
+        "sme",
+        lambda case: case.classifier and case.several,
+        _of({"steps": 150}, {"steps": 600}, {}),
+        forms=PRESETS,
+    ),
     Member("nl-sme", lambda case: case.classifier and case.several, _of(None, {"steps": 600}, {})),
     Member("fedleak", lambda case: case.classifier and case.several, _of(None, None, {})),
     Member(
@@ -164,5 +180,6 @@ MEMBERS: tuple[Member, ...] = (
         lambda case: case.followed and (case.steps or 1) <= 8 and (not case.denoiser or "noise" in case.knows.given),
         _of({"steps": 12}, {"steps": 30}, {"steps": 60}),
         limits=_DENSE,
+        forms=(),
     ),
 )

@@ -61,7 +61,8 @@ def gate(
         if decision.action == ALLOW:
             shutil.copyfile(observation, out)
         else:
-            replace(seen, update=decision.update).save(out)
+            # BatchNorm statistics of the examples have no noise on them: they do not leave.
+            replace(seen, update=decision.update, returned_buffers=None).save(out)
         out.with_suffix(".json").write_text(json.dumps(decision.record(), indent=1) + "\n", encoding="utf-8")
     if decision.action == BLOCK or (decision.action == NOISE and out is None):
         if decision.action == NOISE:

@@ -33,7 +33,7 @@ from gradleak.guarantee import Exposure
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, Observation
 from gradleak.registry import BadSetting, UnknownName, did_you_mean, pieces
-from gradleak.results.store import FolderInUse
+from gradleak.results.resumable import FolderInUse
 from gradleak.task import Batch, Task
 
 if TYPE_CHECKING:

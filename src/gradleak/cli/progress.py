@@ -206,14 +206,14 @@ def plain(stream: TextIO) -> bool:
 
 
 @contextmanager
-def shown(lines: bool = False, stream: TextIO | None = None) -> Iterator[Progress]:
-    """The progress display that fits the stream (standard error by default), taken down again in any event.
+def shown(lines: bool = False) -> Iterator[Progress]:
+    """The progress display that fits standard error, taken down again in any event.
 
     `lines`: plain lines, wherever it is.
     """
     from gradleak.watching import listening
 
-    stream = stream or sys.stderr
+    stream = sys.stderr
     if lines or plain(stream):
         display = Lines(stream)
         with listening(display.hear):

@@ -136,6 +136,7 @@ def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
 
 
 def counted(calls: Sequence[object]) -> str:
+    """How many commands, in words."""
     return "one command" if len(calls) == 1 else f"{len(calls)} commands"
 
 

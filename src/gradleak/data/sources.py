@@ -91,6 +91,7 @@ def _picture(path: Path) -> Any:
 
 
 def open_npz(path: Path, split: str | None) -> Pool:
+    """Arrays `x` and `y` of a .npz file; where it is divided, `train_x`, `test_x` and so on."""
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no .npz file (a zip of arrays). Save it with numpy.savez.")
     try:

@@ -84,6 +84,7 @@ def variance_of_steps(scene: Scene, deviations: Sequence[float]) -> Params:
 
 
 def at_least(name: str, value: Number, least: Number, *, excluded: bool = False, whole: bool = False) -> None:
+    """Refuse a setting below `least`, or at it where that is `excluded`; `whole`: it must be an int."""
     if whole and (isinstance(value, bool) or not isinstance(value, int)):
         raise ValueError(f"{name} must be a whole number; given {value}.")
     if not (value > least if excluded else value >= least):

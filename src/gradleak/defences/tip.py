@@ -152,9 +152,9 @@ class TIP(Defence):
         noised = self._noised(scene) if self.beta else {}
         return tree.zeros_like(scene.update) | tree.map(lambda n: torch.where(n > 0, torch.inf, 0.0).to(n), noised)
 
-    def ratios(self, task: Task, weights: Params | None = None) -> dict[str, float]:
+    def ratios(self, task: Task) -> dict[str, float]:
         """beta over the standard deviation of the weights, for each convolution: is the noise small?"""
-        weights = task.weights() if weights is None else weights
+        weights = task.weights()
         return {name: self.beta / float(weights[f"{name}.weight"].std()) for name in gradcam.convolutions(task)}
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

@@ -26,11 +26,10 @@ from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Snapshot, State
 from gradleak.local import LocalTraining
 from gradleak.results.configuration import digest, from_toml
-from gradleak.results.store import Folder, FolderInUse, by_name, replace_whole, short
+from gradleak.results.resumable import ResumableFolder, load_state, save_state, whole_lines
 from gradleak.tree import Tree
 
 VERSION = 1
-FREE = ("gradleak", "origin.")  # may differ between a run and the one that resumes it
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,9 @@ class Checkpoints:
         """metrics.jsonl; a last line that was cut off is left out."""
         path = self.folder / "metrics.jsonl"
         try:
-            rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        except FileNotFoundError:
-            return []
+            return [json.loads(line) for line in whole_lines(path)]
         except ValueError as problem:
             raise FederationError(f"{path} cannot be read: {problem}.") from None
-        return rows
 
     def at(self, round: int) -> Snapshot:
         if round not in self.rounds:
@@ -109,29 +105,25 @@ class Checkpoints:
         )
 
 
-class TrainingFolder:
+class TrainingFolder(ResumableFolder):
     """The writing side."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._folder = path, Folder(path)
+    work = "training"
+    config = "training.toml"
+    free = ("gradleak", "origin.")
 
     def open(self, settings: dict[str, Any], toml: str) -> State | None:
         """Make the folder ready: new, or holding the same training. Returns the state to go on from, if any."""
-        self._folder.lock()
+        self.lock()
         try:
-            if (self.path / "training.toml").exists():
-                _demand_same(self.path, Checkpoints(self.path).settings, settings)
-            elif others := [entry.name for entry in self.path.iterdir() if entry.name != ".lock"]:
-                raise FolderInUse(f"{self.path} holds {others[0]} and no training. Choose another folder.")
+            if not self.holds(settings):
+                self.demand_empty()
             (self.path / "checkpoints").mkdir(exist_ok=True)
-            self._folder.write("training.toml", toml)
+            self.write("training.toml", toml)
             return self._state()
         except BaseException:
             self.close()
             raise
-
-    def close(self) -> None:
-        self._folder.unlock()
 
     @property
     def checkpoints(self) -> list[int]:
@@ -139,11 +131,11 @@ class TrainingFolder:
 
     def keep(self, state: State) -> None:
         """Make this the state that a later run goes on from."""
-        _save(self.path / "state.safetensors", {"round": state.round}, _held(state))
+        save_state(self.path / "state.safetensors", {"round": state.round}, _held(state))
 
     def checkpoint(self, state: State) -> None:
         """What was sent, and kept, at a round."""
-        _save(_path(self.path, state.round), {"round": state.round}, _held(state))
+        save_state(_path(self.path, state.round), {"round": state.round}, _held(state))
 
     def _state(self) -> State | None:
         path = self.path / "state.safetensors"
@@ -155,27 +147,12 @@ class TrainingFolder:
         return State(int(header["round"]), held.get("weights", {}), held.get("buffers", {}), memories, server, average)
 
     def metrics(self, until: int) -> list[dict[str, Any]]:
-        """The lines of the first rounds; what comes after the state that was kept is dropped, since it comes again."""
-        try:
-            content = (self.path / "metrics.jsonl").read_bytes()
-        except FileNotFoundError:
-            return []
-        whole = [json.loads(line) for line in content.split(b"\n")[:-1]]
-        rows = [row for row in whole if row["round"] <= until]
-        replace_whole(self.path / "metrics.jsonl", b"".join(map(_line, rows)))
-        return rows
+        """The lines of the first rounds; what comes after the state that was kept comes again."""
+        return self.trimmed("metrics.jsonl", lambda row: row["round"] <= until)
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        with open(self.path / "metrics.jsonl", "ab") as file:
-            file.write(_line(row))
-
-    def write(self, name: str, text: str) -> None:
-        self._folder.write(name, text)
-
-    def draw(self, name: str, png: bytes) -> None:
-        path = self.path / name
-        path.parent.mkdir(exist_ok=True)
-        replace_whole(path, png)
+    def add(self, row: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        self.append("metrics.jsonl", [row])
 
 
 def recipe(training: LocalTraining) -> dict[str, Any]:
@@ -195,11 +172,11 @@ def text(value: Any) -> str | None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _held(state: State) -> Tree:
+def _held(state: State) -> Mapping[str, Tensor]:
     sent = state.snapshot
     memories = {str(client): memory for client, memory in sent.memories.items()}
     kept = {"server": dict(sent.server), "average": unflat(state.average)}
-    return {"weights": sent.weights, "buffers": sent.buffers, "memories": memories, **kept}
+    return flat({"weights": sent.weights, "buffers": sent.buffers, "memories": memories, **kept})
 
 
 def _average(held: Tree) -> Snapshot | None:
@@ -216,41 +193,6 @@ def _rounds(folder: Path) -> list[int]:
     return sorted(int(found[1]) for found in names if found)
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-def _save(path: Path, header: Mapping[str, Any], held: Tree) -> None:
-    from safetensors.torch import save
-
-    tensors: dict[str, Tensor] = {name: value.detach().cpu().contiguous().clone() for name, value in flat(held).items()}
-    # safetensors sorts by name, and what flattens a tree (a sketch, a random stream per tensor) goes by its order.
-    told = {"version": VERSION, **header, "names": list(tensors)}
-    replace_whole(path, save(tensors, metadata={"gradleak": json.dumps(told)}))
-
-
 def _load(path: Path) -> tuple[dict[str, Any], Tree]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {})["gradleak"])
-            held = unflat({name: file.get_tensor(name) for name in header["names"]})
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as problem:
-        raise FederationError(f"{path} cannot be read ({type(problem).__name__}: {problem}); copy it again.") from None
-    if not isinstance(header, dict) or header.get("version") != VERSION:
-        raise FederationError(f"{path} is not of a training that this version of gradleak can read.")
-    return header, held
-
-
-def _demand_same(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    old, new = dict(by_name(there)), dict(by_name(here))
-    odd = [name for name in {**old, **new} if old.get(name) != new.get(name) and not name.startswith(FREE)]
-    if odd:
-        # What has a name says more than a hash of it.
-        odd.sort(key=lambda name: name.startswith("fingerprint."))
-        told = "; ".join(f"{name} ({short(old.get(name))} there, {short(new.get(name))} now)" for name in odd[:4])
-        raise FolderInUse(
-            f"{path} holds a training with other settings. They differ in {told}. Choose another folder, or repeat the "
-            "settings of its training.toml to go on with that one."
-        )
+    header, held = load_state(path, FederationError)
+    return header, unflat(held)

@@ -22,6 +22,7 @@ from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State
 from gradleak.federation.samples import Samples
 from gradleak.federation.uploads import ExcludedClient
 from gradleak.results.configuration import digest, from_toml, to_toml
+from gradleak.results.resumable import Interrupted
 from gradleak.task import Task
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 
 LONG_ROUND = 5.0  # seconds, beside which what the first round prepares is little
 KEEP_EVERY = 10.0  # seconds between two states on disk: what a killed process loses at most. Ctrl-C loses nothing.
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C. The message says what is kept and how to go on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +121,7 @@ def train(
         if samples is not None and out is not None:
             own = state.averaged
             drawn = {"sent": state.snapshot} | ({} if own is None else {"averaged": own.snapshot})
-            keeper.draw(f"samples/round-{state.round}.png", samples.sheet(work.task, drawn))
+            keeper.write(f"samples/round-{state.round}.png", samples.sheet(work.task, drawn))
 
     try:
         state, metrics = keeper.begin(work)
@@ -163,7 +160,7 @@ def train(
         keeper.keep(state)
         keeper.write("curves.svg", curves(metrics))
         if samples is not None and out is not None:
-            keeper.draw("samples.png", samples.over_rounds(work.task, Checkpoints(Path(out))))
+            keeper.write("samples.png", samples.over_rounds(work.task, Checkpoints(Path(out))))
     finally:
         keeper.close()
     return Trained(state, metrics, keeper.snapshots(), None if out is None else Path(out), keeper.averages())
@@ -305,15 +302,13 @@ class _Memory:
     def averages(self) -> Mapping[int, Snapshot]:
         return self._averages
 
-    def add(self, row: Mapping[str, Any]) -> None: ...
+    def add(self, row: dict[str, Any]) -> None: ...
 
     def keep(self, state: State) -> None: ...
 
     def now_and_then(self, state: State) -> None: ...
 
-    def write(self, name: str, text: str) -> None: ...
-
-    def draw(self, name: str, png: bytes) -> None: ...
+    def write(self, name: str, content: str | bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -337,7 +332,7 @@ class _Disk(_Memory):
     def checkpoint(self, state: State) -> None:
         self.folder.checkpoint(state)
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         self.folder.add(row)
 
     def keep(self, state: State) -> None:
@@ -348,11 +343,8 @@ class _Disk(_Memory):
         if time.monotonic() - self.last >= KEEP_EVERY:
             self.keep(state)
 
-    def write(self, name: str, text: str) -> None:
-        self.folder.write(name, text)
-
-    def draw(self, name: str, png: bytes) -> None:
-        self.folder.draw(name, png)
+    def write(self, name: str, content: str | bytes) -> None:
+        self.folder.write(name, content)
 
     def close(self) -> None:
         self.folder.close()

@@ -43,6 +43,7 @@ def params_of(record: ArrayRecord) -> Params:
 
 
 def record_of(params: Params) -> ArrayRecord:
+    """Parameters as Flower sends them; the inverse of `params_of`."""
     return ArrayRecord({name: value.detach().cpu() for name, value in params.items()})
 
 
@@ -103,7 +104,7 @@ def placed(params: Params, like: torch.Tensor) -> Params:
     }
 
 
-def identify(run: int, node: int = 1, task: int = 1) -> None:
+def identify(run: int) -> None:
     """Say who makes messages in this process, where Flower has not: outside a run it refuses to make any."""
     if TaskIdentity._run_id is None:
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, node, task
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 1, 1

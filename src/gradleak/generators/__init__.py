@@ -4,8 +4,9 @@ stages.py           what our generators share
 dcgan.py            DCGAN and the generator of WGAN-GP, for tiny budgets
 stylegan2.py        a StyleGAN2 of any size; reads converted files of StyleGAN2-ADA too
 files.py            safetensors with a card: what it is, what it was trained on, how good it is
-recipes.py          generators and their discriminators by name
-discriminators.py, augmentation.py, score.py, splits.py, training.py    how one is trained: no attack imports these
+recipes.py          generators and their discriminators by name; settings of a training
+discriminators.py, augmentation.py, score.py, splits.py    what a training needs
+game.py, training.py    a step of the two networks; the whole of it, in a folder: no attack imports these
 """
 
 from __future__ import annotations

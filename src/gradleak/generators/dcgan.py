@@ -31,6 +31,11 @@ class _Transposed(Staged):
         self.embedded = embedded
         self.embed = normal(classes, embedded, generator=seed) if classes else None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("shape", "classes", "latent", "width", "embedded")
+        return {name: getattr(self, name) for name in names}
+
     def block(self, index: int, carried: Tree) -> Tree:
         return {**carried, "h": self.stages[index](carried["h"])}
 
@@ -85,11 +90,6 @@ class DCGAN(_Transposed):
         self.last = nn.ConvTranspose2d(widths[-1], self.shape[0], 1, 1, 0)
         self._drawn(generator)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        names = ("shape", "classes", "latent", "width", "embedded")
-        return {name: getattr(self, name) for name in names}
-
     def begin(self, z: Tensor, y: Tensor | None = None) -> Tree:
         return {"h": self._entering(z, y)[..., None, None]}
 
@@ -125,11 +125,6 @@ class WGAN(_Transposed):
         self.stages = nn.ModuleList(stages)
         self.last = nn.ConvTranspose2d(widths[-1], self.shape[0], 2, 2)
         self._drawn(generator)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        names = ("shape", "classes", "latent", "width", "embedded")
-        return {name: getattr(self, name) for name in names}
 
     def begin(self, z: Tensor, y: Tensor | None = None) -> Tree:
         return {"h": self._entering(z, y)}

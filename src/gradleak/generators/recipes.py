@@ -1,20 +1,28 @@
-"""Generators by name, each with the discriminator and the rates that it is trained with: `stylegan2:width=256`."""
+"""How a generator is trained: networks by name (`stylegan2:width=256`), each with its discriminator and rates."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
+from gradleak.generators.augmentation import AUGMENTATIONS, demand
 from gradleak.generators.dcgan import DCGAN, WGAN
 from gradleak.generators.discriminators import Plain, Residual
 from gradleak.generators.stages import Staged, doublings
 from gradleak.generators.stylegan2 import StyleGAN2
-from gradleak.registry import named
+from gradleak.registry import named, spelled
 
 Shape = tuple[int, int, int]
+PRECISIONS = ("strict", "fast", "half")
+
+
+class PriorError(ValueError):
+    """A training that cannot be, or that went astray."""
 
 
 class Recipe(Protocol):
@@ -100,3 +108,48 @@ class WGANRecipe:
 
     def discriminator(self, shape: Shape, classes: int | None, seed: torch.Generator) -> nn.Module:
         return Plain(shape, classes, self.width // 2, seed)
+
+
+@dataclass(frozen=True)
+class PriorTraining:
+    """How a generator is trained.
+
+    recipe       the networks, see `recipes`
+    conditional  on the classes of the images
+    batch        images in a step, of each sort
+    lr           of Adam, of both networks; None: the recipe's
+    r1           gamma, at every `r1_every`-th step, where it counts as often
+    augment      names of augmentations
+    mirror       flip half of the images left to right
+    average      images after which a weight counts half in the average that is kept
+    seed         of the weights and of every draw
+    precision    "strict" float32; "fast" TF32 allowed; "half" bfloat16 products, on CUDA only
+    """
+
+    recipe: Recipe
+    conditional: bool = False
+    batch: int = 64
+    lr: float | None = None
+    r1: float = 0.1
+    r1_every: int = 16
+    augment: Sequence[str] = tuple(AUGMENTATIONS)
+    mirror: bool = False
+    average: int = 50_000
+    seed: int = 0
+    precision: str = "strict"
+
+    def __post_init__(self) -> None:
+        demand(self.augment)
+        if self.batch < 2 or self.r1_every < 1 or self.average < 1:
+            raise PriorError("batch must be at least 2, r1_every and average at least 1.")
+        if not (math.isfinite(self.r1) and self.r1 >= 0) or (self.lr is not None and not 0 < self.lr < math.inf):
+            raise PriorError(f"r1 must be at least 0 and lr above 0; given {self.r1} and {self.lr}.")
+        if self.precision not in PRECISIONS:
+            raise PriorError(f"precision must be {', '.join(PRECISIONS)}; given {self.precision!r}.")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        names = ("conditional", "batch", "r1", "r1_every", "mirror", "average", "seed", "precision")
+        held = {name: getattr(self, name) for name in names}
+        rate = self.recipe.lr if self.lr is None else self.lr
+        return {"generator": spelled(self.recipe), "lr": rate, "augment": list(self.augment), **held}

@@ -9,12 +9,16 @@ means something only beside others of the same features and the same number of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from gradleak.task import float32_products
 
 CHUNK = 256
 RANDOM_SEED = 0
@@ -68,9 +72,9 @@ def vgg_features(device: torch.device) -> Features:
     return Features("VGG16 features", network)
 
 
-def random_features(device: torch.device, seed: int = RANDOM_SEED) -> Features:
+def random_features(device: torch.device) -> Features:
     """Means and deviations over the image of a convolutional network that nobody trained (2 x 128)."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(RANDOM_SEED)
     widths, layers = (3, 32, 64, 128), []
     for a, b in zip(widths, widths[1:]):
         layer = nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False)
@@ -82,7 +86,7 @@ def random_features(device: torch.device, seed: int = RANDOM_SEED) -> Features:
         x = made(2 * images.to(device, torch.float32).clamp(0, 1).expand(-1, 3, -1, -1) - 1)
         return torch.cat([x.mean((2, 3)), x.std((2, 3), correction=0)], 1)
 
-    return Features(f"random convolutional features (seed {seed})", network)
+    return Features(f"random convolutional features (seed {RANDOM_SEED})", network)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,3 +117,33 @@ def _root(covariance: Tensor) -> Tensor:
     """The symmetric square root; eigenvalues below zero are rounding."""
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Scores against the training images, whose features are computed once."""
+
+    features: Features
+    real: Cloud
+    count: int
+    floor: float
+
+    @staticmethod
+    def of(features: Features, x: Tensor, count: int) -> Scored:
+        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:10_000]
+        with float32_products():
+            found = features(x[rows.to(x.device)])
+        halves = found.chunk(2)
+        floor = frechet(Cloud.of(halves[0]), Cloud.of(halves[1])) if len(found) >= 4 else math.nan
+        return Scored(features, Cloud.of(found), count, floor)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the value is: of which features, over how many images, and what two halves of real images have."""
+        told = {"name": self.features.score, "made": self.count, "real": self.real.count}
+        return told | ({"between_halves_of_real": round(self.floor, 4)} if math.isfinite(self.floor) else {})
+
+    def __call__(self, made: Tensor) -> float:
+        """The score of `count` made images."""
+        with float32_products():
+            return round(frechet(self.real, Cloud.of(self.features(made))), 6)

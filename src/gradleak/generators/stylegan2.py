@@ -123,10 +123,10 @@ class StyleGAN2(Staged):
 
         return {**carried, "noise": {name: drawn(old) for name, old in carried["noise"].items()}}
 
-    def centre(self, count: int = 8192, seed: int = 0) -> None:
+    def centre(self, count: int = 8192) -> None:
         """Set the mean of w, which the file keeps, by so many latents."""
         like = self.mapping.w_avg
-        draw = torch.Generator().manual_seed(seed)
+        draw = torch.Generator().manual_seed(0)
         z = torch.randn(count, self.latent, generator=draw).to(like)
         y = None
         if self.classes is not None:

@@ -17,6 +17,7 @@ from gradleak.task import Field, Problem
 
 
 def batch_has_the_fields(subject: Subject) -> Iterator[Problem]:
+    """The batch must name the fields of the task, all with as many examples."""
     if subject.data is None:
         return
     given, wanted = subject.data.keys(), subject.task.fields.keys()
@@ -34,6 +35,7 @@ def batch_has_the_fields(subject: Subject) -> Iterator[Problem]:
 
 
 def continuous_values(subject: Subject) -> Iterator[Problem]:
+    """Values must be finite, of the declared shape, and inside their bounds."""
     for name, value, kind in declared(subject):
         if kind.classes is not None:
             continue
@@ -47,6 +49,7 @@ def continuous_values(subject: Subject) -> Iterator[Problem]:
 
 
 def labels(subject: Subject) -> Iterator[Problem]:
+    """Labels must be class indices within range, or probabilities."""
     for name, value, kind in declared(subject):
         if kind.classes is None:
             continue

@@ -28,6 +28,7 @@ _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "_
 
 
 def parameters_exist(subject: Subject) -> Iterator[Problem]:
+    """Something must be trained; what is frozen is not uploaded, and leaks nothing."""
     parameters = dict(subject.task.model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if len(frozen) == len(parameters):
@@ -45,6 +46,7 @@ def parameters_exist(subject: Subject) -> Iterator[Problem]:
 
 
 def parameters_are_finite(subject: Subject) -> Iterator[Problem]:
+    """NaN in the weights makes every match NaN."""
     state = {**dict(subject.task.model.named_parameters()), **dict(subject.task.model.named_buffers())}
     broken = [name for name, value in state.items() if not tree.finite({name: value.detach()})]
     if broken:
@@ -56,6 +58,7 @@ def parameters_are_finite(subject: Subject) -> Iterator[Problem]:
 
 
 def parameters_are_floats(subject: Subject) -> Iterator[Problem]:
+    """Attacks differentiate real numbers, and half precision leaves them too few digits."""
     kinds = {name: p.dtype for name, p in subject.task.model.named_parameters() if p.requires_grad}
     odd = [name for name, kind in kinds.items() if not kind.is_floating_point]
     half = [name for name, kind in kinds.items() if kind in (torch.float16, torch.bfloat16)]
@@ -78,6 +81,7 @@ def parameters_are_floats(subject: Subject) -> Iterator[Problem]:
 
 
 def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
+    """BatchNorm in training mode couples the examples of a batch: results of the two modes do not compare."""
     live = subject.named(_BATCH_NORM, lambda module: module.training or module.running_mean is None)
     if not live:
         return
@@ -100,6 +104,7 @@ def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
 
 
 def dropout_is_off(subject: Subject) -> Iterator[Problem]:
+    """Masks are the client's own draws: with active dropout no replay matches."""
     active = subject.named(DROPOUT, lambda module: module.training and module.p > 0)
     if not active and isinstance(subject.forward, Pass):
         active = sorted(subject.forward.calls.dropout)  # called as a function
@@ -113,6 +118,7 @@ def dropout_is_off(subject: Subject) -> Iterator[Problem]:
 
 
 def recurrent_layers(subject: Subject) -> Iterator[Problem]:
+    """vmap may reject them, and cuDNN has no double backward for them."""
     layers = subject.named(RECURRENT)
     if layers and subject.scalar:
         rejected = isinstance(subject.lanes, Failed)
@@ -125,6 +131,7 @@ def recurrent_layers(subject: Subject) -> Iterator[Problem]:
 
 
 def fused_attention(subject: Subject) -> Iterator[Problem]:
+    """Fused kernels have no double backward."""
     layers = subject.named((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
     called = isinstance(subject.forward, Pass) and any(name in subject.forward.calls.names for name in _ATTENTION)
     if layers or called:
@@ -137,6 +144,7 @@ def fused_attention(subject: Subject) -> Iterator[Problem]:
 
 
 def in_place_operations(subject: Subject) -> Iterator[Problem]:
+    """They fail under vmap where lanes share the tensor that is written."""
     if isinstance(subject.forward, Pass) and subject.forward.calls.in_place:
         yield Problem(
             "note",
@@ -147,6 +155,7 @@ def in_place_operations(subject: Subject) -> Iterator[Problem]:
 
 
 def kinks(subject: Subject) -> Iterator[Problem]:
+    """Piecewise linear layers stop second-order searches, which looks like safety and is none."""
     names = subject.forward.calls.names if isinstance(subject.forward, Pass) else set()
     flat = sorted(name for name in names if "max_pool" in name or name in _PIECEWISE_LINEAR)
     if flat:

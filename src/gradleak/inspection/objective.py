@@ -21,6 +21,7 @@ from gradleak.task import Problem
 
 
 def model_accepts_the_shapes(subject: Subject) -> Iterator[Problem]:
+    """The objective must run on a blank batch of the declared shapes."""
     if isinstance(subject.forward, Failed):
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in subject.blank.items())
         yield Problem(
@@ -31,6 +32,7 @@ def model_accepts_the_shapes(subject: Subject) -> Iterator[Problem]:
 
 
 def objective_is_scalar(subject: Subject) -> Iterator[Problem]:
+    """Gradients are of one number per batch."""
     if not isinstance(subject.forward, Pass) or subject.scalar:
         return
     value = subject.forward.value
@@ -63,6 +65,7 @@ def other_precisions(subject: Subject) -> Iterator[Problem]:
 
 
 def fields_are_images(subject: Subject) -> Iterator[Problem]:
+    """Image priors mean nothing on other shapes."""
     flat = {name: f.shape for name in continuous(subject.task) if len((f := subject.task.fields[name]).shape) != 3}
     if flat:
         yield Problem(
@@ -74,6 +77,7 @@ def fields_are_images(subject: Subject) -> Iterator[Problem]:
 
 
 def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
+    """The model must have an output for every declared class."""
     task = subject.task
     labels = [(name, f.classes) for name, f in task.fields.items() if f.classes is not None and name not in task.drawn]
     outputs = subject.forward.outputs[-1] if isinstance(subject.forward, Pass) and subject.forward.outputs else None
@@ -90,6 +94,7 @@ def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
 
 
 def soft_labels(subject: Subject) -> Iterator[Problem]:
+    """Attacks that search for labels need a loss that takes probabilities."""
     names = [name for name, f in subject.task.fields.items() if f.classes is not None]
     if not names or not subject.scalar:
         return

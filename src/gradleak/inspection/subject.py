@@ -168,37 +168,45 @@ Check: TypeAlias = Callable[[Subject], Iterable[Problem]]
 
 
 def continuous(task: Task) -> list[str]:
+    """The names of the fields that are no classes."""
     return [name for name, f in task.fields.items() if f.classes is None]
 
 
 def declared(subject: Subject) -> Iterator[tuple[str, Tensor, Field]]:
+    """The batch's tensors that the task declares, each with its field."""
     for name, value in (subject.data or {}).items():
         if name in subject.task.fields:
             yield name, value, subject.task.fields[name]
 
 
 def examples_in(batch: Batch) -> int | None:
+    """How many examples a batch holds; None where no tensor has an axis."""
     return next((value.shape[0] for value in batch.values() if value.dim()), None)
 
 
 def device_of(task: Task) -> torch.device:
+    """Where the model's parameters are."""
     return next((p.device for p in task.model.parameters()), torch.device("cpu"))
 
 
 def one_hot(index: Tensor, kind: Field, blank: Batch) -> Tensor:
+    """A class index as probabilities, in the floating-point type of the blank batch."""
     assert kind.classes is not None
     dtype = next((value.dtype for value in blank.values() if value.is_floating_point()), torch.float32)
     return (index[..., None] == torch.arange(kind.classes, device=index.device)).to(dtype)
 
 
 def is_simplex(value: Tensor) -> bool:
+    """Are these probabilities over the last axis?"""
     return bool((value >= 0).all()) and bool((value.sum(-1) - 1).abs().max() < 1e-3)
 
 
 def some(names: Iterable[str]) -> str:
+    """The first four names, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
 def first_line(problem: Exception) -> str:
+    """An exception in one line of at most 300 characters."""
     return f"{type(problem).__name__}: {problem}".splitlines()[0][:300]

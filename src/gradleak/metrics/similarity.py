@@ -17,6 +17,7 @@ EXACT = 1e-12
 
 
 def precise(images: Tensor) -> Tensor:
+    """Detached, in the longest floating-point type of the device."""
     return images.detach().to(torch.float32 if images.device.type == "mps" else torch.float64)  # mps has no doubles
 
 

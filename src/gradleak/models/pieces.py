@@ -46,18 +46,21 @@ class Learned(nn.Module):
 
 
 def pick(what: str, name: str, options: Mapping[str, Choice]) -> Choice:
+    """The option of this name, or an error that suggests one."""
     if name not in options:
         raise ValueError(f"Unknown {what} {name!r}.{did_you_mean(str(name), options)}")
     return options[name]
 
 
 def activation_of(choice: Activation) -> Callable[[], nn.Module]:
+    """What builds an activation, by name or as given."""
     smooth = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "gelu": nn.GELU, "softplus": nn.Softplus, "silu": nn.SiLU}
     kinked = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
     return choice if callable(choice) else pick("activation", choice, {**smooth, **kinked})
 
 
 def norm_of(choice: Norm) -> Callable[[int], nn.Module]:
+    """What builds a normalisation from its number of channels, by name or as given."""
     norms: dict[str, Callable[[int], nn.Module]] = {
         "none": nn.Identity,
         "batch": nn.BatchNorm2d,
@@ -69,20 +72,24 @@ def norm_of(choice: Norm) -> Callable[[int], nn.Module]:
 
 
 def pool_of(choice: str) -> Callable[[int], nn.Module]:
+    """What builds a pooling from its size, by name."""
     return pick("pool", choice, {"none": nn.Identity, "max": nn.MaxPool2d, "avg": nn.AvgPool2d})
 
 
 # Layers with random weights begin on the meta device, without storage, so that building them draws no random numbers;
 # `network` gives them storage and values.
 def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, bias: bool = True) -> nn.Module:
+    """A convolution without weights yet."""
     return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=bias, device="meta")
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Module:
+    """A linear layer without weights yet."""
     return nn.Linear(inputs, outputs, bias=bias, device="meta")
 
 
 def num_features(layers: Sequence[nn.Module], shape: Sequence[int]) -> int:
+    """How many features the layers make of images of this shape (channels, height, width)."""
     trial = copy.deepcopy(nn.Sequential(*layers)).to("meta")  # a copy: BatchNorm would count this as a batch
     try:
         # Two images: BatchNorm refuses a lone value per channel.
@@ -108,6 +115,7 @@ def network(
 
 
 def draw(layer: nn.Module, law: Init, generator: Generator | None) -> None:
+    """Give the parameters of one layer their first values, after the law of that name."""
     if not isinstance(law, str):
         for parameter in layer.parameters(recurse=False):
             nn.init.uniform_(parameter, -law, law, generator=generator)

@@ -65,6 +65,8 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
+    """Blocks in the order of the forward pass, and the names of the classifier's parameters."""
+
     blocks: tuple[Block, ...]  # from the image up; the last one's activation feeds the classifier
     weight: str
     bias: str
@@ -174,6 +176,7 @@ def through(activation: nn.Module | None, h: Tensor, cotangent: Tensor, falling:
 
 
 def activated(activation: nn.Module | None, z: Tensor) -> Tensor:
+    """The activation of z, or z itself where a block has none."""
     return z if activation is None else activation(z.clone())  # it may work in place
 
 

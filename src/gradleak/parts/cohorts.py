@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.func import vmap
 from gradleak import tree
 from gradleak.defence import Chain, Defence, Upload
 from gradleak.local import ClientState, LocalTraining
+from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import Replay, all_rounds, assumed_in
 from gradleak.scene import Now, Scene
 from gradleak.task import Batch
@@ -104,7 +105,7 @@ def revealing(defence: Defence, width: float) -> Callable[[Sequence[Upload], Seq
 
 
 @dataclass(frozen=True)
-class SignHinge:
+class SignHinge(Difference):
     """Mean over entries of max(0, -s p / RMS(p))^2: only entries of the wrong sign count, the further off the more.
 
     s: the observed sign; entries that were seen as 0 count with their square. For predictions that have sizes (a plain
@@ -112,8 +113,7 @@ class SignHinge:
     so may much else.
     """
 
-    squares: bool = True
-    scale_free: bool = True
+    scale_free: ClassVar[bool] = True
 
     def prepare(self, observed: Params) -> Params:
         return tree.map(torch.sign, observed)
@@ -123,14 +123,7 @@ class SignHinge:
 
         def wrong(p: Tensor, s: Tensor) -> Tensor:
             size = tree.safe_sqrt(p.square().mean())
-            unit = torch.where(size > 0, 1 / torch.where(size > 0, size, 1.0), 0.0)
             away = torch.where(s == 0, p, torch.relu(-s * p))
-            return away * unit / entries**0.5
+            return away * tree.safe_inverse(size) / entries**0.5
 
         return tree.map(wrong, predicted, observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.reduce(self.residual(predicted, observed))

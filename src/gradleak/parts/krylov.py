@@ -147,13 +147,13 @@ class GaussNewtonKrylov:
 
         at, pull = vjp(residual, x)[:2]
         first = _norm(at)
-        left = tree.where(held == 0, tree.scale(at, _inverse(first)), state["left"])
+        left = tree.where(held == 0, tree.scale(at, tree.safe_inverse(first)), state["left"])
         w = pull(left)[0]
         with float32_products():
             for _ in range(2):  # what once leaves behind is rounding; beta_k v_{k-1} goes with the rest
                 w = w - torch.where(used, right @ w, 0.0) @ right
         alpha = _norm({"": w})
-        w = w * _inverse(alpha)
+        w = w * tree.safe_inverse(alpha)
         turned = tree.add(jvp(residual, (x,), (w,))[1], left, -alpha)
         beta = _norm(turned)
 
@@ -164,7 +164,7 @@ class GaussNewtonKrylov:
         return {
             "held": held,
             "right": torch.where(here[:, None], w, right),
-            "left": tree.where(grow, tree.scale(turned, _inverse(beta)), left),
+            "left": tree.where(grow, tree.scale(turned, tree.safe_inverse(beta)), left),
             "first": torch.where(fresh, first, state["first"]),
             "diagonal": torch.where(here, alpha, diagonal),
             "below": torch.where(here, beta, below),
@@ -211,8 +211,3 @@ def _newest(space: Tree, name: str) -> Tensor:
 def _norm(a: Tree) -> Tensor:
     """Not a number where an entry is not, other than `tree.norm`, which is made to be differentiated."""
     return tree.squared_norm(a).sqrt()
-
-
-def _inverse(length: Tensor) -> Tensor:
-    """1 / length; of nothing, nothing."""
-    return torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0)

@@ -56,7 +56,7 @@ from gradleak import tree
 from gradleak.draws import Draws
 from gradleak.observation import MissingKnowledge
 from gradleak.parts.fields import LastLayer, RuleDoesNotApply, last_layer
-from gradleak.parts.labels import Reading, Rule
+from gradleak.parts.label_readings import Reading, Rule
 from gradleak.registry import did_you_mean, named
 from gradleak.rules import SGD
 from gradleak.scene import Needs, Scene

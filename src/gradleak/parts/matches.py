@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,11 @@ from gradleak.scene import Match
 from gradleak.tree import Params
 
 
-class _Difference:
-    """What plain differences share: the residual is predicted - observed."""
+class Difference:
+    """What plain differences share: the residual is predicted - observed, and the distance its sum of squares."""
+
+    squares: ClassVar[bool] = True
+    scale_free: ClassVar[bool] = False
 
     def prepare(self, observed: Params) -> Params:
         return observed
@@ -30,42 +33,30 @@ class _Difference:
         return tree.subtract(predicted, observed)
 
     def reduce(self, residual: Params) -> Tensor:
-        raise NotImplementedError
+        return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         return self.reduce(self.residual(predicted, observed))
 
 
 @dataclass(frozen=True)
-class SquaredError(_Difference):
+class SquaredError(Difference):
     """sum over all entries of (predicted - observed)^2; no mean, no weights."""
-
-    squares: bool = True
-    scale_free: bool = False
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         return torch.stack([_squared_distance(p, observed[name]) for name, p in predicted.items()]).sum()
 
 
 @dataclass(frozen=True)
-class MeanSquaredError(_Difference):
+class MeanSquaredError(Difference):
     """The mean over tensors of ||predicted - observed||^2, each a sum over its entries (GGL)."""
-
-    squares: bool = True
-    scale_free: bool = False
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         return tree.scale(tree.subtract(predicted, observed), 1 / math.sqrt(len(observed)))
 
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
-
 
 @dataclass(frozen=True)
-class Relative(_Difference):
+class Relative(Difference):
     """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
 
     Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
@@ -75,14 +66,9 @@ class Relative(_Difference):
 
     floor: float = 1e-6
     whole: bool = False
-    squares: bool = True
-    scale_free: bool = False
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         return tree.map(lambda p, o, each: (p - o) * each, predicted, observed, self.factors(observed))
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         factors = self.factors(observed)
@@ -97,13 +83,13 @@ class Relative(_Difference):
 
         def factor(length: Tensor, o: Tensor) -> Tensor:
             unit = common if self.whole else torch.maximum(length / math.sqrt(o.numel()), self.floor * common)
-            return _inverse(unit) / math.sqrt(entries)
+            return tree.safe_inverse(unit) / math.sqrt(entries)
 
         return tree.map(factor, lengths, observed)
 
 
 @dataclass(frozen=True)
-class LayerWeighted:
+class LayerWeighted(Difference):
     """sum over layers l = 1, 2, ... of exp(-(l - 1) fall) ||predicted - observed||^2: the first layer counts most.
 
     A layer's weight and bias share their factor. Layers in the order in which the model names its parameters, which is
@@ -111,11 +97,6 @@ class LayerWeighted:
     """
 
     fall: float = 1.0
-    squares: bool = True
-    scale_free: bool = False
-
-    def prepare(self, observed: Params) -> Params:
-        return observed
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         layers = layers_of(predicted)
@@ -123,12 +104,6 @@ class LayerWeighted:
             name: math.exp(-0.5 * self.fall * layers[name]) * (value - observed[name])
             for name, value in predicted.items()
         }
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.reduce(self.residual(predicted, observed))
 
 
 def layers_of(params: Params) -> dict[str, int]:
@@ -143,40 +118,30 @@ def layers_of(params: Params) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class LayerNorms(_Difference):
+class LayerNorms(Difference):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 
-    squares: bool = False
-    scale_free: bool = False
+    squares: ClassVar[bool] = False
 
     def reduce(self, residual: Params) -> Tensor:
         return torch.stack([tree.norm({"": value}) for value in tree.leaves(residual)]).sum()
 
 
-def _inverse(length: Tensor) -> Tensor:
-    """1 / length; an all-zero tree stays zero."""
-    return torch.where(length > 0, 1 / torch.where(length > 0, length, 1.0), 0.0)
-
-
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(Difference):
     """1 - cos over the concatenation of all tensors, as half the squared distance of unit vectors.
 
     Equal to 1 - cos in exact arithmetic; in float32 it keeps its digits near zero, where 1 - cos has none left, and it
     is a sum of squares, so least-squares solvers can use it.
     """
 
-    squares: bool = True
-    scale_free: bool = True
+    scale_free: ClassVar[bool] = True
 
     def prepare(self, observed: Params) -> Params:
-        return tree.scale(observed, _inverse(tree.norm(observed)))
+        return tree.scale(observed, tree.safe_inverse(tree.norm(observed)))
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         return tree.scale(tree.subtract(self.prepare(predicted), observed), math.sqrt(0.5))
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
         result: Tensor = _CosineDistance.apply(*predicted.values(), *(observed[name] for name in predicted))[0]
@@ -184,16 +149,16 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class RowCosine(_Difference):
+class RowCosine(Difference):
     """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row, and one residual, per example."""
 
     absolute: bool = False
-    squares: bool = False
-    scale_free: bool = True
-    per_example: bool = True
+    squares: ClassVar[bool] = False
+    scale_free: ClassVar[bool] = True
+    per_example: ClassVar[bool] = True
 
     def prepare(self, observed: Params) -> Params:
-        return tree.map(lambda o: o * _inverse(tree.safe_sqrt(o.square().sum(-1, keepdim=True))), observed)
+        return tree.map(lambda o: o * tree.safe_inverse(tree.safe_sqrt(o.square().sum(-1, keepdim=True))), observed)
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         def rows(p: Tensor, o: Tensor) -> Tensor:
@@ -207,11 +172,10 @@ class RowCosine(_Difference):
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Another match times a factor: the weight of the matching term against the priors."""
+class Wrapped:
+    """A match around another one, which answers for all that is not overridden."""
 
     match: Match
-    factor: float
 
     @property
     def squares(self) -> bool:
@@ -225,6 +189,22 @@ class Scaled:
         return self.match.prepare(observed)
 
     def residual(self, predicted: Params, observed: Params) -> Params:
+        return self.match.residual(predicted, observed)
+
+    def reduce(self, residual: Params) -> Tensor:
+        return self.match.reduce(residual)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.match.distance(predicted, observed)
+
+
+@dataclass(frozen=True)
+class Scaled(Wrapped):
+    """Another match times a factor: the weight of the matching term against the priors."""
+
+    factor: float
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
         residual = self.match.residual(predicted, observed)
         return tree.scale(residual, math.sqrt(self.factor)) if self.squares else residual
 
@@ -236,30 +216,18 @@ class Scaled:
 
 
 @dataclass(frozen=True)
-class Sketched:
+class Sketched(Wrapped):
     """Another match seen through `rows` sums of its residual's entries with random signs.
 
     Each row sums every `rows`-th entry, so a Jacobian needs `rows` columns however large the network is. The sum of
     squares is right on average, and it is zero where the residual is: a solution of the one is one of the other.
     """
 
-    match: Match
     rows: int
 
     def __post_init__(self) -> None:
         if not self.match.squares or self.rows < 1:
             raise ValueError(f"A sketch needs a match that squares and at least one row; given {self}.")
-
-    @property
-    def squares(self) -> bool:
-        return True
-
-    @property
-    def scale_free(self) -> bool:
-        return self.match.scale_free
-
-    def prepare(self, observed: Params) -> Params:
-        return self.match.prepare(observed)
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         entries = tree.flatten(self.match.residual(predicted, observed))
@@ -311,7 +279,8 @@ class _CosineDistance(torch.autograd.Function):
     @staticmethod
     def forward(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         predicted, observed = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        inverse = _inverse(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p) for p in predicted])))
+        lengths = torch.stack([torch.linalg.vector_norm(p) for p in predicted])
+        inverse = tree.safe_inverse(torch.linalg.vector_norm(lengths))
         apart = [torch.linalg.vector_norm(torch.addcmul(o, p, inverse, value=-1)) for p, o in zip(predicted, observed)]
         # A prediction of zero has no direction: it counts as orthogonal, not as half-way there.
         return torch.where(inverse > 0, 0.5 * torch.stack(apart).square().sum(), 1.0), inverse

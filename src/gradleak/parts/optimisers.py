@@ -19,6 +19,7 @@ Transform: TypeAlias = Callable[[Tensor, Now], Tensor]
 
 
 def constant(now: Now) -> float:
+    """A learning rate that stays."""
     return 1.0
 
 
@@ -120,10 +121,12 @@ def _sign(value: Tensor) -> Tensor:
 
 
 def plain(gradient: Tensor, now: Now) -> Tensor:
+    """The gradient as it is."""
     return gradient
 
 
 def sign(gradient: Tensor, now: Now) -> Tensor:
+    """Its signs: every entry moves by the learning rate (IG)."""
     return _sign(gradient)
 
 

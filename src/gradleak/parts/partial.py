@@ -8,15 +8,30 @@ import torch
 from torch import Tensor
 
 from gradleak import tree
+from gradleak.parts.matches import Wrapped
 from gradleak.registry import did_you_mean
-from gradleak.scene import Match
 from gradleak.tree import Params
 
 PER = ("all", "tensor")
 
 
 @dataclass(frozen=True)
-class Strongest:
+class Partial(Wrapped):
+    """Another match on what `compared` leaves of a prediction."""
+
+    def compared(self, update: Params, observed: Params) -> Params:
+        """What of an update is looked at, `observed` as `prepare` left it."""
+        raise NotImplementedError
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        return self.match.residual(self.compared(predicted, observed), observed)
+
+    def distance(self, predicted: Params, observed: Params) -> Tensor:
+        return self.match.distance(self.compared(predicted, observed), observed)
+
+
+@dataclass(frozen=True)
+class Strongest(Partial):
     """Another match on a `share` of the entries: those of largest magnitude in the observed update (FEDLEAK).
 
     per     "tensor": the share of every tensor, of every round; "all": of the whole update at once
@@ -31,7 +46,6 @@ class Strongest:
     Reference: Fan, Wang, Chen, Zhou, USENIX Security 2025; whether per tensor or over all is not verified.
     """
 
-    match: Match
     share: float = 0.1
     per: str = "tensor"
 
@@ -41,29 +55,12 @@ class Strongest:
         if self.per not in PER:
             raise ValueError(f"per must be 'tensor' or 'all'; given {self.per!r}.{did_you_mean(str(self.per), PER)}")
 
-    @property
-    def squares(self) -> bool:
-        return self.match.squares
-
-    @property
-    def scale_free(self) -> bool:
-        return self.match.scale_free
-
     def prepare(self, observed: Params) -> Params:
         if self.per == "all":
             kept = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
         else:
             kept = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
         return self.match.prepare(kept)
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(self.compared(predicted, observed), observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return self.match.reduce(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.match.distance(self.compared(predicted, observed), observed)
 
     def compared(self, update: Params, observed: Params) -> Params:
         """What of an update is looked at, `observed` as `prepare` left it; zeros elsewhere."""
@@ -72,7 +69,7 @@ class Strongest:
 
 
 @dataclass(frozen=True)
-class AsObserved:
+class AsObserved(Partial):
     """Another match on predictions that went through what the observation shows of a defence (GGL).
 
     Entries that are zero in the observation are zero in the prediction too (pruning, Soteria), and a prediction that is
@@ -80,28 +77,6 @@ class AsObserved:
     was cut off or clipped. Noise cannot be seen. It suits a match whose `prepare` leaves the observation as it is.
     Reference: Li et al., CVPR 2022, who estimate the rates and then prune and clip; here the mask itself is taken.
     """
-
-    match: Match
-
-    @property
-    def squares(self) -> bool:
-        return self.match.squares
-
-    @property
-    def scale_free(self) -> bool:
-        return self.match.scale_free
-
-    def prepare(self, observed: Params) -> Params:
-        return self.match.prepare(observed)
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(self.compared(predicted, observed), observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return self.match.reduce(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.match.distance(self.compared(predicted, observed), observed)
 
     def compared(self, update: Params, observed: Params) -> Params:
         """The update with the observation's zeros, and no longer than it."""

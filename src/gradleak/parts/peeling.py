@@ -40,7 +40,7 @@ from gradleak.observation import Knowledge
 from gradleak.parts.chain import FOLDED, OFF, RANGES, Above, Block, Chain, activated, bottom, chain_of, through
 from gradleak.parts.predictions import gradient
 from gradleak.parts.priors import roughness
-from gradleak.parts.quadratic import AtLeast, AtMost, Constraint, Rows, minimise
+from gradleak.parts.quadratic import AtLeast, AtMost, Constraint, Over, Rows, minimise
 from gradleak.parts.spaces import Start
 from gradleak.rules import SGD
 from gradleak.scene import Scene
@@ -196,7 +196,8 @@ class _Peeling:
         """Candidates for the image in [0, 1], flat."""
         observed = tree.map(lambda value: torch.nan_to_num(value, 0.0, 0.0, 0.0), gradient(self.scene))
         delta = observed[self.chain.bias]  # (classes,)
-        observed = tree.scale(observed, _inverse_of(delta.norm()))  # the equations are homogeneous: any scale will do
+        # The equations are homogeneous: any scale will do.
+        observed = tree.scale(observed, tree.safe_inverse(delta.norm()))
         delta = observed[self.chain.bias]
         h = delta @ observed[self.chain.weight]  # the classifier's input, (features,)
         cotangent = self.scene.weights[self.chain.weight].T @ delta
@@ -253,8 +254,8 @@ class _Peeling:
 
         Tensor by tensor the gradients of the weights `own`, then the output.
         """
-        share = {name: _inverse_of(observed[name].norm()) for name in own}
-        seen = above.trust * _inverse_of((above.trust * above.z).norm())
+        share = {name: tree.safe_inverse(observed[name].norm()) for name in own}
+        seen = above.trust * tree.safe_inverse((above.trust * above.z).norm())
 
         def side(gradients: Params, output: Tensor) -> Tensor:
             parts = [(gradients[name] * share[name]).flatten() for name in own]
@@ -410,7 +411,8 @@ class _Peeling:
             if step.own and trained:
                 system = self._system(image, Above(target, nowhere, cotangent * on), observed)
                 form, pull = form + step.own * system.gram, pull + step.own * system.pulled(torch.zeros_like(grey))
-            v = minimise(_corners(form, equations.share), torch.cat([-pull, step.price - target]), constraints, v).x
+            hessian = torch.block_diag(form, equations.share)
+            v = minimise(hessian, torch.cat([-pull, step.price - target]), constraints, v).x
             a = v[n:].clamp_min(0) + OFF
             spare = (v[n:] - (matrix @ v[:n] + offset) / scale).clamp_min(0) + OFF
             on = a / (a + spare)
@@ -429,11 +431,11 @@ class _Peeling:
 
         def rows(on: Tensor) -> Tensor:
             gradients = pull(cotangent * on)[0]
-            return torch.cat([(gradients[name] * _inverse_of(observed[name].norm())).flatten() for name in own])
+            return torch.cat([(gradients[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in own])
 
         believed = (z > 0).to(z.dtype)
         sure = 1 + (z / doubt) ** 4
-        wanted = torch.cat([(observed[name] * _inverse_of(observed[name].norm())).flatten() for name in own])
+        wanted = torch.cat([(observed[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in own])
         lack = wanted - rows(believed)
         back = vjp(rows, believed)[1]
         gram = _columns(lambda on: back(rows(on))[0], believed)
@@ -441,27 +443,6 @@ class _Peeling:
         bounds: list[Constraint] = [AtLeast(-believed), AtMost(1 - believed)]
         change = minimise(trust * gram + torch.diag_embed(sure), -trust * back(lack)[0], bounds).x
         return (believed + change).clamp(0, 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Over:
-    """matrix x / scale - a <= limit, for unknowns (x, a)."""
-
-    matrix: Tensor  # (m, n)
-    scale: Tensor
-    limit: Tensor  # (m,)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        n = self.matrix.shape[1]
-        return self.matrix @ x[:n] / self.scale - x[n:]
-
-    def transpose(self, y: Tensor) -> Tensor:
-        return torch.cat([self.matrix.T @ y / self.scale, -y])
-
-    def add(self, matrix: Tensor, weights: Tensor) -> Tensor:
-        weighted = (weights / self.scale)[:, None] * self.matrix
-        side = torch.cat([self.matrix.T @ weighted / self.scale, -weighted.T], dim=1)
-        return matrix + torch.cat([side, torch.cat([-weighted, torch.diag_embed(weights)], dim=1)])
 
 
 def _least_squares(residual: Callable[[Tensor], Tensor], a: Tensor, form: Tensor | None, middle: Tensor) -> Tensor:
@@ -499,15 +480,3 @@ def _roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
     zero = like.new_zeros(math.prod(shape))
     terms = _columns(lambda x: roughness(x.reshape(1, *shape)), zero)
     return gram(terms) + ANCHOR * torch.eye(len(zero), device=like.device, dtype=like.dtype)
-
-
-def _corners(first: Tensor, second: Tensor) -> Tensor:
-    """The block-diagonal matrix of two."""
-    n, m = len(first), len(second)
-    top = torch.cat([first, first.new_zeros(n, m)], dim=1)
-    return torch.cat([top, torch.cat([second.new_zeros(m, n), second], dim=1)])
-
-
-def _inverse_of(norm: Tensor) -> Tensor:
-    """1 / norm, and 0 for 0: what is not there weighs nothing."""
-    return torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1.0), 0.0)

@@ -99,27 +99,42 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
+class Over:
+    """matrix x / scale - a <= limit, for unknowns (x, a)."""
+
+    matrix: Tensor  # (m, n)
+    scale: Tensor
+    limit: Tensor  # (m,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        n = self.matrix.shape[1]
+        return self.matrix @ x[:n] / self.scale - x[n:]
+
+    def transpose(self, y: Tensor) -> Tensor:
+        return torch.cat([self.matrix.T @ y / self.scale, -y])
+
+    def add(self, matrix: Tensor, weights: Tensor) -> Tensor:
+        weighted = (weights / self.scale)[:, None] * self.matrix
+        side = torch.cat([self.matrix.T @ weighted / self.scale, -weighted.T], dim=1)
+        return matrix + torch.cat([side, torch.cat([-weighted, torch.diag_embed(weights)], dim=1)])
+
+
+@dataclass(frozen=True, eq=False)
 class Solution:
-    """The point and, per constraint, slack and multiplier. Where the multiplier is larger the constraint is active."""
+    """The point and, per constraint, its multiplier: above zero where the constraint is active."""
 
     x: Tensor
-    slacks: tuple[Tensor, ...]
     multipliers: tuple[Tensor, ...]
-    gap: Tensor  # mean product of slack and multiplier
 
 
-def minimise(
-    hessian: Tensor, linear: Tensor, constraints: Sequence[Constraint], x: Tensor | None = None, steps: int = STEPS
-) -> Solution:
+def minimise(hessian: Tensor, linear: Tensor, constraints: Sequence[Constraint], x: Tensor | None = None) -> Solution:
     """`x` is a guess that need not be feasible. The hessian must be positive semidefinite."""
     if x is None:
         x = torch.zeros_like(linear)
     tiny = torch.finfo(linear.dtype).eps
     scale = hessian.diagonal().abs().mean() + tiny
     if not constraints:
-        return Solution(
-            x + solved(_factor(hessian, tiny * scale)[0], -linear - hessian @ x), (), (), linear.new_zeros(())
-        )
+        return Solution(x + solved(_factor(hessian, tiny * scale)[0], -linear - hessian @ x), ())
     # All constraints as one vector; those that are off have slack 1 and multiplier 0 for ever.
     sizes = [constraint.limit.shape[0] for constraint in constraints]
     limit = torch.cat([constraint.limit for constraint in constraints])
@@ -138,7 +153,7 @@ def minimise(
     multiplier = torch.where(on, linear.abs().max().clamp_min(1e-8), 0.0)
     running = torch.isfinite(linear).all()
     gap = (slack * multiplier).sum() / count
-    for _ in range(steps):
+    for _ in range(STEPS):
         dual = hessian @ x + linear + backward(multiplier)
         primal = torch.where(on, forward(x) + slack - limit, 0.0)
         matrix = hessian
@@ -164,7 +179,7 @@ def minimise(
         keep = running.clone()
         x, slack, multiplier = (torch.where(keep, b, a) for a, b in zip((x, slack, multiplier), new, strict=True))
         gap = torch.where(keep, new_gap, gap)
-    return Solution(x, tuple(slack.split(sizes)), tuple(multiplier.split(sizes)), gap)
+    return Solution(x, tuple(multiplier.split(sizes)))
 
 
 def _factor(matrix: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:

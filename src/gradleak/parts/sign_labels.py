@@ -19,7 +19,7 @@ from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.draws import Draws
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
-from gradleak.parts.labels import Reading, Rule
+from gradleak.parts.label_readings import Reading, Rule
 from gradleak.registry import named
 from gradleak.scene import Scene
 

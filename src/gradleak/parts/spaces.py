@@ -24,6 +24,7 @@ def _shape(scene: Scene, name: str) -> tuple[int, ...]:
 
 
 def from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
+    """A picture in [0, 1] in the field's model-input units."""
     low, high = scene.limits[name]
     return low + picture * (high - low)
 

@@ -55,6 +55,8 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Tick:
+    """A mark on an axis: where, in pixels, and its label."""
+
     place: float
     text: str
 

@@ -39,6 +39,7 @@ def evidence(
     untested: Sequence[str],
     command: str,
 ) -> tuple[Part, ...]:
+    """What a reviewer asks for, gathered from the run: system, assumptions, tests, results, provenance."""
     parts = {
         "System": _system(result),
         "Assumptions": _assumptions(threat, assumptions),

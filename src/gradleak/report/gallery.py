@@ -89,6 +89,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Gallery:
+    """Truths beside reconstructions, in groups, with what the filters offer."""
+
     groups: tuple[Group, ...]
 
     @property
@@ -255,6 +257,7 @@ class Control:
 
 
 def control(result: AuditResult) -> Control:
+    """The positive control: did an attack that must succeed succeed? With up to three of its pictures."""
     held = result.positive_control
     rows = [row for row in result.rows if row.get("cell") == held.cell and row.get("status") != "failed"]
     read = Reader(result)

@@ -23,12 +23,16 @@ class Value:
 
 @dataclass(frozen=True)
 class Column:
+    """A heading; `number`: its values are aligned and sorted as numbers."""
+
     name: str
     number: bool = True
 
 
 @dataclass(frozen=True)
 class Line:
+    """A row of a table; `hatched`: it is drawn as void."""
+
     cells: tuple[Value, ...]
     hatched: bool = False
 
@@ -44,20 +48,25 @@ class Table:
 
 
 def tone(word: str) -> str:
+    """The colour class of a verdict."""
     return TONES.get(word, "void")
 
 
 def number(value: float | None, digits: int = 1) -> str:
+    """With so many digits; a dash where there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
+    """A share as a whole percentage; a dash where there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f}\N{NO-BREAK SPACE}%"
 
 
 def interval(rate: Rate) -> str:
+    """The bounds of a rate in per cent; nothing where there are none."""
     return f"[{100 * rate.low:.0f}, {100 * rate.high:.0f}]" if math.isfinite(rate.low) else ""
 
 
 def plural(count: int, word: str) -> str:
+    """A count with its noun."""
     return f"{count} {word}{'' if count == 1 else 's'}"

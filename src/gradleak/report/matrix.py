@@ -40,6 +40,8 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Matrix:
+    """Attacks against defences: a row for each attack, a square for each defence."""
+
     defences: tuple[str, ...]
     rows: tuple[Attacked, ...]
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Page:
+    """All that the template draws, gathered before any of it is drawn."""
+
     title: str
     subtitle: str
     version: str

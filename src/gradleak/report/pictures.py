@@ -27,6 +27,7 @@ def picture(image: Tensor, largest: int | None = None) -> Image.Image:
 
 
 def png(drawn: Image.Image) -> bytes:
+    """The bytes of a PNG file."""
     buffer = io.BytesIO()
     drawn.save(buffer, format="PNG", optimize=True)
     return buffer.getvalue()
@@ -82,4 +83,5 @@ def sheet(rows: Sequence[tuple[str, Sequence[Tensor]]], scale: int | None = None
 
 
 def blank(shape: Sequence[int]) -> Tensor:
+    """A black picture, for what cannot be shown."""
     return torch.zeros(tuple(shape))

@@ -18,6 +18,8 @@ HIDDEN = ("plan", "fields")  # bookkeeping of run.toml that tells a reader nothi
 
 @dataclass(frozen=True)
 class Reference:
+    """Where a method that was run comes from."""
+
     name: str
     status: str
     paper: str
@@ -33,6 +35,7 @@ def command(result: AuditResult) -> str:
 
 
 def settings(result: AuditResult) -> tuple[tuple[str, str], ...]:
+    """The settings of the run, flat, without the bookkeeping that tells a reader nothing."""
     return tuple(flat({name: held for name, held in result.settings.items() if name not in HIDDEN}))
 
 
@@ -48,6 +51,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def references(grid: Iterable[Row]) -> Iterator[Reference]:
+    """The papers behind the attacks and defences that were run, and behind the threat levels."""
     from gradleak import registry
 
     grid = list(grid)

@@ -21,6 +21,7 @@ EXPLAINED = {
 
 
 def results(summaries: Sequence[Summary]) -> Table:
+    """The table of results, the undefended first, then by what was recovered."""
     varied = [name for name in ("round", "examples") if len({getattr(s, name) for s in summaries}) > 1]
     words = {"attack", "defence", "verdict"}
     names = ["attack", "defence", *varied, "verdict", "recovered", "above baseline", "PSNR", "95th", "SSIM", "rank 1"]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fact:
+    """One figure of the strip under the verdict, with what it means."""
+
     name: str
     value: str
     note: str
@@ -33,6 +35,7 @@ class Banner:
 
 
 def banner(result: AuditResult) -> Banner:
+    """The verdict in its words, and the figures that it rests on."""
     verdict = result.verdict
     lines = tuple(line for line in verdict.paragraph.split("\n") if line)
     # The word stands above it already.

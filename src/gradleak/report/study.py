@@ -11,7 +11,7 @@ from markupsafe import Markup
 from gradleak.report import template, text
 from gradleak.report.curves import Chart, Series, chart
 from gradleak.report.grid import Column, Line, Table, Value, number
-from gradleak.results.store import by_name
+from gradleak.results.resumable import by_name
 
 if TYPE_CHECKING:
     from gradleak.analysis.association import Estimate

@@ -126,6 +126,7 @@ def _toml(value: Any) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says; also on Python 3.10, which has no tomllib."""
     try:
         import tomllib
     except ImportError:  # Python 3.10

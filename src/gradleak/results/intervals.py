@@ -50,16 +50,22 @@ class Rate:
         return asdict(self)
 
 
-def rate(targets: Sequence[Sequence[float]]) -> Rate:
-    """The mean over everything, of values in [-1, 1]: a share where all lie in [0, 1], else a difference."""
+def rate(targets: Sequence[Sequence[float]], *, difference: bool = False) -> Rate:
+    """The mean over everything, of values in [-1, 1]: a share where all lie in [0, 1], else a difference.
+
+    `difference`: it may lie below zero even where no value here does. Where all targets agree there is no spread to go
+    by; what so few leave open (`slack`: the share of targets that may still differ) is then left open on both sides.
+    """
     if not targets:
         return Rate(NAN, NAN, NAN, 0)
     sums = np.array([sum(values) for values in targets], dtype=float)
     counts = np.array([len(values) for values in targets], dtype=float)
     value, number = float(sums.sum() / counts.sum()), len(targets)
-    if value in (-1.0, 0.0, 1.0) and bool((sums == value * counts).all()):
+    signed = difference or min(map(min, targets)) < 0
+    whole = value in (-1.0, 0.0, 1.0)
+    if bool(np.isclose(sums, value * counts, rtol=0, atol=1e-12).all()) and (whole or min(map(min, targets)) < 0):
         slack = 1 - 0.025 ** (1 / number)
-        return Rate(value, value - slack if value > 0 else value, value + slack if value < 1 else value, number)
+        return Rate(value, max(-1.0 if signed else 0.0, value - slack), min(1.0, value + slack), number)
     low, high = _share(sums, counts) if min(map(min, targets)) >= 0 else _difference(sums, counts)
     return Rate(value, low, high, number)
 

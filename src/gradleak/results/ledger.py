@@ -65,6 +65,9 @@ def ledger_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> tuple[Assumpt
             if "generator" in settings.get("fingerprint", {})
             else "No prior beyond smoothness.",
         ),
+        Assumption(
+            "public data", False, "None of the attacker's own: settings are fixed, and not tuned on proxy clients."
+        ),
         Assumption("private data", False, "Truth enters at the score; attack code cannot import it."),
     ]
     return tuple(found)

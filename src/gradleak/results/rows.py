@@ -35,6 +35,7 @@ class BadRun(ValueError):
 
 
 def encode(row: Row) -> bytes:
+    """A row as a line of JSON; a number that is not finite is an error."""
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 

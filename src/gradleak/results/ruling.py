@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradleak.results.intervals import Rate
     from gradleak.results.summary import Summary
 
 LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
@@ -44,14 +45,19 @@ class Ruling:
         return f"{self.word}: {self.text} ({self.because})"
 
 
+def _over(line: Summary, more: Rate) -> str:
+    """What exceeds the unrelated update; where none was attacked, nothing was taken off, and that is said."""
+    if not line.baseline:
+        return "no unrelated update was attacked, so nothing is taken off"
+    return f"{more.value:+.0%} [{more.low:+.0%}, {more.high:+.0%}] over an unrelated update"
+
+
 def _shares(line: Summary) -> str:
-    over = f"{line.excess.value:+.0%} [{line.excess.low:+.0%}, {line.excess.high:+.0%}]"
-    return f"recovered {line.recovered}, {over} over an unrelated update"
+    return f"recovered {line.recovered}, {_over(line, line.excess)}"
 
 
 def _ranks(line: Summary) -> str:
-    over = f"{line.identified.value:+.0%} [{line.identified.low:+.0%}, {line.identified.high:+.0%}]"
-    return f"rank 1 in {line.rates['rank1']}, chance {line.chance:.1%}, {over} over an unrelated update"
+    return f"rank 1 in {line.rates['rank1']}, chance {line.chance:.1%}, {_over(line, line.identified)}"
 
 
 def _searched(line: Summary) -> str:

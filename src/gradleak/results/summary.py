@@ -147,8 +147,8 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
         targets=len({row["target"] for row in done}),
         seeds=len({row["seed"] for row in done}),
         recovered=_rate(done, lambda row: row["hits"]["recovered"]),
-        excess=_rate(done, lambda row: _beyond(row, "recovered")),
-        identified=_rate(done, lambda row: _beyond(row, "rank1")),
+        excess=_rate(done, lambda row: _beyond(row, "recovered"), difference=True),
+        identified=_rate(done, lambda row: _beyond(row, "rank1"), difference=True),
         rates={
             hit: _rate(done, lambda row, hit=hit: row["hits"][hit])  # type: ignore[misc]
             for hit in ("ssim>0.5", "psnr>18", "psnr>20", "rank1")
@@ -172,12 +172,12 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
     )
 
 
-def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]]) -> Rate:
+def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, difference: bool = False) -> Rate:
     """Over targets: all seeds and examples of a target stay together, since they are not independent."""
     targets: dict[int, list[float]] = {}
     for row in rows:
         targets.setdefault(row["target"], []).extend(take(row))
-    return rate(list(targets.values()))
+    return rate(list(targets.values()), difference=difference)
 
 
 def _tail(values: Sequence[float], small: bool) -> float:

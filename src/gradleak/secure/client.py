@@ -398,6 +398,7 @@ def channel_key(shared: bytes, transcript: bytes, purpose: str, sender: int, rec
 
 
 def own_mask_key(secret: bytes, transcript: bytes, client: int) -> bytes:
+    """The key of a client's own mask, bound to the transcript."""
     return primitives.derive(secret, binding=transcript, purpose="own mask", clients=(client,))
 
 

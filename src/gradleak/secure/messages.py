@@ -57,6 +57,8 @@ def _read_numbers(reader: Reader) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Message:
+    """What travels between a client and the server, bound to a session and signed by its sender."""
+
     kind: ClassVar[int]
 
     binding: bytes

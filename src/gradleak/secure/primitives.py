@@ -50,6 +50,7 @@ def joined(*parts: bytes) -> bytes:
 
 
 def number(value: int) -> bytes:
+    """Eight bytes, most significant first: every number in a digest has the same length."""
     return value.to_bytes(8, "big")
 
 
@@ -125,6 +126,7 @@ def signing_public(secret: bytes) -> bytes:
 
 @_needs_cryptography
 def sign(secret: bytes, text: bytes) -> bytes:
+    """An Ed25519 signature of the text."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     return Ed25519PrivateKey.from_private_bytes(secret).sign(text)

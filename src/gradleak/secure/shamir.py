@@ -63,10 +63,12 @@ def _ratio(others: Iterable[int], point: int) -> int:
 
 
 def to_bytes(share: int) -> bytes:
+    """A share as it is sent: of fixed length."""
     return share.to_bytes(SHARE, "big")
 
 
 def from_bytes(share: bytes) -> int:
+    """The share in these bytes; another length, or a number outside the field, is refused."""
     value = int.from_bytes(share, "big")
     if len(share) != SHARE or value >= PRIME:
         raise Rejected(f"A share is {SHARE} bytes of a number below the field's prime; this is none.")

@@ -23,7 +23,7 @@ import torch
 from gradleak import __version__, tree
 from gradleak.analysis.hessian import ggn
 from gradleak.analysis.lanczos import signs
-from gradleak.audit import Interrupted, Progress, Silent
+from gradleak.audit import Progress, Silent
 from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.defence import Defence, overrides
 from gradleak.draws import Draws, key
@@ -32,17 +32,16 @@ from gradleak.environment import about, describe
 from gradleak.federation import Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.results.configuration import digest, from_toml, to_toml
-from gradleak.results.store import FolderInUse
+from gradleak.results.resumable import FolderInUse, Interrupted
 from gradleak.study.folder import StudyFolder, rows_in
 from gradleak.study.leakage import Leakage, OtherAudit, leakages, once, opened
-from gradleak.study.measure import Information, Lanczos, Measured, Row, fingerprint
+from gradleak.study.measure import VERSION, Information, Lanczos, Measured, Row, fingerprint
 from gradleak.study.result import Associated, Curve, StudyResult, associated
 from gradleak.task import Batch, Task, TaskError
 
 __all__ = ["Associated", "Curve", "Information", "Lanczos", "Leakage", "OtherAudit", "Study", "StudyError"]
 __all__ += ["StudyResult", "associated", "estimate", "leakages"]
 
-VERSION = 2
 EXAMPLES = 100
 
 

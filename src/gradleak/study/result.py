@@ -12,10 +12,11 @@ from typing import Any
 from gradleak.analysis.association import Association, associations
 from gradleak.analysis.association import Estimate as Correlation
 from gradleak.results import AuditResult
+from gradleak.results.resumable import environment_in
 from gradleak.results.rows import finite
 from gradleak.results.summary import CONVERGED
 from gradleak.results.tables import text_of
-from gradleak.study.folder import environment_in, rows_in, settings_in
+from gradleak.study.folder import rows_in, settings_in
 from gradleak.study.leakage import Leakage, caveats, once, read, told_apart, unsettled
 from gradleak.study.measure import Row, settled
 
@@ -433,6 +434,7 @@ INFORMATION: dict[str, Callable[[Row], str]] = {
 
 
 def interval(found: Correlation | None) -> str:
+    """A correlation with its bounds; a dash where there is none."""
     return "-" if found is None else f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 
 
@@ -452,13 +454,13 @@ def _counted(found: Associated) -> Iterator[str]:
             yield f"{each.plain.count} {each.plain.unit}{' (small)' if each.plain.small else ''}"
 
 
-def association_grid(every: Sequence[Associated], curves: Sequence[str] = ISSUED) -> list[list[str]]:
+def association_grid(every: Sequence[Associated]) -> list[list[str]]:
     """Some of the associations, a line each."""
     head = ["PSNR of", "with", "Spearman [95 %]", "partial [95 %]", "n"]
     lines = []
     for found in every:
         size = sample(found) or f"{len(found.rounds)} rounds: too few"
-        known = [(name, found.found[name]) for name in curves if name in found.found]
+        known = [(name, found.found[name]) for name in ISSUED if name in found.found]
         shown = [[titled(name), interval(each.plain), interval(each.partial), size] for name, each in known]
         lines += [[found.leakage, *line] for line in shown or [["-", "-", "-", size]]]
     return [head, *lines]

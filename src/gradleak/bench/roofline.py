@@ -1,0 +1,97 @@
+"""How close to the machine's limit: operations counted, the device's own peak measured, and the share achieved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradleak.bench.speed import Row, Show, forget, quiet
+from gradleak.bench.timing import Running, median_seconds, turn_by_turn
+from gradleak.bench.workloads import Workload, workload
+from gradleak.engine import Engine
+
+MOST_FORWARD = {"cuda": 512, "cpu": 32}  # images of one forward pass: more would add nothing
+
+
+def roofline(
+    networks: Sequence[str],
+    lanes: int,
+    precisions: Sequence[str],
+    seconds: float = 1.0,
+    show: Show = quiet,
+    device: str = "auto",
+) -> list[Row]:
+    """Of each network: operations of a forward pass and of a step, and the share of the peak that each achieves.
+
+    The peak is the better of a large matrix product and a large convolution on the same device, in the same precision.
+    Operations of a step are those of one eager lane with torch's own layers: what the method asks for, whichever way
+    lanes compute it. Elementwise work (activations, norms, the optimiser) is not counted, as is usual.
+    """
+    rows: list[Row] = []
+    for precision in precisions:
+        engine = Engine(device, precision)
+        peaks = peak(engine, seconds)
+        best = max(peaks.values())
+        row: Row = {"what": "peak", "precision": precision, **peaks}
+        rows.append(row)
+        show(row)
+        for network in networks:
+            work = workload(network)
+            count = min(lanes, work.chunk(engine))
+            forward, step = operations(work, engine)
+            forget()
+            passes = forward_rate(work, engine, min(lanes, MOST_FORWARD[engine.where.type]), seconds)
+            steps = turn_by_turn([Running(work, count, engine)], seconds)[0].rate
+            row = {
+                "what": "network",
+                "network": network,
+                "precision": precision,
+                "lanes": count,
+                "forward_flops": forward,
+                "step_flops": step,
+                "forward_per_second": passes,
+                "steps_per_second": steps,
+                "forward_share": passes * forward / best,
+                "step_share": steps * step / best,
+            }
+            rows.append(row)
+            show(row)
+    return rows
+
+
+def peak(engine: Engine, seconds: float = 1.0) -> dict[str, float]:
+    """Operations per second of a large matrix product and of a large convolution."""
+    cuda = engine.where.type == "cuda"
+    side, images = (8192, 256) if cuda else (1024, 4)
+    with engine.settings(), torch.no_grad():
+        sizes = ((side, side), (side, side), (images, 256, 32, 32), (256, 256, 3, 3))
+        a, b, x, w = (torch.randn(size, device=engine.where, dtype=engine.dtype) for size in sizes)
+        product = median_seconds(lambda: a @ b, cuda, seconds)
+        convolution = median_seconds(lambda: torch.nn.functional.conv2d(x, w, padding=1), cuda, seconds)
+    return {"matrix": 2 * side**3 / product, "convolution": 2 * images * 32 * 32 * 256 * 256 * 9 / convolution}
+
+
+def operations(work: Workload, engine: Engine) -> tuple[int, int]:
+    """Multiplications and additions of one forward pass, and of one step of the attack, of one lane."""
+    eager = Engine(engine.device, engine.precision, batched=False, graph=False)
+    with eager.settings():
+        scene = work.scenes(1, eager)[0]
+        batch = {**scene.task.blank(work.examples), **scene.fields}
+        with FlopCounterMode(display=False) as forward, torch.no_grad():
+            scene.task.loss(scene.weights, batch, scene.buffers)
+        search = work.search(1, eager)
+        with FlopCounterMode(display=False) as step:
+            search.tick()
+    return forward.get_total_flops(), step.get_total_flops()
+
+
+def forward_rate(work: Workload, engine: Engine, lanes: int, seconds: float) -> float:
+    """Forward passes of one lane's batch per second, `lanes` of them as one batch."""
+    with engine.settings(), torch.no_grad():
+        scene = work.scenes(1, engine)[0]
+        blank = {**scene.task.blank(work.examples), **scene.fields}
+        batch = {name: value.repeat_interleave(lanes, dim=0) for name, value in blank.items()}
+        run = lambda: scene.task.loss(scene.weights, batch, scene.buffers)  # noqa: E731
+        return lanes / median_seconds(run, engine.where.type == "cuda", seconds)

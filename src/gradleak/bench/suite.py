@@ -1,0 +1,152 @@
+"""All measurements in one call, written section by section, so that a run that is cut short keeps what it has."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradleak.bench import peer, regression, timing
+from gradleak.bench.costs import GROWTH, costs
+from gradleak.bench.memory import memory
+from gradleak.bench.quality import chunks, quality
+from gradleak.bench.roofline import roofline
+from gradleak.bench.speed import LANES, Row, engine
+from gradleak.bench.workloads import NETWORKS
+from gradleak.engine import Engine
+from gradleak.environment import describe
+from gradleak.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured. `Plan.of` chooses by device."""
+
+    networks: tuple[str, ...]
+    lanes: tuple[int, ...]
+    precisions: tuple[str, ...]
+    seconds: float  # of one measurement
+    searched: tuple[str, ...]  # networks whose attacks are run to an end
+    steps: int  # of such an attack
+    many: tuple[int, int]  # targets and restarts of one call that the engine must take apart
+    peer_networks: tuple[str, ...]
+    peer_lanes: tuple[int, ...]
+    peer_steps: int
+    growing: tuple[str, ...] = tuple(GROWTH)
+    device: str = "auto"
+
+    @staticmethod
+    def of(device: str = "auto", *, quick: bool = False) -> Plan:
+        """Everything on a GPU in about eight minutes; on a CPU what two cores can do in a quarter of an hour."""
+        if Engine(device).where.type == "cuda":
+            three = ("lenet", "convnet64", "resnet18")
+            plan = Plan(tuple(NETWORKS), LANES, ("fast", "strict"), 1.5, three, 2000, (32, 32), three, LANES[2:], 200)
+        else:
+            plan = Plan(
+                tuple(NETWORKS), LANES, ("strict",), 2.0, ("lenet",), 1000, (4, 32), ("lenet", "convnet64"), (32,), 50
+            )
+        if quick:
+            few = {"networks": ("lenet",), "lanes": (1, 8), "precisions": ("strict",), "seconds": 0.2}
+            short = {"searched": ("lenet",), "steps": 20, "many": (2, 2), "growing": ("batch",)}
+            beside = {"peer_networks": ("lenet",), "peer_lanes": (8,), "peer_steps": 10}
+            plan = replace(plan, **few, **short, **beside)  # type: ignore[arg-type]
+        return replace(plan, device=device)
+
+
+def _memory(plan: Plan, show: Callable[[Row], None]) -> list[Row]:
+    lanes = (8, 16, 32, 64, 128) if Engine(plan.device).where.type == "cuda" else (1, 2, 4, 8, 16, 32)
+    return memory(plan.networks, lanes, plan.precisions[0], show, plan.device)
+
+
+def _chunks(plan: Plan, show: Callable[[Row], None]) -> list[Row]:
+    targets, restarts = plan.many
+    return chunks(plan.searched[-1], targets, restarts, 10, plan.precisions[0], show, plan.device)
+
+
+SECTIONS: dict[str, Callable[[Plan, Callable[[Row], None]], list[Row]]] = {
+    "engine": lambda plan, show: engine(
+        plan.networks, plan.lanes, plan.precisions, None, plan.seconds, show, plan.device
+    ),
+    "roofline": lambda plan, show: roofline(
+        plan.networks, max(plan.lanes), plan.precisions, plan.seconds, show, plan.device
+    ),
+    "memory": _memory,
+    "quality": lambda plan, show: quality(plan.searched, 8, plan.steps, plan.precisions[-1], show, plan.device),
+    "cost": lambda plan, show: costs(8, plan.precisions[-1], plan.seconds, show, plan.device, plan.growing),
+    "chunks": _chunks,
+    "peer": lambda plan, show: peer.peers(
+        plan.peer_networks, plan.peer_lanes, plan.peer_steps, plan.precisions, 3, show, plan.device
+    ),
+}
+STORED = {"engine": "rows"}  # sections are stored by their own names, but this one
+
+
+def measure(
+    plan: Plan,
+    only: Sequence[str] = (),
+    out: str | Path | None = None,
+    show: Callable[[str, Row], None] = lambda section, row: None,
+) -> dict[str, Any]:
+    """Measure; `only` these sections. The peer is left out, and the result says why, where it is not installed."""
+    for name in only:
+        if name not in SECTIONS:
+            raise ValueError(f"There is no section {name!r} of measurements.{did_you_mean(name, SECTIONS)}")
+    held: dict[str, Any] = {"environment": describe(), "load": {"before": timing.load()}, "seconds": {}, "left_out": {}}
+    held["clock"] = timing.clock(Engine(plan.device).where.type == "cuda")
+    for name, section in SECTIONS.items():
+        if only and name not in only:
+            continue
+        began, rows = time.perf_counter(), held.setdefault(STORED.get(name, name), [])
+
+        def note(row: Row, name: str = name, rows: list[Row] = rows) -> None:
+            rows.append(row)
+            show(name, row)
+            write(held, out)
+
+        try:
+            section(plan, note)
+        except peer.NoPeer as problem:
+            held["left_out"][name] = str(problem)
+            del held[name]
+        held["seconds"][name] = time.perf_counter() - began
+    held["load"]["after"] = timing.load()
+    write(held, out)
+    return held
+
+
+def write(held: dict[str, Any], out: str | Path | None) -> None:
+    """What there is so far, where a file was named."""
+    if out is not None:
+        Path(out).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+
+
+def fallen(now: dict[str, Any], then: dict[str, Any], plan: Plan) -> list[regression.Fallen]:
+    """Ratios that fell, and fell again when they were measured a second time."""
+
+    def again(one: regression.Fallen) -> float | None:
+        row = dict(zip(regression.RATIOS[one.section][0], one.key, strict=True))
+        if one.section == "rows":
+            found = engine([row["network"]], [row["lanes"]], [row["precision"]], None, plan.seconds, device=plan.device)
+        else:
+            found = peer.peers(
+                [row["network"]], [row["lanes"]], plan.peer_steps, [row["precision"]], device=plan.device
+            )
+        return regression.ratios(found, *regression.RATIOS[one.section]).get(one.key)
+
+    return regression.confirmed(regression.compare(now, then), again)
+
+
+def told(section: str, row: Row) -> str:
+    """A row as a line for people."""
+
+    def value(held: Any) -> str:
+        if isinstance(held, float):
+            return f"{held:,.0f}" if abs(held) >= 1000 else f"{held:.3g}"
+        if isinstance(held, list):
+            return "[" + " ".join(value(each) for each in held[:8]) + (" ...]" if len(held) > 8 else "]")
+        return str(held)
+
+    return f"{section}: " + "  ".join(f"{name} {value(held)}" for name, held in row.items() if held is not None)

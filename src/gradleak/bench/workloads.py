@@ -1,0 +1,128 @@
+"""What is measured: networks, an attack on each, and made-up pictures as its targets.
+
+The pictures are the benchmark's own. The attack gets what a server would see of them; only afterwards, outside of it,
+are its images compared with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from gradleak import attacks, draws, models
+from gradleak.attack import Composed
+from gradleak.diffusion import denoising
+from gradleak.engine import Engine, Search, chunk_size, lanes_of
+from gradleak.local import LocalTraining, observe
+from gradleak.models import Shape
+from gradleak.observation import Knowledge, Observation
+from gradleak.registry import did_you_mean
+from gradleak.scene import Scene
+from gradleak.task import Batch, Task
+
+CLASSES = 10
+Build: TypeAlias = Callable[[Shape], nn.Module]
+
+NETWORKS: dict[str, Build] = {
+    "lenet": lambda shape: models.lenet_zhu(shape=shape),
+    "convnet64": lambda shape: models.convnet(shape=shape, norm="batch").eval(),
+    "resnet18": lambda shape: models.resnet18(shape=shape, norm="group"),
+    "vit": lambda shape: models.vit(shape=shape),
+    "unet": lambda shape: models.unet(shape=shape, base=32),
+}
+"""Untrained, for images of a shape. The U-Net is a denoiser (3.2 million parameters); all others classify."""
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """Targets of one network and the attack on them, one restart each. `truth`: the targets' batches, for scores."""
+
+    network: str
+    task: Task
+    truth: tuple[Batch, ...]
+    seen: tuple[Observation, ...]
+    knows: tuple[Knowledge, ...]
+    attack: Composed
+
+    @property
+    def parameters(self) -> int:
+        return sum(value.numel() for value in self.task.weights().values())
+
+    @property
+    def examples(self) -> int:
+        """Images of one target."""
+        return self.seen[0].num_examples
+
+    def scenes(self, lanes: int, engine: Engine, first: int = 0) -> list[Scene]:
+        """Lane i attacks target i, from the first again where there are more lanes than targets."""
+        work = self.task.to(engine.where, engine.dtype)
+        made = []
+        for seen, knows in zip(self.seen, self.knows, strict=True):
+            given = {name: value.to(engine.where) for name, value in knows.given.items()}
+            made.append(replace(Scene.of(work, seen, knows), fields=given))
+        return [made[lane % len(made)] for lane in range(first, first + lanes)]
+
+    def search(self, lanes: int, engine: Engine, first: int = 0) -> Search:
+        """The attack's first stage in lanes `first` onwards, ready to tick. A lane starts alike under every engine."""
+        scenes = self.scenes(lanes, engine, first)
+        template, lane = lanes_of(scenes, [[draws.key("bench", first + number)] for number in range(lanes)])
+        return Search(self.attack.stages[0], template, lane, (lanes, 1), engine, None)
+
+    def chunk(self, engine: Engine) -> int:
+        """Lanes that the engine would solve together."""
+        with engine.settings():
+            return engine.chunk or chunk_size(self.attack.stages, self.scenes(1, engine)[0], engine)
+
+
+def workload(
+    network: str,
+    *,
+    steps: int = 10_000,
+    targets: int = 1,
+    examples: int = 1,
+    side: int = 32,
+    local_steps: int = 1,
+    build: Build | None = None,
+    x: Tensor | None = None,
+) -> Workload:
+    """IG on a classifier, InvG-dm with the client's noise and step on a denoiser. Labels are given.
+
+    `build`: another network than the one of that name. `x`: other pictures than made-up ones, (targets * examples, 3,
+    side, side).
+    """
+    if network not in NETWORKS and build is None:
+        raise ValueError(f"There is no network {network!r} to measure.{did_you_mean(network, NETWORKS)}")
+    make = NETWORKS[network] if build is None else build
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make((3, side, side))
+        y = torch.randint(CLASSES, (targets, examples))
+        noise, t = torch.randn(targets, examples, 3, side, side), torch.randint(100, 900, (targets, examples))
+    x = (pictures(targets * examples, side) if x is None else x).reshape(targets, examples, 3, side, side)
+    training = LocalTraining(lr=1.0 if local_steps == 1 else 0.01, steps=local_steps)
+    denoiser = hasattr(model, "time_layer")
+    if denoiser:
+        task = denoising(model, like=x[0])
+        truth = tuple({"x": 2 * x[i] - 1, "t": t[i], "noise": noise[i]} for i in range(targets))
+    else:
+        task = Task.supervised(model, nn.functional.cross_entropy, like=(x[0], y[0]))
+        truth = tuple({"x": x[i], "y": y[i]} for i in range(targets))
+    seen = tuple(observe(task, batch, training, key=f"target {i}") for i, batch in enumerate(truth))
+    knows = tuple(
+        Knowledge(training=training, given={name: value for name, value in batch.items() if name != "x"})
+        for batch in truth
+    )
+    attack = attacks.get("invg-dm" if denoiser else "ig", steps=steps)
+    assert isinstance(attack, Composed)
+    return Workload(network, task, truth, seen, knows, attack)
+
+
+def pictures(count: int, side: int, seed: int = 0) -> Tensor:
+    """Smooth made-up colour pictures in [0, 1], (count, 3, side, side): coarse noise, enlarged."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand((count, 3, 6, 6), generator=generator)
+    return nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1)

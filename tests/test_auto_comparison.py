@@ -1,0 +1,86 @@
+"""`auto` against single attacks: the rule of the comparison, and what was stored of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import gradleak as gl
+
+ROOT = Path(__file__).parents[1]
+STORED = ROOT / "benchmarks" / "results" / "auto-comparison-small.json"
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("auto_comparison", ROOT / "benchmarks" / "auto_comparison.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def card(attack: str, form: str, psnr: float, determined: int | None = None) -> dict[str, Any]:
+    held = None if determined is None else {"determined": determined, "count": 2}
+    told: dict[str, Any] = {"attack": attack, "defence": "pruning", "form": form, "targets": 2, "errors": []}
+    return told | {"means": {"psnr": psnr}, "identifiability": held, "converged": 1.0, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("auto", "single", "determined", "holds"),
+    [
+        (30.0, 30.2, 2, True),  # within 0.3 dB
+        (30.0, 30.4, 2, False),
+        (90.0, 120.0, 2, True),  # both are exact
+        (59.0, 120.0, 2, False),
+        (30.0, 40.0, 1, None),  # one of the two is not determined: nothing is claimed
+        (30.0, 40.0, None, None),
+    ],
+)
+def test_only_what_is_certified_is_claimed(auto: float, single: float, determined: int | None, holds: Any) -> None:
+    others = [card("cpl", "adaptive", 5.0), card("ig", "naive", single)]
+    [row] = script().compared([card("auto", "adaptive", auto, determined)], others)
+    assert row["holds"] is holds
+    assert row["by"] == "ig (naive)"
+    assert row["gap"] == pytest.approx(auto - single)
+
+
+def test_a_defence_that_failed_is_told() -> None:
+    broken = {**card("auto", "adaptive", 0.0), "targets": 0, "errors": ["out of memory"]}
+    [row] = script().compared([broken], [card("ig", "naive", 9.0)])
+    assert row == {"defence": "pruning", "form": "adaptive", "failed": "out of memory"}
+
+
+def test_it_is_about_every_defence_and_says_what_is_missing_and_that_it_is_small() -> None:
+    compare, stored = script(), json.loads(STORED.read_text())
+    told = [row["defence"] for row in stored["rows"]] + stored["not_run"]
+    assert sorted(told) == sorted(compare.defences(compare.SCALES["small"]))
+    assert {entry.name for entry in gl.registry.entries("defence")} <= {name.partition(":")[0] for name in told}
+    assert stored["setting"]["text"].startswith("small")
+    assert all(row["git"]["commit"] for row in stored["rows"])
+
+
+def test_a_comparison_is_completed_defence_by_defence(tmp_path: Path) -> None:
+    compare, path = script(), tmp_path / "held.json"
+    small = compare.SCALES["small"]
+    assert compare.stored(path, small) == {}
+    told = {"version": compare.VERSION, "setting": compare.as_json(small), "rows": [{"defence": "none"}]}
+    path.write_text(json.dumps(told))
+    assert compare.stored(path, small) == {"none": {"defence": "none"}}
+    assert compare.stored(path, compare.SCALES["cifar"]) == {}  # of other settings: begin anew
+
+
+def test_wherever_it_is_certified_auto_was_as_strong_as_every_single_attack() -> None:
+    rows = json.loads(STORED.read_text())["rows"]
+    certified = [row for row in rows if row.get("certified")]
+    assert len(certified) >= 5
+    for row in certified:
+        assert row["holds"] is True, row["defence"]
+        assert script().as_strong(row["auto"], max(row["single"].values())), row["defence"]
