@@ -92,7 +92,7 @@ def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: py
         return gate.Finding(len(asked) % 2 == 1, "Told.")
 
     monkeypatch.setattr(gate, "_finding", finding)
-    first, second = (check(task, seen, Policy(on_leak="noise", noise=0.5), knows=KNOWS) for _ in range(2))
+    first, second = (check(task, seen, Policy(on_leak="noise", noise=0.5), knows=KNOWS, batch=batch) for _ in range(2))
     assert (first.action, second.action) == ("noise", "noise")
     assert isinstance(asked[1].defence, LocalGaussian)  # whoever attacks the noised update knows the noise
     added = [tree.subtract(each.update, seen.update) for each in (first, second) if each.update is not None]
@@ -100,7 +100,19 @@ def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: py
     assert share == pytest.approx(0.5, rel=0.3)
     assert not torch.equal(tree.flatten(added[0]), tree.flatten(added[1]))
     monkeypatch.setattr(gate, "_finding", lambda *rest: gate.Finding(True, "Told."))
-    assert check(task, seen, Policy(on_leak="noise"), knows=KNOWS).action == "block"
+    assert check(task, seen, Policy(on_leak="noise"), knows=KNOWS, batch=batch).action == "block"
+
+
+def test_noise_is_not_trusted_where_no_examples_can_judge_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise alone keeps an attack from explaining an update: without examples that looks like safety."""
+    from gradleak import gate
+
+    task, seen, _ = update()
+    answers = iter([True, False])
+    monkeypatch.setattr(gate, "_finding", lambda *rest: gate.Finding(next(answers), "Told."))
+    found = check(task, seen, Policy(on_leak="noise"), knows=KNOWS)
+    assert (found.action, found.update) == ("block", None)
+    assert "without the client's examples" in found.reason
 
 
 # --- closed -----------------------------------------------------------------------------------------------------------
@@ -177,7 +189,7 @@ def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: 
     from gradleak import gate
 
     pruning = Pruning(keep=0.5)
-    task, seen, _ = update(pruning)
+    task, seen, batch = update(pruning)
     asked: list[Knowledge] = []
 
     def finding(task: Any, seen: Any, policy: Any, knows: Knowledge, *rest: Any) -> Any:
@@ -185,7 +197,7 @@ def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: 
         return gate.Finding(len(asked) == 1, "Told.")
 
     monkeypatch.setattr(gate, "_finding", finding)
-    check(task, seen, Policy(on_leak="noise"), knows=replace(KNOWS, defence=pruning))
+    check(task, seen, Policy(on_leak="noise"), knows=replace(KNOWS, defence=pruning), batch=batch)
     assert isinstance(asked[1].defence, gl.Chain)
     assert asked[1].defence.members[0] is pruning
 
@@ -194,6 +206,8 @@ def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: 
     ("text", "message"),
     [
         ("residual = 1.5", "between 0 and 1"),
+        ("ssim = 2.0", "between 0 and 1"),
+        ("psnr = 1000.0", "between 0 and 60"),
         ('undecided = "allow"', "fails closed"),
         ('on_leak = "allow"', "fails closed"),
         ("noise = 0.0", "above 0"),

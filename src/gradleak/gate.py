@@ -86,8 +86,9 @@ class Policy:
                 raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
         if self.noise <= 0:
             raise BadPolicy(f"noise must be above 0; given {self.noise}.")
-        if not 0 < self.residual < 1:
-            raise BadPolicy(f"residual must lie between 0 and 1; given {self.residual}.")
+        for name, most in (("residual", 1), ("ssim", 1), ("psnr", 60)):  # beyond, nothing would ever count as given away
+            if not 0 < getattr(self, name) < most:
+                raise BadPolicy(f"{name} must lie between 0 and {most}; given {getattr(self, name)}.")
 
     @staticmethod
     def load(path: str | Path) -> Policy:
@@ -142,12 +143,16 @@ def check(
     """Decide on one update. `batch`: the client's own examples, which make the decision sharper and stay here.
 
     Noise is drawn afresh from the system's random source, and the noised update is attacked again, by an attacker who
-    knows how much noise there is, in what is left of the time; one that still leaks, or is not decided, is blocked.
+    knows how much noise there is, in what is left of the time; one that still leaks, or is not decided, is blocked. So
+    is every one without examples: noise alone keeps an attack from explaining an update, whether or not it shows images.
     """
     began, policy = time.perf_counter(), policy or Policy()
     found = _finding(task, seen, policy, knows, batch, seconds, seed, engine)
     action = {False: ALLOW, True: policy.on_leak, None: policy.undecided}[found.leaks]
     spent = time.perf_counter() - began
+    if action == NOISE and batch is None:
+        action, told = BLOCK, f"{found.text} Whether noise would help cannot be told without the client's examples."
+        return Decision(action, told, None, spent, found.figures)
     if action != NOISE:
         return Decision(action, found.text, seen.update if action == ALLOW else None, spent, found.figures)
     noised, std = _noised(seen.update, policy.noise)
