@@ -38,7 +38,7 @@ def main() -> None:
     split = lambda text: tuple(text.split(","))  # noqa: E731
     if told.networks:
         chosen = split(told.networks)
-        plan = replace(plan, networks=chosen, searched=tuple(name for name in chosen if name in plan.searched))
+        plan = replace(plan, networks=chosen, searched=tuple(one for one in plan.searched if one[0] in chosen))
     if told.lanes:
         plan = replace(plan, lanes=tuple(map(int, split(told.lanes))))
     if told.precision:
@@ -47,7 +47,9 @@ def main() -> None:
         plan = replace(plan, seconds=told.seconds)
     only = split(told.only) if told.only else tuple(name for name in bench.SECTIONS if name != "peer")
     held = bench.measure(plan, only, told.out, lambda section, row: print(bench.told(section, row), flush=True))
-    print(json.dumps({"seconds": held["seconds"], "load": held["load"]}))
+    print(json.dumps({"seconds": held["seconds"], "load": held["load"], "failed": held["failed"]}))
+    if held["failed"]:
+        sys.exit(2)
     if told.against:
         stored = json.loads(told.against.read_text(encoding="utf-8"))
         slower = bench.fallen(held, stored, plan)

@@ -118,7 +118,7 @@ def memory(name: str) -> str:
         "most lanes measured": lambda row: str(max(row["lanes"], default="-")),
         "MB of a lane": number("per_lane"),
         "MB without any": number("constant"),
-        "worst point off the line": number("worst_off", scale=100, unit=" %"),
+        "worst point off the line": lambda row: f"{100 * row['worst_off']:.2f} %" if "worst_off" in row else "-",
         "lanes in a chunk": text("chunk"),
     }
     return table(name, "memory", columns)
@@ -129,6 +129,7 @@ def quality(name: str) -> str:
     reached = lambda level: lambda row: f"{row[f'reached_{level}_db']} of {row['lanes']}"  # noqa: E731
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "network": text("network"),
+        "attack": text("attack"),
         "targets": text("lanes"),
         "precision": text("precision"),
         "steps": text("steps"),
@@ -226,10 +227,10 @@ def svg(made: Chart) -> str:
     return "".join([*parts, "</svg>"])
 
 
-GPU, CPU = "h200.json", "cpu-2-cores.json"
+GPU, CPU = "h200.json", "cpu-one-thread.json"
 TABLES: dict[str, Callable[[], str]] = {
     "peers-h200": lambda: peers("peers-h200.json"),
-    "peers-cpu": lambda: peers("peers-cpu-2-cores.json"),
+    "peers-cpu": lambda: peers("peers-cpu-one-thread.json"),
     "roofline-h200": lambda: roofline(GPU),
     "roofline-cpu": lambda: roofline(CPU),
     "memory-h200": lambda: memory(GPU),

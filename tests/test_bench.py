@@ -70,6 +70,11 @@ def test_pictures_are_pictures() -> None:
     assert not torch.equal(x[0], x[1])
 
 
+def test_attacks_without_a_fixed_number_of_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="not one search"):
+        workload("lenet", attack="second-order")
+
+
 def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(ValueError, match="Did you mean 'lenet'"):
         workload("lennet")
@@ -111,6 +116,12 @@ def test_rows_of_the_engine() -> None:
 
 
 # --- roofline and memory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("network", ["vit", "unet"])
+def test_operations_of_networks_with_attention_are_counted(network: str) -> None:
+    forward, step = roofline.operations(workload(network, side=16), STRICT)
+    assert 5 * forward < step < 9 * forward
 
 
 def test_operations_of_lenet_are_those_one_counts_by_hand() -> None:
@@ -171,7 +182,7 @@ def test_scores_know_which_target_a_lane_attacked() -> None:
 
 
 def test_quality_and_chunks_run() -> None:
-    (row,) = quality.quality(["lenet"], 2, 5, device="cpu")
+    (row,) = quality.quality([("lenet", "ig")], 2, 5, device="cpu")
     assert len(row["psnr"]) == 2
     (row,) = quality.chunks("lenet", 2, 2, steps=2, precision="strict", device="cpu")
     assert (row["lanes"], row["finite"], sum(row["chunks"])) == (4, 4, 4)
@@ -327,6 +338,19 @@ def test_the_command_measures_stores_and_notices(tmp_path: Path) -> None:
     assert again(1.0, processor="another").exit_code == 2
 
 
+def test_a_section_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(plan: Any, show: Any) -> list[Any]:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setitem(suite.SECTIONS, "roofline", broken)
+    held = suite.measure(suite.Plan.of("cpu", quick=True), ["roofline", "chunks"])
+    assert held["failed"] == {"roofline": "RuntimeError: out of order"}
+    assert held["chunks"]
+    answer = called("--quick", "--only", "roofline", "--device", "cpu")
+    assert answer.exit_code == 2
+    assert "out of order" in answer.stderr
+
+
 def test_the_command_refuses_unknown_sections() -> None:
     assert called("--only", "engin").exit_code == 2
     with pytest.raises(ValueError, match="Did you mean 'engine'"):
@@ -347,7 +371,7 @@ def test_a_run_that_is_cut_short_keeps_its_rows(tmp_path: Path, monkeypatch: pyt
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = script("tables")
     names = ("engine", "roofline", "memory", "quality", "cost", "chunks")
-    suite.measure(suite.Plan.of("cpu", quick=True), names, tmp_path / "cpu-2-cores.json")
+    suite.measure(suite.Plan.of("cpu", quick=True), names, tmp_path / "cpu-one-thread.json")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, made in tables.TABLES.items():
         text = made()

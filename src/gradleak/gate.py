@@ -86,7 +86,11 @@ class Policy:
                 raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
         if self.noise <= 0:
             raise BadPolicy(f"noise must be above 0; given {self.noise}.")
-        for name, most in (("residual", 1), ("ssim", 1), ("psnr", 60)):  # beyond, nothing would ever count as given away
+        for name, most in (
+            ("residual", 1),
+            ("ssim", 1),
+            ("psnr", 60),
+        ):  # beyond, nothing would ever count as given away
             if not 0 < getattr(self, name) < most:
                 raise BadPolicy(f"{name} must lie between 0 and {most}; given {getattr(self, name)}.")
 

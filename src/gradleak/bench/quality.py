@@ -51,7 +51,8 @@ def course(work: Workload, lanes: int, engine: Engine, moments: int = 0, first: 
         began = now(cuda)
         search = work.search(lanes, engine, first)
         start = search.decode(search.v)["x"].detach().cpu()
-        advance = search.captured() if cuda and engine.batched and engine.graph else search.tick
+        graph = cuda and engine.batched and engine.graph and search.stage.optimiser.graphable
+        advance = search.captured() if graph else search.tick
         synchronise(cuda)
         ready = now(cuda)
         images: list[Tensor] = []
@@ -80,27 +81,27 @@ def scores(found: Tensor, work: Workload, first: int = 0) -> Tensor:
 
 
 def quality(
-    networks: Sequence[str],
+    searched: Sequence[tuple[str, str]],
     lanes: int = 8,
     steps: int = 1000,
     precision: str = "strict",
     show: Show = quiet,
     device: str = "auto",
 ) -> list[Row]:
-    """Seconds until a lane's image reaches 20 and 30 dB, all lanes solved together: setup included, and without it.
+    """Seconds until a lane's image reaches 20 and 30 dB, of networks and attacks; all lanes are solved together.
 
     A lane that never does has none; `reached` counts. Between two kept images the later one counts.
     """
     rows: list[Row] = []
-    for network in networks:
-        work = workload(network, steps=steps, targets=lanes)
+    for network, attack in searched:
+        work = workload(network, steps=steps, targets=lanes, attack=attack)
         engine = Engine(device, precision)
         count = min(lanes, work.chunk(engine))
         forget()
         ran = course(work, count, engine, MOMENTS)
         curve = torch.stack([scores(images, work) for images in ran.images])  # (moments, lanes)
         final = scores(ran.found, work)
-        row: Row = {"network": network, "lanes": count, "precision": precision, "steps": steps}
+        row: Row = {"network": network, "attack": attack, "lanes": count, "precision": precision, "steps": steps}
         row |= {"setup_seconds": ran.setup, "seconds": ran.seconds, "psnr": final.tolist()}
         for level in LEVELS:
             row |= _reached(ran, curve, final, level)

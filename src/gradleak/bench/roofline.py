@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from gradleak.bench.speed import Row, Show, forget, quiet
-from gradleak.bench.timing import Running, median_seconds, turn_by_turn
+from gradleak.bench.timing import Running, seconds_of, turn_by_turn
 from gradleak.bench.workloads import Workload, workload
 from gradleak.engine import Engine
 
@@ -62,14 +65,14 @@ def roofline(
 
 
 def peak(engine: Engine, seconds: float = 1.0) -> dict[str, float]:
-    """Operations per second of a large matrix product and of a large convolution."""
+    """Operations per second of a large matrix product and of a large convolution: the best of several calls."""
     cuda = engine.where.type == "cuda"
-    side, images = (8192, 256) if cuda else (1024, 4)
+    side, images = (8192, 256) if cuda else (2048, 16)
     with engine.settings(), torch.no_grad():
         sizes = ((side, side), (side, side), (images, 256, 32, 32), (256, 256, 3, 3))
         a, b, x, w = (torch.randn(size, device=engine.where, dtype=engine.dtype) for size in sizes)
-        product = median_seconds(lambda: a @ b, cuda, seconds)
-        convolution = median_seconds(lambda: torch.nn.functional.conv2d(x, w, padding=1), cuda, seconds)
+        product = min(seconds_of(lambda: a @ b, cuda, seconds))
+        convolution = min(seconds_of(lambda: torch.nn.functional.conv2d(x, w, padding=1), cuda, seconds))
     return {"matrix": 2 * side**3 / product, "convolution": 2 * images * 32 * 32 * 256 * 256 * 9 / convolution}
 
 
@@ -79,12 +82,30 @@ def operations(work: Workload, engine: Engine) -> tuple[int, int]:
     with eager.settings():
         scene = work.scenes(1, eager)[0]
         batch = {**scene.task.blank(work.examples), **scene.fields}
-        with FlopCounterMode(display=False) as forward, torch.no_grad():
+        with Counting() as forward, torch.no_grad():
             scene.task.loss(scene.weights, batch, scene.buffers)
         search = work.search(1, eager)
-        with FlopCounterMode(display=False) as step:
+        with Counting() as step:
             search.tick()
-    return forward.get_total_flops(), step.get_total_flops()
+    return forward.total, step.total
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operations of products and convolutions by torch's own formulae.
+
+    torch's FlopCounterMode also follows modules, with hooks that gradients of gradients do not allow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += int(count(*args, **(kwargs or {}), out_val=out))
+        return out
 
 
 def forward_rate(work: Workload, engine: Engine, lanes: int, seconds: float) -> float:
@@ -94,4 +115,4 @@ def forward_rate(work: Workload, engine: Engine, lanes: int, seconds: float) -> 
         blank = {**scene.task.blank(work.examples), **scene.fields}
         batch = {name: value.repeat_interleave(lanes, dim=0) for name, value in blank.items()}
         run = lambda: scene.task.loss(scene.weights, batch, scene.buffers)  # noqa: E731
-        return lanes / median_seconds(run, engine.where.type == "cuda", seconds)
+        return lanes / statistics.median(seconds_of(run, engine.where.type == "cuda", seconds))

@@ -73,8 +73,8 @@ def turn_by_turn(runs: Sequence[Running], seconds: float, rounds: int = ROUNDS) 
     return [Timed(tuple(own)) for own in rates]
 
 
-def median_seconds(function: Callable[[], object], cuda: bool, seconds: float) -> float:
-    """Of one call; the first two do not count."""
+def seconds_of(function: Callable[[], object], cuda: bool, seconds: float) -> list[float]:
+    """Of every call in about so many seconds; the first two do not count."""
     function()
     spent: list[float] = []
     while len(spent) < 4 or (sum(spent) < seconds and len(spent) < 10_000):
@@ -83,7 +83,7 @@ def median_seconds(function: Callable[[], object], cuda: bool, seconds: float) -
         function()
         synchronise(cuda)
         spent.append(now(cuda) - began)
-    return statistics.median(spent[1:])
+    return spent[1:]
 
 
 def now(cuda: bool) -> float:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradleak import attacks, draws, models
+from gradleak import draws, models, registry
 from gradleak.attack import Composed
 from gradleak.diffusion import denoising
 from gradleak.engine import Engine, Search, chunk_size, lanes_of
@@ -88,11 +88,12 @@ def workload(
     local_steps: int = 1,
     build: Build | None = None,
     x: Tensor | None = None,
+    attack: str | None = None,
 ) -> Workload:
     """IG on a classifier, InvG-dm with the client's noise and step on a denoiser. Labels are given.
 
     `build`: another network than the one of that name. `x`: other pictures than made-up ones, (targets * examples, 3,
-    side, side).
+    side, side). `attack`: another one of a single stage, as on the command line.
     """
     if network not in NETWORKS and build is None:
         raise ValueError(f"There is no network {network!r} to measure.{did_you_mean(network, NETWORKS)}")
@@ -116,9 +117,11 @@ def workload(
         Knowledge(training=training, given={name: value for name, value in batch.items() if name != "x"})
         for batch in truth
     )
-    attack = attacks.get("invg-dm" if denoiser else "ig", steps=steps)
-    assert isinstance(attack, Composed)
-    return Workload(network, task, truth, seen, knows, attack)
+    named = attack or ("invg-dm" if denoiser else "ig")
+    chosen = registry.parse("attack", f"{named}{',' if ':' in named else ':'}steps={steps}")
+    if not isinstance(chosen, Composed) or len(chosen.stages) != 1 or hasattr(chosen.stages[0].optimiser, "finished"):
+        raise ValueError(f"{attack} is not one search of a fixed number of steps: steps per second say nothing of it.")
+    return Workload(network, task, truth, seen, knows, chosen)
 
 
 def pictures(count: int, side: int, seed: int = 0) -> Tensor:

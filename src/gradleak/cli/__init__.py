@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 FAMILIES: dict[str, tuple[typer.Typer, str]] = {
     "data": (listing.app, "Real images: what there is, and how to get the full sets."),
     "prior": (priors.app, "Generators as priors of attacks: train, show, check."),
-    "bench": (bench.app, "Measure speed on this machine; alone: the engine."),
+    "bench": (bench.app, "Measure speed on this machine; alone: everything there is."),
 }
 """The tree, with a line for each in the help of `gradleak` itself."""
 

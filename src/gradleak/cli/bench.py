@@ -54,8 +54,9 @@ def everything(
     plan = bench.Plan.of(device, quick=quick)
     if networks is not None:
         chosen = tuple(loading.names(networks, bench.NETWORKS, "network"))
-        plan = replace(plan, networks=chosen, searched=tuple(name for name in chosen if name != "unet"))
-        plan = replace(plan, peer_networks=tuple(name for name in plan.searched if name != "vit"))
+        classifiers = tuple(name for name in chosen if name != "unet")
+        searched = tuple((name, "ig") for name in classifiers)
+        plan = replace(plan, networks=chosen, searched=searched, peer_networks=classifiers)
     if lanes is not None:
         given = tuple(loading.numbers(lanes, "--lanes"))
         plan = replace(plan, lanes=given, peer_lanes=given)
@@ -68,6 +69,8 @@ def everything(
     held = bench.measure(plan, sections, out, lambda section, row: typer.echo(bench.told(section, row)))
     for section, why in held["left_out"].items():
         typer.echo(f"{section}: left out. {why}", err=True)
+    if held["failed"]:
+        raise loading.LoadError("; ".join(f"{section}: {why}" for section, why in held["failed"].items()))
     if stored is not None:
         _judged(held, stored, plan)
 
