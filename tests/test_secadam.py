@@ -267,16 +267,24 @@ class Negative(torch.nn.Module):
         return -torch.sigmoid(x)
 
 
-def classified(activation: torch.nn.Module, *, bias: bool) -> gl.Task:
+def classified(activation: torch.nn.Module, *, bias: bool, classes: int = 4) -> gl.Task:
     linear = torch.nn.utils.skip_init
     model = torch.nn.Sequential(
-        torch.nn.Flatten(), linear(torch.nn.Linear, 16, 8), activation, linear(torch.nn.Linear, 8, 4, bias=bias)
+        torch.nn.Flatten(), linear(torch.nn.Linear, 16, 8), activation, linear(torch.nn.Linear, 8, classes, bias=bias)
     ).double()
     generator = torch.Generator().manual_seed(0)
     for value in model.parameters():
         torch.nn.init.normal_(value, std=0.3, generator=generator)
     batch = private(1)
     return gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(batch["x"], batch["y"]))
+
+
+def test_of_two_classes_without_a_bias_the_signs_of_positive_features_tell() -> None:
+    """Two rows disagree with each other alike: there the sign of a row itself has to be read."""
+    task, rule = classified(torch.nn.Sigmoid(), bias=False, classes=2), gl.registry.get("labels", "sign")
+    for label in (0, 1):
+        batch = {"x": private(1)["x"], "y": torch.tensor([label])}
+        assert rule.counts(scene_of(task, gl.observe(task, batch, TRAINING, PLAIN))).argmax() == label
 
 
 @pytest.mark.parametrize("bias", [True, False])

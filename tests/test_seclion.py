@@ -97,6 +97,14 @@ def test_sizes_are_seen_the_better_the_more_clients_there_are() -> None:
     assert errors[64] < errors[4] < errors[1]
 
 
+def test_the_variance_of_a_ratio_is_that_of_its_denominator() -> None:
+    """e is uniform in [low, high]: its relative variance is (high - low)^2 / 12 over the square of their mean."""
+    task, defence = tiny(), gl.defences.SecLion(sees="ratio", low=0.5, high=1.5)
+    scene = scene_of(task, gl.observe(task, private(1), gl.LocalTraining(lr=1.0), defence))
+    for name, variance in defence.noise_variance(scene).items():
+        torch.testing.assert_close(variance, scene.update[name].square() / 12)
+
+
 def test_the_attacker_of_signs_is_exact_and_that_of_ratios_weighs_what_it_cannot_know() -> None:
     task, batch = tiny(), private(2)
     for sees, exact in (("signs", True), ("ratio", False)):

@@ -148,7 +148,7 @@ def check(
 
     Noise is drawn afresh from the system's random source, and the noised update is attacked again, by an attacker who
     knows how much noise there is, in what is left of the time; one that still leaks, or is not decided, is blocked. So
-    is every one without examples: noise alone keeps an attack from explaining an update, shown images or none.
+    is every one without examples: noise alone keeps an attack from explaining an update, whatever its images show.
     """
     began, policy = time.perf_counter(), policy or Policy()
     found = _finding(task, seen, policy, knows, batch, seconds, seed, engine)
