@@ -79,6 +79,8 @@ def known(words: list[str]) -> None:
     command: Any = typer.main.get_command(app)
     rest = words[1:]
     while hasattr(command, "commands"):
+        if command.invoke_without_command and (not rest or rest[0].startswith("-")):
+            break  # such as `gradleak bench --quick`
         assert rest, f"{' '.join(words)} names no command"
         assert rest[0] in command.commands, f"{' '.join(words)}: there is no command {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
