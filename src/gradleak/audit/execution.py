@@ -128,9 +128,9 @@ class Runner:
 
 
 def _tried(members: Sequence[Mapping[str, Any]], target: int) -> list[dict[str, str]]:
-    """What `auto` did with one target: its members, and what came of each."""
+    """What `auto` did with one target: its members, what each took the defence for, and what came of it."""
     own = [member for member in members if target in member["targets"] or not member["targets"]]
-    return [{name: str(member[name]) for name in ("member", "attack", "outcome")} for member in own]
+    return [{name: str(member[name]) for name in ("member", "attack", "form", "outcome")} for member in own]
 
 
 def _arrays(found: Reconstruction, victims: Victims) -> Arrays:

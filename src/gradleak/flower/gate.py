@@ -24,11 +24,12 @@ HELD_BACK = "This client's gate held its update back."  # the same words whateve
 class Gate:
     """A client mod that lets a reply out, noises it, or answers with an error in its place.
 
-        @app.train(mods=[Gate(task, Policy(on_leak="noise"), knows=Knowledge(training=training), seconds=20)])
+        @app.train(mods=[Gate(task, Policy(on_leak="noise"), knows=Knowledge(training=training), batch=of_round)])
 
     Flower's first mod is the outermost: put the gate first, so that it judges what the others leave.
 
-    batch    the examples of a message's round, which make the decision sharper; they stay on the client
+    batch    the examples of a message's round, which make the decision sharper, and without which no noise can be
+             judged: then what leaks is blocked. They stay on the client
     knows    what the server is taken to know; the recipe at the least
 
     It fails closed: whatever raises here blocks. The server is told that an update was held back and nothing of why;

@@ -94,8 +94,9 @@ SEARCH: dict[str, Schema] = {
     ),
     "tried": _kind(
         "array",
-        "Of `auto` alone: its members, and whether each ran, was left out, refused or stopped.",
-        items=_object("One member.", {name: {"type": "string"} for name in ("member", "attack", "outcome")}),
+        "Of `auto` alone: its members, what each took the defence for, and whether it ran, was left out, refused or "
+        "stopped.",
+        items=_object("One member.", {name: {"type": "string"} for name in ("member", "attack", "form", "outcome")}),
     ),
     "analyses": _object("Numbers about the target, by name.", others={"type": NUMBER}),
     "seconds": _kind("number", "Of the cell, divided by its targets.", minimum=0),
