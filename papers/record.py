@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradleak.environment import describe
+from gradleak.generators import Card, Generator, read
 from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 
 Row = TypeVar("Row")
@@ -109,6 +110,12 @@ def lpips_note(effort: Any, height: int, width: int) -> str:
     """How LPIPS was measured on images of this size, or why it was not."""
     found = _perceptual(str(effort.engine.where)) if effort.lpips else "switched off"
     return found.note(height, width) if isinstance(found, LPIPS) else f"not measured: {found}"
+
+
+@cache
+def prior_of(path: str) -> tuple[Generator, Card]:
+    """The generator of a file, and what it was trained on."""
+    return read(path)
 
 
 def without_infinities(value: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from flat_minima.training import TEN, Course, Effort, task_of
-from record import lpips_of, summary
+from record import lpips_of, prior_of, summary
 from torch import Tensor
 
 import gradleak as gl
@@ -59,7 +59,27 @@ def _idlg(effort: Effort) -> Any:
     return gl.attacks.get("idlg", steps=5 * effort.steps // 4)
 
 
-SPECIAL: dict[str, Callable[[Effort], Any]] = {"idlg": _idlg, "second-order": _second_order}
+def _gias(effort: Effort) -> Any:
+    """A ninth of the steps on the latent, as in its 1,000 + 8,000."""
+    return gl.attacks.get("gias", steps=effort.steps // 9, weight_steps=effort.steps - effort.steps // 9)
+
+
+def _gifd(effort: Effort) -> Any:
+    blocks = prior_of(effort.generator)[0].blocks
+    return gl.attacks.get("gifd", steps=effort.steps // (blocks + 1), features=blocks)
+
+
+def _prior_only(effort: Effort) -> Any:
+    return gl.attacks.get("prior-only")
+
+
+SPECIAL: dict[str, Callable[[Effort], Any]] = {
+    "idlg": _idlg,
+    "second-order": _second_order,
+    "gias": _gias,
+    "gifd": _gifd,
+    "prior-only": _prior_only,
+}
 
 
 def attack(name: str, effort: Effort) -> Any:
@@ -95,7 +115,8 @@ def observed(course: Course, effort: Effort, number: int, truth: Batch, mode: Mo
 
 
 def knowledge(course: Course, effort: Effort, mode: Mode) -> gl.Knowledge:
-    return gl.Knowledge(training=GRADIENT, defence=course.defence(effort) if mode.known else None)
+    generator = prior_of(effort.generator)[0] if effort.generator else None
+    return gl.Knowledge(training=GRADIENT, defence=course.defence(effort) if mode.known else None, generator=generator)
 
 
 def radius(course: Course, effort: Effort, number: int, truth: Batch) -> float:

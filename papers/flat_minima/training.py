@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from record import prior_of
+from torch import Tensor
 
 import gradleak as gl
 from gradleak import tree
@@ -24,6 +26,7 @@ from gradleak.defences import FedASAM, FedGF, FedSAI, FedSAM
 from gradleak.federation import Federation, Fixed, Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.training import Trained
+from gradleak.generators.files import fingerprints
 from gradleak.results.configuration import digest
 from gradleak.results.resumable import FolderInUse
 from gradleak.task import Batch, Task
@@ -58,6 +61,7 @@ class Effort:
     lpips: int = 1
     data: str = ""  # cifar10, or cifar10-mini where that is not found
     public: str = ""  # of FedSAI: cifar100, or cifar100-mini
+    generator: str = ""  # file of one, for gias and gifd; targets are then images that it has not seen
     work: str = "runs/flat_minima"  # trainings are kept here and used again
     pictures: str = ""  # a folder for image grids; none if empty
     device: str = "auto"
@@ -222,9 +226,19 @@ TRAINED: dict[tuple[Course, Effort], Trained] = {}  # of this process: opening a
 def targets(effort: Effort, count: int, size: int = 1) -> Batch:
     """Batches of client 0's own training images, the same for every method and round: (targets, size, ...).
 
-    Fewer where the client holds no more.
+    Fewer where the client holds no more, or where a generator that is asked has seen the others.
     """
     data = examples(effort, "train")
-    rows = Course("FedAvg").federation(effort).partition(data)[0]
+    rows = unseen(effort, Course("FedAvg").federation(effort).partition(data)[0])
     count = min(count, len(rows) // size)
     return tree.map(lambda value: value.unflatten(0, (count, size)), data.batch(rows[: count * size]))
+
+
+def unseen(effort: Effort, rows: Tensor) -> Tensor:
+    """Those that the generator was not trained on; all, if there is none."""
+    if not effort.generator:
+        return rows
+    card = prior_of(effort.generator)[1]
+    if card.images is None:
+        raise ValueError(f"{effort.generator} does not tell which images it was trained on: it may have seen targets.")
+    return rows[~torch.isin(fingerprints(private(effort).x[rows]), card.images)]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from record import reproduce, summary
+from record import prior_of, reproduce, summary
 
 import gradleak as gl
 from gradleak import draws, gradcam, tree
@@ -63,6 +63,7 @@ class Effort:
     seed: int = 0
     small: int = 0
     data: str = ""
+    generator: str = ""  # file of one, for the rows of GIFD
     precision: str = "fast"
     device: str = "auto"
 
@@ -342,6 +343,17 @@ def second_order(effort: Effort, view: Any) -> Any:
     return gl.attacks.get("second-order", certify=False, **brief)
 
 
+def gifd(effort: Effort, view: Any) -> Any:
+    """As many steps as IG, shared by the stages."""
+    blocks = prior_of(effort.generator)[0].blocks
+    attack = gl.attacks.get("gifd", steps=effort.steps // (blocks + 1), features=blocks)
+    return replace(attack, stages=tuple(replace(stage, view=view) for stage in attack.stages))
+
+
+def prior_only(effort: Effort, view: Any) -> Any:
+    return gl.attacks.get("prior-only")
+
+
 def iterations(attack: Any) -> int:
     return sum(stage.optimiser.steps for stage in attack.stages) if hasattr(attack, "stages") else attack.steps
 
@@ -358,9 +370,12 @@ class Inversion:
     replayed: bool = False  # the attacker unrolls the client's steps; else it predicts one gradient
     labels_given: bool = False  # else they are read off the update, which noise on the classifier prevents
     skips: Sequence[tuple[str, str]] = ()  # (attacker, defence) pairs that would repeat another one's objective
+    generator: bool = False  # the attack needs one
     paper: str = ""  # where in expected.json the paper's numbers are
 
     def measure(self, effort: Effort) -> dict[str, Any]:
+        if self.generator and not effort.generator:
+            return {"skipped": "no generator was given: --generator FILE"}
         task = self.network.task(effort)
         images = self.network.images(effort, "test", effort.images)
         truth = on_device(examples_of(images, task).tensors, task)
@@ -431,6 +446,7 @@ class Inversion:
                 given={"y": everything["y"]} if self.labels_given else {},
                 training=self.training if self.replayed else None,
                 defence=known,
+                generator=prior_of(effort.generator)[0] if self.generator else None,
             )
             attack = self.attack(effort, attacker.view)
             found = attack.run(task, targets, knows, seed=effort.seed, engine=effort.engine)
@@ -655,6 +671,8 @@ def rows() -> dict[str, Row]:
         "table tiny-imagenet": table(tiny, paper="tiny-imagenet"),
         "table cifar10, labels given": table(cifar10, attackers=honest, labels_given=True, paper="cifar10"),
         "table cifar10, steps unrolled": Inversion(cifar10, two, ("A0", "A2"), replayed=True, paper="cifar10"),
+        "table cifar10, gifd": table(cifar10, attackers=honest, attack=gifd, generator=True, paper="cifar10"),
+        "table cifar10, prior only": table(cifar10, attackers=("A0",), attack=prior_only, generator=True),
     }
     lenet, once = Network(model="lenet-zhu", trained=False), gl.LocalTraining(lr=LR)
     weak = {"No DP": None, "beta 0.0057": TIP(beta=0.0057), "beta 0.1": TIP(beta=0.1)}
@@ -684,6 +702,8 @@ def references() -> dict[str, Any]:
 
 def told_in_a_line(row: dict[str, Any]) -> str:
     """What a row found, for whoever waits."""
+    if "skipped" in row:
+        return f"skipped: {row['skipped']}"
     cells = [
         f"{level} {label} {cell['psnr']['mean']:.2f} dB"
         for level in ATTACKERS
