@@ -2,8 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/speed.py --out h200.json
     PYTHONPATH=src python3 benchmarks/speed.py --only engine,roofline --quick
+    PYTHONPATH=src python3 benchmarks/speed.py --only memory,quality --steps 1000 --add --out h200.json
 
-Rows are written as they come, so that a run that is stopped keeps what it has. `benchmarks/peers.py` has the peer.
+Sections are measured in the order in which `--only` names them, networks and lanes in that of their options. Rows are
+written as they come, so that a run that is stopped keeps what it has. `benchmarks/peers.py` has the peer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def main() -> None:
     words.add_argument("--device", default="auto")
     words.add_argument("--threads", type=int, help="of the CPU")
     words.add_argument("--quick", action="store_true")
+    words.add_argument("--steps", type=int, help="of an attack that is run to its end (quality)")
     words.add_argument("--out", type=Path)
+    words.add_argument("--add", action="store_true", help="keep what is in --out; rows that are measured are replaced")
     words.add_argument("--against", type=Path, help="a stored result of this machine; exit code 1 where a ratio fell")
     told = words.parse_args()
     if told.threads:
@@ -45,8 +49,14 @@ def main() -> None:
         plan = replace(plan, precisions=split(told.precision))
     if told.seconds:
         plan = replace(plan, seconds=told.seconds)
+    if told.steps:
+        plan = replace(plan, steps=told.steps)
+    before = None
+    if told.add and told.out is not None and told.out.is_file():
+        before = json.loads(told.out.read_text(encoding="utf-8"))
     only = split(told.only) if told.only else tuple(name for name in bench.SECTIONS if name != "peer")
-    held = bench.measure(plan, only, told.out, lambda section, row: print(bench.told(section, row), flush=True))
+    show = lambda section, row: print(bench.told(section, row), flush=True)  # noqa: E731
+    held = bench.measure(plan, only, told.out, show, before)
     print(json.dumps({"seconds": held["seconds"], "load": held["load"], "failed": held["failed"]}))
     if held["failed"]:
         sys.exit(2)

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from gradleak.bench import scaling
 from gradleak.report.curves import Chart, Series, Tick, chart
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -79,11 +80,13 @@ def peers(name: str) -> str:
         "steps": text("steps"),
         "ours, images x iterations a second": number("rate"),
         "breaching": number("peer_rate"),
+        "its cudnn.benchmark": text("peer_cudnn_benchmark"),
         "times breaching": number("times_peer"),
         "whole call": number("times_peer_whole"),
         "our loop, times breaching": number("eager_times_peer"),
         "PSNR ours": mean("psnr"),
         "PSNR breaching": mean("peer_psnr"),
+        "images": lambda row: str(len(row["peer_psnr"])),
         "images an hour, 4,800 steps": number("images_per_hour"),
     }
     return table(name, "peer", columns)
@@ -94,7 +97,7 @@ def roofline(name: str) -> str:
     peaks, _ = stored(name, "roofline")
     told = [
         f"- Peak, {row['precision']}: matrix product {row['matrix'] / 1e12:.3g}, convolution "
-        f"{row['convolution'] / 1e12:.3g} Tflop/s."
+        f"{row['convolution'] / 1e12:.3g} Tflop/s{_layouts(row)}."
         for row in peaks
         if row["what"] == "peak"
     ]
@@ -108,6 +111,31 @@ def roofline(name: str) -> str:
         "step, share of the peak": number("step_share", scale=100, unit=" %"),
     }
     return "\n".join([*told, "", table(name, "roofline", columns, kind="network")]).lstrip()
+
+
+def _layouts(row: dict[str, Any]) -> str:
+    """In which memory layout the convolution was fastest, and what the others reached."""
+    if "layout" not in row:
+        return ""
+    others = [f"{each}: {rate / 1e12:.3g}" for each, rate in row["convolutions"].items() if each != row["layout"]]
+    return f" ({row['layout']}; {', '.join(others)})"
+
+
+def doubling(name: str) -> str:
+    """Of each network and precision the dearest doubling of lanes, from the rows of the engine."""
+    rows, held = stored(name, "rows")
+    found: list[dict[str, Any]] = held.get("doubling") or scaling.doubling(rows)
+    if not found:
+        return MISSING
+    lines = ["| network | precision | lanes | time of twice the lanes, at most | between |", "|---|---|---|---|---|"]
+    for network, precision in dict.fromkeys((row["network"], row["precision"]) for row in found):
+        own = [row for row in found if (row["network"], row["precision"]) == (network, precision)]
+        worst = max(own, key=lambda row: float(row["times"]))
+        over = "" if worst["times"] <= scaling.MOST else f": more than {scaling.MOST}"
+        span = f"{own[0]['from']} to {own[-1]['to']}"
+        between = f"{worst['from']} and {worst['to']}"
+        lines.append(f"| {network} | {precision} | {span} | {worst['times']:.2f}{over} | {between} |")
+    return "\n".join([*lines, "", machine(held)])
 
 
 def memory(name: str) -> str:
@@ -175,6 +203,7 @@ def lanes_picture(name: str) -> str:
     """How many times one at a time, over lanes; both axes logarithmic."""
     rows, _ = stored(name, "rows")
     rows = [row for row in rows if row["batched"] and row.get("times_one_at_a_time")]
+    rows.sort(key=lambda row: int(row["lanes"]))  # a line goes from left to right, in whatever order it was measured
     series = []
     for network, precision in dict.fromkeys((row["network"], row["precision"]) for row in rows):
         own = [row for row in rows if (row["network"], row["precision"]) == (network, precision)]
@@ -240,6 +269,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "cost-h200": lambda: cost(GPU),
     "cost-cpu": lambda: cost(CPU),
     "chunks-h200": lambda: chunks(GPU),
+    "doubling-h200": lambda: doubling(GPU),
+    "doubling-cpu": lambda: doubling(CPU),
     "lanes-h200": lambda: lanes_picture(GPU),
     "lanes-cpu": lambda: lanes_picture(CPU),
 }

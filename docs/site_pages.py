@@ -255,9 +255,8 @@ def engine(name: str) -> str:
         times = row.get("times_one_at_a_time")
         how = "yes" if row["batched"] else "no: one at a time"
         told = "-" if times is None else f"{times:,.1f}"
-        lines.append(
-            f"| {row['network']} | {row['lanes']} | {row['precision']} | {how} | {row['rate']:,.0f} | {told} |"
-        )
+        rate = "out of memory" if row["rate"] is None else f"{row['rate']:,.0f}"
+        lines.append(f"| {row['network']} | {row['lanes']} | {row['precision']} | {how} | {rate} | {told} |")
     return "\n".join([*lines, "", machine(held)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import json
@@ -16,18 +17,21 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from gradleak import bench, models
-from gradleak.bench import costs, memory, peer, quality, regression, roofline, speed, suite, timing
+from gradleak import attacks, bench, engine, models
+from gradleak.attack import Composed
+from gradleak.bench import costs, memory, peer, quality, regression, roofline, scaling, speed, suite, timing
 from gradleak.bench.workloads import pictures, workload
-from gradleak.engine import Engine
+from gradleak.engine import Engine, EngineError, _buckets, lanes_of
+from gradleak.observation import Knowledge
+from gradleak.scene import Scene, in_turn
 
 STRICT, DOUBLE = Engine("cpu"), Engine("cpu", "double")
 ROOT = Path(__file__).parents[1]
 
 
-def script(name: str) -> ModuleType:
+def script(name: str, folder: str = "benchmarks") -> ModuleType:
     """A file of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,8 +46,8 @@ def script(name: str) -> ModuleType:
 def test_lanes_of_every_network_compute_what_the_loop_does(network: str) -> None:
     work = workload(network, targets=2, side=16, steps=10)
     found = []
-    for engine in (DOUBLE, replace(DOUBLE, batched=False)):
-        search = work.search(2, engine)
+    for lanes in (DOUBLE, replace(DOUBLE, batched=False)):
+        search = work.search(2, lanes)
         for _ in range(2):
             search.tick()
         found.append((search.v["x"], search.moving["last"]["objective"]))
@@ -78,6 +82,79 @@ def test_attacks_without_a_fixed_number_of_steps_are_refused() -> None:
 def test_an_unknown_network_is_refused() -> None:
     with pytest.raises(ValueError, match="Did you mean 'lenet'"):
         workload("lennet")
+
+
+# --- targets that wait for their chunk --------------------------------------------------------------------------------
+
+
+def waiting(work: bench.Workload, engine: Engine) -> list[Scene]:
+    task = work.task.to(engine.where, engine.dtype)
+    return [
+        replace(Scene.waiting(task, seen, knows), fields=dict(knows.given))
+        for seen, knows in zip(work.seen, work.knows, strict=True)
+    ]
+
+
+def test_a_target_that_waits_holds_nothing_of_its_own() -> None:
+    work = workload("convnet64", targets=2, side=16, build=lambda shape: models.convnet(shape=shape, width=4).eval())
+    for scene, seen in zip(waiting(work, DOUBLE), work.seen, strict=True):
+        assert all(scene.weights[name] is value for name, value in seen.weights.items())
+        assert all(scene.update[name] is value for name, value in seen.update.items())
+        assert scene.buffers is not None
+        assert scene.buffers  # the statistics of BatchNorm
+        own = {**dict(scene.task.model.named_buffers()), **(seen.buffers or {})}
+        assert all(value is own[name] for name, value in scene.buffers.items())
+        there = scene.here()
+        assert there.buffers is not None
+        assert all(value is not own[name] for name, value in there.buffers.items())  # a forward pass may change them
+        assert {value.dtype for value in (*there.weights.values(), *there.update.values())} == {torch.float64}
+
+
+def test_lanes_of_targets_that_wait_are_those_of_targets_that_do_not() -> None:
+    work = workload("lenet", targets=3)
+    keys = [[torch.tensor([1, target]), torch.tensor([2, target])] for target in range(3)]
+    held, moved = waiting(work, DOUBLE), work.scenes(3, DOUBLE)
+    assert _buckets(held) == _buckets(moved) == [[0, 1, 2]]
+    (template, lane), (other_template, other) = lanes_of(held, keys), lanes_of(moved, keys)
+    for name, value in template.weights.items():
+        assert torch.equal(value, other_template.weights[name])
+    for part in ("update", "fields"):
+        assert lane[part].keys() == other[part].keys()
+        for name, value in lane[part].items():
+            assert value.shape[0] == 6
+            assert value.dtype == other[part][name].dtype
+            assert torch.equal(value, other[part][name])
+    assert lane["fields"]["y"].dtype == torch.long
+
+
+def test_weights_that_targets_share_are_moved_once() -> None:
+    held = waiting(workload("lenet", targets=3), DOUBLE)
+    copied = {name: value.clone() for name, value in held[2].weights.items()}
+    first, second, third = in_turn([*held[:2], replace(held[2], weights=copied)])
+    assert all(value is first.weights[name] for name, value in second.weights.items())
+    assert all(value is not first.weights[name] for name, value in third.weights.items())
+    assert not torch.equal(next(iter(first.update.values())), next(iter(second.update.values())))
+
+
+def test_an_attack_holds_the_targets_of_its_chunk_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = workload("lenet", targets=5)
+    shape = work.seen[0].update["features.0.weight"].shape
+    assert sum(value.shape == shape for value in work.seen[0].update.values()) == 1
+    met: list[int] = []
+    solve = engine._solve_chunk
+
+    def noted(*arguments: Any) -> Any:
+        gc.collect()
+        held = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.dtype == torch.float64]
+        met.append(sum(each.shape == shape and not isinstance(each, torch.nn.Parameter) for each in held))
+        return solve(*arguments)
+
+    monkeypatch.setattr(engine, "_solve_chunk", noted)
+    given = {"y": torch.stack([batch["y"] for batch in work.truth])}
+    attack = attacks.get("ig", steps=1)
+    # The observations are float32, so what was made ready for the engine is what is in double.
+    attack.run(work.task, list(work.seen), Knowledge(given=given), engine=replace(DOUBLE, chunk=2))
+    assert met == [0, 0, 0]
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -115,6 +192,81 @@ def test_rows_of_the_engine() -> None:
     assert rows[-1]["chunk"] == workload("lenet").chunk(STRICT) < 400
 
 
+def too_large(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that holds so many lanes; the engine explains what torch says, as a search does."""
+
+    class Small(timing.Running):
+        def __init__(self, work: Any, lanes: int, engine: Engine) -> None:
+            if lanes > fits:
+                raise EngineError("Out of memory") from torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(work, lanes, engine)
+
+    monkeypatch.setattr(speed, "Running", Small)
+
+
+def test_what_does_not_fit_is_a_row_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_large(2, monkeypatch)
+    rows = speed.engine(["lenet"], [2, 4], ["strict"], seconds=0.01, device="cpu")
+    assert [(row["lanes"], row["rate"] is None) for row in rows] == [(1, False), (2, False), (4, True)]
+    assert not speed.out_of_memory(EngineError("something else"))
+
+
+def test_every_network_comes_in_the_first_precision_before_any_comes_in_the_second() -> None:
+    rows = speed.engine(["lenet", "vit"], [1], ["strict", "double"], seconds=0.01, device="cpu")
+    met = dict.fromkeys((row["precision"], row["network"]) for row in rows)
+    assert list(met) == [(p, n) for p in ("strict", "double") for n in ("lenet", "vit")]
+
+
+# --- twice the lanes --------------------------------------------------------------------------------------------------
+
+
+def rows_of(*seconds: tuple[int, float | None], network: str = "lenet") -> list[dict[str, Any]]:
+    """Rows of the engine: lanes, and the seconds that a step of all of them takes."""
+    common = {"network": network, "precision": "fast", "batched": True}
+    return [
+        {**common, "lanes": n, "rate": None if s is None else n / s, "times_one_at_a_time": 1.0} for n, s in seconds
+    ]
+
+
+def test_what_twice_the_lanes_cost() -> None:
+    found = scaling.doubling(rows_of((8, 1.0), (512, 18.0), (32, 1.0), (64, 2.0), (128, 4.5)))
+    assert [(row["from"], row["to"]) for row in found] == [(32, 64), (64, 128), (128, 512)]  # 8 are too few
+    assert [row["times"] for row in found] == pytest.approx([2.0, 2.25, 2.0])  # 128 to 512: four times for two
+    assert [row["from"] for row in scaling.doubling(rows_of((32, 1.0), (64, None), (128, 9.0)))] == [32]
+    assert scaling.doubling(rows_of((32, 1.0)) + rows_of((64, 9.0), network="vit")) == []
+    in_chunks = [{**row, "chunk": min(row["lanes"], 40)} for row in rows_of((32, 1.0), (64, 2.0), (128, 4.0))]
+    assert [(row["from"], row["to"]) for row in scaling.doubling(in_chunks)] == [(32, 64)]
+
+
+def test_a_doubling_that_costs_too_much_is_measured_again() -> None:
+    found = scaling.doubling(rows_of((32, 1.0), (64, 2.3), (128, 4.6)))
+    met: list[int] = []
+
+    def again(second: float) -> Any:
+        return lambda row: met.append(row["from"]) or rows_of((row["from"], 1.0), (row["to"], second))
+
+    assert [row["holds"] for row in scaling.judged(found, again(2.05))] == [True, True]
+    broken, fine = scaling.judged(found, again(2.2))
+    assert (broken["holds"], broken["times"], fine["holds"]) == (False, pytest.approx(2.2), True)
+    assert met == [32, 32]
+    assert scaling.why(broken) == "lenet fast: from 32 to 64 lanes twice the lanes take 2.20 times as long"
+
+
+def test_lanes_that_do_not_scale_fail_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = rows_of((32, 1.0), (64, 3.0))
+    monkeypatch.setitem(suite.SECTIONS, "engine", lambda plan, show: [show(row) for row in slow])
+    monkeypatch.setattr(suite, "engine", lambda *args, **settings: slow)
+    plan = suite.Plan.of("cpu", quick=True)
+    told = suite.measure(plan, ["engine"])  # on a CPU it is told
+    assert told["failed"] == {}
+    assert told["doubling"][0]["times"] == pytest.approx(3.0)
+    held = suite.measure(replace(plan, most_doubling=2.1), ["engine"])
+    assert "from 32 to 64 lanes twice the lanes take 3.00 times as long" in held["failed"]["doubling"]
+    assert held["doubling"][0]["holds"] is False
+    slow[1]["rate"] *= 1.5
+    assert suite.measure(replace(plan, most_doubling=2.1), ["engine"], before=held)["failed"] == {}
+
+
 # --- roofline and memory ----------------------------------------------------------------------------------------------
 
 
@@ -132,7 +284,11 @@ def test_operations_of_lenet_are_those_one_counts_by_hand() -> None:
 
 
 def test_shares_are_of_the_peak() -> None:
+    before = torch.backends.cudnn.benchmark
     peak, row = roofline.roofline(["lenet"], 2, ["strict"], seconds=0.01, device="cpu")
+    assert torch.backends.cudnn.benchmark == before
+    assert peak["convolutions"].keys() == {"contiguous", "channels_last"}
+    assert peak["convolution"] == peak["convolutions"][peak["layout"]] == max(peak["convolutions"].values())
     best = max(peak["matrix"], peak["convolution"])
     assert row["step_share"] == pytest.approx(row["step_flops"] * row["steps_per_second"] / best)
     assert 0 < row["step_share"] < 1
@@ -186,6 +342,22 @@ def test_quality_and_chunks_run() -> None:
     assert len(row["psnr"]) == 2
     (row,) = quality.chunks("lenet", 2, 2, steps=2, precision="strict", device="cpu")
     assert (row["lanes"], row["finite"], sum(row["chunks"])) == (4, 4, 4)
+
+
+def test_chunks_are_of_targets_with_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "DIFFERENT", 2)
+    met: list[Any] = []
+    run = Composed.run
+
+    def noted(self: Composed, task: Any, seen: Any, *rest: Any, **settings: Any) -> Any:
+        met.extend(seen)
+        return run(self, task, seen, *rest, **settings)
+
+    monkeypatch.setattr(Composed, "run", noted)
+    quality.chunks("lenet", 3, 1, steps=1, precision="strict", device="cpu")
+    assert [seen.key for seen in met] == ["target 0", "target 1", "target 2"]
+    assert met[2].update is met[0].update
+    assert met[1].update is not met[0].update
 
 
 def test_costs_are_told_beside_the_smallest() -> None:
@@ -284,6 +456,48 @@ def test_the_peer_gets_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["psnr_difference"] == pytest.approx(sum(row["psnr"]) / 2 - sum(row["peer_psnr"]) / 2, abs=1e-4)
 
 
+def test_the_peer_has_the_better_setting_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[tuple[bool, int]] = []
+    rates = {False: 10.0, True: 15.0}
+
+    def ran(breaching: Any, settings: Any, *rest: Any) -> quality.Course:
+        on, steps = torch.backends.cudnn.benchmark, settings.optim.max_iterations
+        met.append((on, steps))
+        return quality.Course(0.0, steps / rates[on], steps, torch.zeros(1), torch.zeros(1), [], [])
+
+    monkeypatch.setattr(peer, "run_peer", ran)
+    work, start, before = workload("lenet"), torch.zeros(1), torch.backends.cudnn.benchmark
+    choose = lambda device: peer.settings_of_cudnn(Library(), work, start, 20, torch.device(device))  # noqa: E731
+    assert choose("cuda") == (True, {"off": pytest.approx(10.0), "on": pytest.approx(15.0)})
+    assert met == [(False, 3), (False, 20), (True, 3), (True, 20)]
+    rates[True] = 5.0
+    assert choose("cuda")[0] is False
+    assert choose("cpu") == (False, {})
+    assert torch.backends.cudnn.benchmark == before
+
+
+def test_rounds_of_the_peer_fit_the_time_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(peer, "load", lambda: library)
+    monkeypatch.setattr(peer, "settings_of_cudnn", lambda *args: (True, {"off": 3.0, "on": 4.0}))
+    drafts: list[list[Any]] = []
+    told: dict[str, Any] = {"steps": 2, "precisions": ["strict"], "device": "cpu", "loops": 1, "turns": 1}
+    (row,) = peer.peers(["lenet"], [3], rounds=3, seconds=1.0, draft=drafts.append, **told)
+    assert row["rounds"] == len(library.given) == 2  # 4 steps a second are two targets of 2 steps
+    assert [len(row[name]) for name in ("psnr", "peer_psnr", "eager_psnr", "times_peer_rounds")] == [2, 2, 1, 2]
+    assert (row["peer_cudnn_benchmark"], row["peer_trial_rates"]["off"]) == ("on", 3.0)
+    assert [rows[0]["rounds"] for rows in drafts] == [1, 2]
+    (row,) = peer.peers(["lenet"], [3], rounds=3, seconds=0.1, **told)
+    assert row["rounds"] == 1
+
+
+def test_a_case_may_bring_lanes_and_steps() -> None:
+    of_case = script("peers").of_case
+    assert of_case("lenet", "32,128", 200) == ("lenet", (32, 128), 200)
+    assert of_case("lenet:1024", "32", 200) == ("lenet", (1024,), 200)
+    assert of_case("vit:8:50", "32", 200) == ("vit", (8,), 50)
+
+
 def test_without_the_peer_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "breaching", None)
     held = suite.measure(suite.Plan.of("cpu", quick=True), ["peer"])
@@ -368,10 +582,57 @@ def test_a_run_that_is_cut_short_keeps_its_rows(tmp_path: Path, monkeypatch: pyt
     assert json.loads((tmp_path / "part.json").read_text())["cost"] == [{"network": "lenet"}]
 
 
+def test_sections_come_in_the_order_they_are_asked_for_and_add_to_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[str] = []
+    for name, value in (("cost", 1), ("memory", 2)):
+
+        def section(plan: Any, show: Any, name: str = name, value: int = value) -> list[Any]:
+            met.append(name)
+            for network in ("lenet", "vit")[: len(met)]:
+                show({"network": network, "value": value * len(met)})
+            return []
+
+        monkeypatch.setitem(suite.SECTIONS, name, section)
+    plan = suite.Plan.of("cpu", quick=True)
+    first = suite.measure(plan, ["memory", "cost"])
+    assert met == ["memory", "cost"]
+    again = suite.measure(plan, ["memory"], before=first)
+    assert again["memory"] == [{"network": "lenet", "value": 6}, {"network": "vit", "value": 6}]
+    assert again["cost"] == first["cost"]
+    other = {**first, "environment": {**first["environment"], "processor": "another"}}
+    with pytest.raises(regression.OtherMachine):
+        suite.measure(plan, ["memory"], before=other)
+
+
+def test_rows_that_did_not_fit_are_told_on_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mkdocs", reason="the site's builder is not installed: extra `docs`")
+    pages = script("site_pages", "docs")
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    rows = rows_of((32, 1.0), (64, None))
+    rows[1]["times_one_at_a_time"] = None
+    where = {**HERE, "packages": {"torch": "2"}, "time": "2026-01-01"}
+    file = tmp_path / "benchmarks" / "results" / "some.json"
+    file.write_text(json.dumps({"environment": where, "rows": rows}))
+    assert "| lenet | 64 | fast | yes | out of memory | - |" in pages.engine("some.json")
+
+
+def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = script("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    where = {**HERE, "packages": {"torch": "2"}, "time": "2026-01-01"}
+    rows = rows_of((32, 1.0), (64, 2.0), (128, 4.4)) + rows_of((32, 1.0), (64, 1.5), network="vit")
+    (tmp_path / "h200.json").write_text(json.dumps({"environment": where, "rows": rows}))
+    text = tables.TABLES["doubling-h200"]()
+    assert "| lenet | fast | 32 to 128 | 2.20: more than 2.1 | 64 and 128 |" in text
+    assert "| vit | fast | 32 to 64 | 1.50 | 32 and 64 |" in text
+
+
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = script("tables")
     names = ("engine", "roofline", "memory", "quality", "cost", "chunks")
-    suite.measure(suite.Plan.of("cpu", quick=True), names, tmp_path / "cpu-one-thread.json")
+    plan = replace(suite.Plan.of("cpu", quick=True), lanes=(64, 32, 1, 8))
+    suite.measure(plan, names, tmp_path / "cpu-one-thread.json")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, made in tables.TABLES.items():
         text = made()

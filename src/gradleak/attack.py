@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradleak import draws as randomness
 from gradleak import tree
 from gradleak.observation import Knowledge, MissingKnowledge, Observation, Seen, Track, as_targets
-from gradleak.scene import FieldRule, Match, Needs, Optimiser, Prediction, Prior, Scene, Space
+from gradleak.scene import FieldRule, Match, Needs, Optimiser, Prediction, Prior, Scene, Space, in_turn
 from gradleak.task import Batch, Field, Task, TaskError
 
 if TYPE_CHECKING:
@@ -184,7 +184,10 @@ class Composed:
         with engine.settings():
             work = task.to(engine.where, engine.dtype)
             scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
-            scenes = [replace(scene, fields={**self.fields(_averaged(scene)), **scene.fields}) for scene in scenes]
+            scenes = [
+                replace(scene, fields={**self.fields(_averaged(there)), **scene.fields})
+                for scene, there in zip(scenes, in_turn(scenes), strict=True)
+            ]
             keys = [
                 [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
                 for target in targets
@@ -260,8 +263,8 @@ def _averaged(scene: Scene) -> Scene:
 
 
 def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: int) -> Scene:
-    scene = Scene.of(task, target, knows)
-    like = next(tree.leaves(scene.weights))
+    scene = Scene.waiting(task, target, knows)
+    like = next(p for p in task.model.parameters() if p.requires_grad)
     given: Batch = {}
     for name, value in knows.given.items():
         if name not in task.fields:

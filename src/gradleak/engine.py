@@ -107,9 +107,13 @@ def solve(
     progress: Progress | None = None,
     output: str = "last_stage",
 ) -> Iterator[Solved]:
-    """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk."""
+    """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk.
+
+    Scenes may wait where they were recorded (`Scene.waiting`): those of a chunk are on the device while it is solved.
+    """
     restarts = len(keys[0])
-    lanes = engine.chunk or chunk_size(stages, max(scenes, key=lambda scene: scene.num_examples), engine)
+    largest = max(scenes, key=lambda scene: scene.num_examples)
+    lanes = engine.chunk or chunk_size(stages, largest.here(), engine)
     per_chunk = max(1, lanes // restarts)
     chunks = [
         bucket[start : start + per_chunk] for bucket in _buckets(scenes) for start in range(0, len(bucket), per_chunk)
@@ -152,8 +156,16 @@ def _same_sent(first: Scene, scene: Scene) -> bool:
 def _equal(a: Tree, b: Tree) -> bool:
     if a.keys() != b.keys():
         return False
-    same = lambda x, y: x is y or (_equal(x, y) if isinstance(x, dict) else torch.equal(x, y))  # noqa: E731
-    return all(same(a[name], b[name]) for name in a)
+    return all(_same(a[name], b[name]) for name in a)
+
+
+def _same(x: Tensor | Tree, y: Tensor | Tree) -> bool:
+    """Of two targets, which may wait on different devices."""
+    if x is y:
+        return True
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.equal(x, y.to(x.device, x.dtype))
+    return isinstance(x, dict) and isinstance(y, dict) and _equal(x, y)
 
 
 def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
@@ -362,12 +374,16 @@ def _buffers(scene: Scene, *, running: bool) -> Params:
 
 
 def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple[Scene, Tree]:
-    """What all lanes share (the template scene), and what each lane has of its own, stacked target-major."""
-    first, restarts = scenes[0], len(keys[0])
-    device = next(tree.leaves(first.weights)).device
+    """What all lanes share (the template scene), and what each lane has of its own, stacked target-major.
 
-    def spread(values: Sequence[Params]) -> Params:
-        return {name: value.repeat_interleave(restarts, dim=0) for name, value in stack(values).items()}
+    Of the first target everything moves to the device, of the others only what is their own, name by name.
+    """
+    first, restarts = scenes[0].here(), len(keys[0])
+    like = next(tree.leaves(first.weights))
+
+    def spread(values: Sequence[Params], dtype: torch.dtype | None = like.dtype) -> Params:
+        moved = lambda name: stack([tree.to({name: value[name]}, like.device, dtype) for value in values])[name]  # noqa: E731
+        return {name: moved(name).repeat_interleave(restarts, dim=0) for name in values[0]}
 
     def seen(scenes: Sequence[Scene]) -> Tree:
         return {
@@ -380,7 +396,7 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
     lane: Tree = {
         **seen(scenes),
         "earlier": {str(number): seen(rounds) for number, rounds in enumerate(earlier)},
-        "fields": spread([scene.fields for scene in scenes]),
-        "key": torch.stack([key for target in keys for key in target]).to(device),
+        "fields": spread([scene.fields for scene in scenes], None),
+        "key": torch.stack([key for target in keys for key in target]).to(like.device),
     }
     return first, lane

@@ -6,6 +6,7 @@ that ramps, annealing and homotopies need no branch. `v` is a nested dict of unk
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -55,21 +56,45 @@ class Scene:
     @staticmethod
     def of(task: Task, seen: Observation | Track, knows: Knowledge) -> Scene:
         """The scene of one target, in the task's own device and type; of a track, that of its last round."""
+        return Scene.waiting(task, seen, knows).here()
+
+    @staticmethod
+    def waiting(task: Task, seen: Observation | Track, knows: Knowledge) -> Scene:
+        """The same with the observation's tensors where they were recorded, and nothing copied.
+
+        A thousand targets of a large model do not fit a device at once: they wait like this until their chunk's turn.
+        """
         if isinstance(seen, Track):
-            *earlier, last = (Scene.of(task, each, knows) for each in seen.observations)
+            *earlier, last = (Scene.waiting(task, each, knows) for each in seen.observations)
             return replace(last, earlier=tuple(earlier))
-        like = next(tree.leaves(task.weights()))
-        move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
+        like = _like(task)
+        frozen = {name: p.detach() for name, p in task.model.named_parameters() if not p.requires_grad}
         return Scene(
             task,
             knows,
-            weights=move(seen.weights),
-            update=move({name: seen.update[name] for name in seen.weights}),  # one order of names everywhere
+            weights=seen.weights,
+            update={name: seen.update[name] for name in seen.weights},  # one order of names everywhere
             num_examples=seen.num_examples,
-            buffers={**task.buffers(), **move(seen.buffers or {})},
-            returned_buffers=None if seen.returned_buffers is None else move(seen.returned_buffers),
-            extras={name: move(params) for name, params in seen.extras.items()},
+            buffers={**frozen, **dict(task.model.named_buffers()), **(seen.buffers or {})},
+            returned_buffers=seen.returned_buffers,
+            extras=seen.extras,
             limits={name: f.limits(like) for name, f in task.fields.items() if f.classes is None},
+        )
+
+    def here(self, weights: Params | None = None) -> Scene:
+        """The scene in the task's own device and type. `weights`: its own, where they are there already."""
+        like = _like(self.task)
+        move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
+        return replace(
+            self,
+            weights=move(self.weights) if weights is None else weights,
+            update=move(self.update),
+            # Copies: a forward pass may change buffers in place, and those of a waiting scene are the model's own.
+            buffers=None if self.buffers is None else tree.detach(move(self.buffers)),
+            returned_buffers=None if self.returned_buffers is None else move(self.returned_buffers),
+            extras={name: move(params) for name, params in self.extras.items()},
+            fields=tree.to(self.fields, like.device, None),  # in the type that they were read in
+            earlier=tuple(each.here() for each in self.earlier),
         )
 
     def to(self, dtype: torch.dtype) -> Scene:
@@ -97,6 +122,22 @@ class Scene:
     def rounds(self) -> tuple[Scene, ...]:
         """Every round of the target as a scene of its own, this one last; all see this one's task and knowledge."""
         return (*(replace(each, task=self.task, knows=self.knows) for each in self.earlier), self)
+
+
+def in_turn(scenes: Iterable[Scene]) -> Iterator[Scene]:
+    """Every scene `here`, one after the other; weights that one holds after the other are moved once."""
+    last: Params = {}
+    there: Params = {}
+    for scene in scenes:
+        if last.keys() != scene.weights.keys() or any(last[name] is not own for name, own in scene.weights.items()):
+            like = _like(scene.task)
+            last, there = scene.weights, tree.to(scene.weights, like.device, like.dtype)
+        yield scene.here(there)
+
+
+def _like(task: Task) -> Tensor:
+    """A tensor of the task's device and type, without a copy of all its weights."""
+    return next(p.detach() for p in task.model.parameters() if p.requires_grad)
 
 
 # --- the six protocols ----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 workloads.py: networks and targets     timing.py: turn by turn     speed.py     roofline.py     memory.py
 quality.py: time to 20 and 30 dB       costs.py                    peer.py: breaching           regression.py
-suite.py: all of it
+scaling.py: time of twice the lanes    suite.py: all of it
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gradleak.bench.speed import Row, Show, forget, gigabytes, quiet
+from gradleak.bench.speed import Row, Show, forget, gigabytes, out_of_memory, quiet
 from gradleak.bench.timing import Running
 from gradleak.bench.workloads import workload
 from gradleak.engine import Engine
@@ -53,7 +53,9 @@ def _on_device(network: str, lanes: int, engine: Engine) -> float | None:
     forget()
     try:
         Running(workload(network), lanes, engine).seconds(2)
-    except torch.OutOfMemoryError:
+    except RuntimeError as problem:
+        if not out_of_memory(problem):
+            raise
         return None
     used = gigabytes()
     return None if used is None else used * 1024

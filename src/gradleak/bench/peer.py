@@ -3,6 +3,7 @@
 Everything is measured in one run, turn by turn. The peer is called as its users call it, one target after the other,
 with its own configuration for Inverting Gradients. Where the methods still differ: its total variation sees a border of
 zeros around the image, and it keeps the image after the step of its lowest objective where we keep the best match.
+Of torch's settings it has the defaults, but for `cudnn.benchmark`: on or off, whichever makes it faster.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import importlib
 import logging
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from gradleak.bench.quality import Course, course, scores
 from gradleak.bench.speed import LANES, Row, Show, forget, quiet
-from gradleak.bench.timing import now, synchronise
+from gradleak.bench.timing import cudnn_benchmark, now, synchronise
 from gradleak.bench.workloads import Workload, workload
 from gradleak.engine import Engine
 
@@ -83,6 +85,25 @@ def run_peer(breaching: Any, settings: Any, work: Workload, target: int, start: 
     return Course(0.0, spent, settings.optim.max_iterations, x, start[None], [], [])
 
 
+def settings_of_cudnn(
+    breaching: Any, work: Workload, start: Tensor, steps: int, device: torch.device
+) -> tuple[bool, dict[str, float]]:
+    """The peer's rate in a short call with `torch.backends.cudnn.benchmark` off (torch's default) and on; the faster.
+
+    A call before each pays for libraries being loaded, and for cuDNN's search. Without cuDNN there is nothing to try.
+    """
+    warm, short = configuration(breaching, 3), configuration(breaching, steps)
+    if device.type != "cuda":
+        run_peer(breaching, warm, work, 0, start, device)
+        return False, {}
+    rates: dict[bool, float] = {}
+    for on in (False, True):
+        with cudnn_benchmark(on):
+            run_peer(breaching, warm, work, 0, start, device)
+            rates[on] = run_peer(breaching, short, work, 0, start, device).rate
+    return rates[True] > rates[False], {"off": rates[False], "on": rates[True]}
+
+
 def peers(
     networks: Sequence[str] = ("lenet", "convnet64", "resnet18"),
     lanes: Sequence[int] = LANES[2:],
@@ -91,6 +112,11 @@ def peers(
     rounds: int = 3,
     show: Show = quiet,
     device: str = "auto",
+    *,
+    loops: int | None = None,
+    turns: int | None = None,
+    seconds: float | None = None,
+    draft: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """Rows of each network, number of lanes and precision, with the peer and our own eager loop beside them.
 
@@ -98,6 +124,11 @@ def peers(
     then all lanes are solved together, once for every number of lanes and precision. Ratios are of image x iterations
     per second within a round, the median over rounds. `times_peer` counts steps alone; `times_peer_whole` the whole
     call, our start and the capture of the graph included. PSNR is of the targets that both solved, from equal starts.
+    The peer has the setting of cuDNN that is the faster for it (`peer_cudnn_benchmark`, `peer_trial_rates`).
+
+    For a machine that is lent by the minute: our loop runs in the first `loops` rounds only and the lanes in the first
+    `turns`, which later rounds are held against again; with `seconds`, on a GPU, there are as many rounds as the peer
+    can do in that time, by its rate in the trial, one at least. `draft` gets the rows of a network after every round.
     """
     breaching = load()
     rows: list[Row] = []
@@ -105,32 +136,48 @@ def peers(
         work = workload(network, steps=steps, targets=min(max(lanes), max(8, rounds)))
         engines = [Engine(device, precision) for precision in precisions]
         ways = list(dict.fromkeys((engine, min(count, work.chunk(engine))) for engine in engines for count in lanes))
-        for row in _beside(breaching, work, ways, rounds):
+        own: list[Row] = []
+        for own in _beside(breaching, work, ways, rounds, loops or rounds, turns or rounds, seconds):
+            draft(own)
+        for row in own:
             rows.append(row)
             show(row)
     return rows
 
 
-def _beside(breaching: Any, work: Workload, ways: Sequence[tuple[Engine, int]], rounds: int) -> list[Row]:
-    first = ways[0][0]
+def _beside(
+    breaching: Any,
+    work: Workload,
+    ways: Sequence[tuple[Engine, int]],
+    rounds: int,
+    loops: int,
+    turns: int,
+    seconds: float | None,
+) -> Iterator[list[Row]]:
+    """After every round: a row for each of the `ways`, from all rounds so far."""
+    first, steps = ways[0][0], work.attack.stages[0].optimiser.steps
     eager = Engine(first.device, first.precision, batched=False, graph=False)
     with eager.settings():
         begin = work.search(rounds, eager)
         starts = begin.decode(begin.v)["x"].detach().cpu()
-    settings = configuration(breaching, work.attack.stages[0].optimiser.steps)
-    # A first call pays for libraries being loaded.
-    run_peer(breaching, configuration(breaching, 2), work, 0, starts[0], eager.where)
+    settings = configuration(breaching, steps)
+    search, trials = settings_of_cudnn(breaching, work, starts[0], max(1, steps // 5), eager.where)
+    if seconds is not None and trials:
+        rounds = max(1, min(rounds, int(seconds * max(trials.values()) / steps)))
+    cudnn: Row = {"peer_cudnn_benchmark": "on" if search else "off", "peer_trial_rates": trials} if trials else {}
     theirs: list[Course] = []
-    loops: list[Course] = []
+    looped: list[Course] = []
     ours: list[list[Course]] = [[] for _ in ways]
     for number in range(rounds):
-        target = number % len(work.seen)
-        theirs.append(run_peer(breaching, settings, work, target, starts[number], eager.where))
-        loops.append(course(work, 1, eager, first=number))
-        for (engine, lanes), own in zip(ways, ours, strict=True):
-            forget()
-            own.append(course(work, lanes, engine))
-    return [_row(work, way, own, theirs, loops) for way, own in zip(ways, ours, strict=True)]
+        with cudnn_benchmark(search):
+            theirs.append(run_peer(breaching, settings, work, number % len(work.seen), starts[number], eager.where))
+        if number < loops:
+            looped.append(course(work, 1, eager, first=number))
+        if number < turns:
+            for (engine, lanes), own in zip(ways, ours, strict=True):
+                forget()
+                own.append(course(work, lanes, engine))
+        yield [{**_row(work, way, own, theirs, looped), **cudnn} for way, own in zip(ways, ours, strict=True)]
 
 
 def _row(
@@ -142,19 +189,21 @@ def _row(
     of_loop = [float(scores(ran.found, work, number)) for number, ran in enumerate(loops)][:both]
     of_ours = scores(ours[0].found, work)
     rate, setup = _median(ran.rate for ran in ours), _median(ran.setup for ran in ours)
+    beside = list(zip(cycle(ours), theirs))  # a round in which lanes did not run is held against an earlier one
     return {
         "network": work.network,
         "lanes": lanes,
         "precision": engine.precision,
         "steps": ours[0].steps,
+        "rounds": len(theirs),
         "rate": rate,
         "peer_rate": _median(ran.rate for ran in theirs),
         "eager_rate": _median(ran.rate for ran in loops),
-        "times_peer": _median(own.rate / its.rate for own, its in zip(ours, theirs, strict=True)),
-        "times_peer_whole": _median(own.whole_rate / its.whole_rate for own, its in zip(ours, theirs, strict=True)),
-        "times_peer_rounds": [own.rate / its.rate for own, its in zip(ours, theirs, strict=True)],
-        "times_eager": _median(own.rate / its.rate for own, its in zip(ours, loops, strict=True)),
-        "eager_times_peer": _median(own.rate / its.rate for own, its in zip(loops, theirs, strict=True)),
+        "times_peer": _median(own.rate / its.rate for own, its in beside),
+        "times_peer_whole": _median(own.whole_rate / its.whole_rate for own, its in beside),
+        "times_peer_rounds": [own.rate / its.rate for own, its in beside],
+        "times_eager": _median(own.rate / its.rate for own, its in zip(cycle(ours), loops)),
+        "eager_times_peer": _median(own.rate / its.rate for own, its in zip(loops, theirs)),
         "setup_seconds": setup,
         "images_per_hour": 3600 * lanes / (setup + FULL * lanes / rate),
         "psnr": of_ours.tolist()[:both],

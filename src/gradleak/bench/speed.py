@@ -60,10 +60,9 @@ def engine(
         rows.append(row)
         show(row)
 
-    for network in networks:
-        work = workload(network)
-        for precision in precisions:
-            for row in _beside_one(work, lanes, Engine(device, precision), seconds):
+    for precision in precisions:  # outermost: a run that is cut short has every network in the first
+        for network in networks:
+            for row in _beside_one(workload(network), lanes, Engine(device, precision), seconds):
                 add(row)
     if out is not None:
         from gradleak.environment import describe
@@ -83,7 +82,9 @@ def _beside_one(work: Workload, lanes: Sequence[int], how: Engine, seconds: floa
             forget()
             try:
                 one, many = turn_by_turn([alone, Running(work, held, how)], seconds)
-            except torch.OutOfMemoryError:
+            except RuntimeError as problem:
+                if not out_of_memory(problem):
+                    raise
                 known[held] = {"rate": None, "times_one_at_a_time": None}
                 forget()
             else:
@@ -97,6 +98,11 @@ def _beside_one(work: Workload, lanes: Sequence[int], how: Engine, seconds: floa
                     "times_one_at_a_time": many.over(one),
                 }
         yield {**common, "lanes": count, "chunk": held, "batched": True, **known[held]}
+
+
+def out_of_memory(problem: BaseException | None) -> bool:
+    """Was the device too small? The engine tells so in words of its own, with torch's error as their cause."""
+    return problem is not None and (isinstance(problem, torch.OutOfMemoryError) or out_of_memory(problem.__cause__))
 
 
 def forget() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradleak.bench import peer, regression, timing
+from gradleak.bench import peer, regression, scaling, timing
 from gradleak.bench.costs import GROWTH, costs
 from gradleak.bench.memory import memory
 from gradleak.bench.quality import chunks, quality
@@ -36,6 +36,7 @@ class Plan:
     peer_lanes: tuple[int, ...]
     peer_steps: int
     growing: tuple[str, ...] = tuple(GROWTH)
+    most_doubling: float | None = None  # times the time for twice the lanes; more is a failure. None: only told
     device: str = "auto"
 
     @staticmethod
@@ -45,7 +46,17 @@ class Plan:
             three = ("lenet", "convnet64", "resnet18")
             searched = (("lenet", "idlg"), *((network, "ig:tv=0.01") for network in three))
             plan = Plan(
-                tuple(NETWORKS), LANES, ("fast", "strict"), 1.5, searched, 4800, (32, 32), three, LANES[2:], 200
+                tuple(NETWORKS),
+                LANES,
+                ("fast", "strict"),
+                1.5,
+                searched,
+                4800,
+                (1024, 1),
+                three,
+                LANES[2:],
+                200,
+                most_doubling=scaling.MOST,
             )
         else:
             plan = Plan(
@@ -94,6 +105,7 @@ SECTIONS: dict[str, Callable[[Plan, Callable[[Row], None]], list[Row]]] = {
     ),
 }
 STORED = {"engine": "rows"}  # sections are stored by their own names, but this one
+ROW = ("what", "network", "attack", "growing", "size", "lanes", "precision", "batched")  # what tells rows apart
 
 
 def measure(
@@ -101,24 +113,29 @@ def measure(
     only: Sequence[str] = (),
     out: str | Path | None = None,
     show: Callable[[str, Row], None] = lambda section, row: None,
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure; `only` these sections. The peer is left out, and the result says why, where it is not installed.
+    """Measure; `only` these sections, in this order. The peer is left out where it is not installed: `left_out`.
 
-    A section that fails keeps its rows and does not stop the others; `failed` says why.
+    A section that fails keeps its rows and does not stop the others; `failed` says why. `doubling` is told from the
+    rows of the engine: more than `plan.most_doubling` is measured again and, if it stays so, in `failed` too.
+    `before`: a result of this machine that this one is added to; rows that are measured again are replaced.
     """
     for name in only:
         if name not in SECTIONS:
             raise ValueError(f"There is no section {name!r} of measurements.{did_you_mean(name, SECTIONS)}")
-    held: dict[str, Any] = {"environment": describe(), "load": {"before": timing.load()}, "seconds": {}, "left_out": {}}
-    held["failed"] = {}
+    held: dict[str, Any] = {**(before or {}), "environment": describe(), "load": {"before": timing.load()}}
+    if before is not None:
+        regression.same_machine(held["environment"], before["environment"])
+    for told_of in ("seconds", "left_out", "failed"):
+        held[told_of] = dict(held.get(told_of, {}))
     held["clock"] = timing.clock(Engine(plan.device).where.type == "cuda")
-    for name, section in SECTIONS.items():
-        if only and name not in only:
-            continue
-        began, rows = time.perf_counter(), held.setdefault(STORED.get(name, name), [])
+    for name in only or SECTIONS:
+        section, began, rows = SECTIONS[name], time.perf_counter(), held.setdefault(STORED.get(name, name), [])
+        held["failed"].pop(name, None)
 
         def note(row: Row, name: str = name, rows: list[Row] = rows) -> None:
-            rows.append(row)
+            rows[:] = [other for other in rows if _identity(other) != _identity(row)] + [row]
             show(name, row)
             write(held, out)
 
@@ -126,13 +143,45 @@ def measure(
             section(plan, note)
         except peer.NoPeer as problem:
             held["left_out"][name] = str(problem)
-            del held[name]
+            if not rows:
+                del held[name]
         except Exception as problem:  # the other sections are worth having; the caller is told, and fails
             held["failed"][name] = f"{type(problem).__name__}: {problem}"
+        if name == "engine":
+            _doubling(held, plan, show)
         held["seconds"][name] = time.perf_counter() - began
+        write(held, out)
     held["load"]["after"] = timing.load()
     write(held, out)
     return held
+
+
+def _identity(row: Row) -> tuple[str, ...]:
+    return tuple(str(row.get(name)) for name in ROW)
+
+
+def _doubling(held: dict[str, Any], plan: Plan, show: Callable[[str, Row], None]) -> None:
+    """What twice the lanes cost, from all rows of the engine; on a GPU more than `plan.most_doubling` is a failure."""
+    found = scaling.doubling(held["rows"])
+    held["failed"].pop("doubling", None)
+    if plan.most_doubling is not None:
+
+        def again(row: Row) -> list[Row]:
+            return engine(
+                [row["network"]],
+                [row["from"], row["to"]],
+                [row["precision"]],
+                None,
+                plan.seconds,
+                device=plan.device,
+            )
+
+        found = scaling.judged(found, again, plan.most_doubling)
+        if broken := [scaling.why(row) for row in found if not row["holds"]]:
+            held["failed"]["doubling"] = f"{'; '.join(broken)}; at most {plan.most_doubling} is wanted."
+    held["doubling"] = found
+    for row in found:
+        show("doubling", row)
 
 
 def write(held: dict[str, Any], out: str | Path | None) -> None:
@@ -163,6 +212,8 @@ def told(section: str, row: Row) -> str:
     def value(held: Any) -> str:
         if isinstance(held, float):
             return f"{held:,.0f}" if abs(held) >= 1000 else f"{held:.3g}"
+        if isinstance(held, dict):
+            return "{" + " ".join(f"{name} {value(each)}" for name, each in held.items()) + "}"
         if isinstance(held, list):
             return "[" + " ".join(value(each) for each in held[:8]) + (" ...]" if len(held) > 8 else "]")
         return str(held)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +85,17 @@ def seconds_of(function: Callable[[], object], cuda: bool, seconds: float) -> li
         synchronise(cuda)
         spent.append(now(cuda) - began)
     return spent[1:]
+
+
+@contextmanager
+def cudnn_benchmark(on: bool) -> Iterator[None]:
+    """Let cuDNN try its algorithms at the first call of a shape and keep the fastest; torch's default is not to."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = on
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def now(cuda: bool) -> float:

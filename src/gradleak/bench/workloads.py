@@ -112,7 +112,8 @@ def workload(
     else:
         task = Task.supervised(model, nn.functional.cross_entropy, like=(x[0], y[0]))
         truth = tuple({"x": x[i], "y": y[i]} for i in range(targets))
-    seen = tuple(observe(task, batch, training, key=f"target {i}") for i, batch in enumerate(truth))
+    sent = task.weights()  # one snapshot, which all targets hold
+    seen = tuple(observe(task, batch, training, weights=sent, key=f"target {i}") for i, batch in enumerate(truth))
     knows = tuple(
         Knowledge(training=training, given={name: value for name, value in batch.items() if name != "x"})
         for batch in truth
