@@ -144,3 +144,18 @@ def test_the_gain_of_a_step_is_what_one_unit_of_gradient_comes_to(rule: SGD) -> 
 
     assert rule.gains(rates) == pytest.approx([end({step}) for step in range(4)])
     assert rule.way(rates) == pytest.approx(end({0, 1, 2, 3}))
+
+
+@pytest.mark.parametrize("rule", [SGD(momentum=0.9), Adam(), Lion()])
+def test_names_decide_which_state_belongs_to_which_gradient(rule: rules.Rule) -> None:
+    weights = start(torch.float64)
+    gradient = {name: value.square() + 1 for name, value in weights.items()}
+    turned = dict(reversed(gradient.items()))
+    assert list(turned) != list(weights)
+    state, other = rule.init(weights), rule.init(weights)
+    for _ in range(3):
+        decrease, state = rule.step(weights, gradient, state, 0.1)
+        moved, other = rule.step(weights, turned, other, 0.1)
+        for name, value in decrease.items():
+            assert torch.equal(value, moved[name])
+        gradient, turned = tree.scale(gradient, -0.5), tree.scale(turned, -0.5)
