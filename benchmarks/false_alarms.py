@@ -43,7 +43,9 @@ def task_of(images: Any) -> gl.Task:
     return gl.Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
 
 
-def reconstructions(task: gl.Task, images: Any, attack: str, at_once: int = 20) -> tuple[Tensor, list[bool], list[str]]:
+def reconstructions(
+    task: gl.Task, images: Any, attack: str, seed: int, at_once: int = 20
+) -> tuple[Tensor, list[bool], list[str]]:
     """(images, C, H, W), whether each search converged, and which member won."""
     training = gl.LocalTraining(lr=1.0)
     method = gl.registry.parse("attack", attack)
@@ -56,7 +58,7 @@ def reconstructions(task: gl.Task, images: Any, attack: str, at_once: int = 20) 
             gl.observe(task, {"x": images.x[i : i + 1], "y": images.y[i : i + 1]}, training, key=f"image{i}")
             for i in rows
         ]
-        result = method.run(task, seen, gl.Knowledge(training=training))
+        result = method.run(task, seen, gl.Knowledge(training=training), seed)
         found.append(result.batch["x"][:, 0])
         converged += result.checks.converged
         winners += result.settings.get("winner", [method.name] * len(seen))
@@ -97,17 +99,18 @@ def words(task: gl.Task, found: Tensor, truth: Tensor, blind: Tensor, converged:
     return said
 
 
-def measure(data: str, attack: str, count: int, size: int) -> dict[str, Any]:
+def measure(data: str, attack: str, count: int, size: int, seed: int) -> dict[str, Any]:
     images = gl.data.load(data)[torch.arange(count)]
     images = replace(images, x=torch.nn.functional.adaptive_avg_pool2d(images.x, size))
     task, began = task_of(images), time.perf_counter()
-    found, converged, winners = reconstructions(task, images, attack)
+    found, converged, winners = reconstructions(task, images, attack, seed)
     truth, one, two = images.x, torch.roll(torch.arange(count), 1), torch.roll(torch.arange(count), 7)
     told: dict[str, Any] = {
         "data": data,
         "attack": attack,
         "images": count,
         "size": size,
+        "seeds": [seed],
         "seconds": time.perf_counter() - began,
     }
     told |= {"winners": dict(Counter(winners)), "gallery": GALLERY}
@@ -136,9 +139,10 @@ def main() -> None:
     parser.add_argument("--attack", default="auto:preset=quick,certify=False")
     parser.add_argument("--images", type=int, default=200)
     parser.add_argument("--size", type=int, default=14)
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks; the network's weights are drawn with 0")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "false-alarms.json")
     given = parser.parse_args()
-    told = {"environment": describe(), **measure(given.data, given.attack, given.images, given.size)}
+    told = {"environment": describe(), **measure(given.data, given.attack, given.images, given.size, given.seed)}
     print(json.dumps({name: value for name, value in told.items() if name != "environment"}, indent=1))
     given.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 

@@ -34,20 +34,27 @@ def card(attack: str, form: str, psnr: float, determined: int | None = None) -> 
 
 
 @pytest.mark.parametrize(
-    ("auto", "single", "determined", "holds"),
+    ("auto", "single", "determined", "others", "holds"),
     [
-        (30.0, 30.2, 2, True),  # within 0.3 dB
-        (30.0, 30.4, 2, False),
-        (90.0, 120.0, 2, True),  # both are exact
-        (59.0, 120.0, 2, False),
-        (30.0, 40.0, 1, None),  # one of the two is not determined: nothing is claimed
-        (30.0, 40.0, None, None),
+        (30.0, 30.2, 2, None, True),  # within 0.3 dB
+        (30.0, 30.4, 2, None, False),
+        (90.0, 120.0, 2, None, True),  # both are exact
+        (59.0, 120.0, 2, None, False),
+        (30.0, 40.0, 1, None, None),  # one of the two is not determined: nothing is claimed
+        (30.0, 40.0, None, None, None),
+        (30.0, 120.0, None, 2, False),  # what the best single attack found is certified: `auto` has missed it
+        (120.0, 120.0, 1, 2, True),
+        (30.0, 120.0, 1, 1, None),
     ],
 )
-def test_only_what_is_certified_is_claimed(auto: float, single: float, determined: int | None, holds: Any) -> None:
-    others = [card("cpl", "adaptive", 5.0), card("ig", "naive", single)]
-    [row] = script().compared([card("auto", "adaptive", auto, determined)], others)
+def test_only_what_is_certified_is_claimed(
+    auto: float, single: float, determined: int | None, others: int | None, holds: Any
+) -> None:
+    alone = [card("cpl", "adaptive", 5.0, 2), card("ig", "naive", single, others)]  # the weaker one's does not count
+    [row] = script().compared([card("auto", "adaptive", auto, determined)], alone)
     assert row["holds"] is holds
+    assert row["certified"] is (holds is not None)
+    assert row["certified_by"] == [name for name, held in (("auto", determined), ("ig (naive)", others)) if held == 2]
     assert row["by"] == "ig (naive)"
     assert row["gap"] == pytest.approx(auto - single)
 

@@ -137,6 +137,14 @@ def test_restarts_that_disagree() -> None:
     assert names(checks_of(reconstruction(curves, candidates={"x": broken}, examples=(2,)))) == []
 
 
+def test_restarts_are_compared_as_the_pictures_they_are_shown_as() -> None:
+    """Nobody sees how far beyond white a pixel lies: such restarts show the same picture."""
+    curves = falling(1e-3).expand(-1, 1, 2)
+    beyond = torch.stack([torch.full((1, 1, 2, 2), 1.0), torch.full((1, 1, 2, 2), 3.0)])[None]
+    assert names(checks_of(reconstruction(curves, candidates={"x": beyond}))) == []
+    assert names(checks_of(reconstruction(curves, candidates={"x": 1 - beyond}))) == []
+
+
 def test_a_real_attack_reports_itself(double: gl.Engine) -> None:
     task = tiny()
     seen = gl.observe(task, private(1), gl.LocalTraining(lr=1.0))

@@ -25,6 +25,7 @@ from gradleak.data import DataError, load
 from gradleak.diffusion import Schedule, SharedDraws, denoising
 from gradleak.federation import EMA, Federation, FederationError, Rounds, network_of
 from gradleak.federation.checkpoints import Checkpoints
+from gradleak.federation.rounds import Snapshot
 from gradleak.federation.samples import Samples
 from gradleak.federation.training import curves
 from gradleak.models import unet
@@ -228,6 +229,8 @@ def test_samples_come_from_the_same_latents(tmp_path: Path) -> None:
     done = federation().train(task, held(), 2, checkpoints=[1], out=tmp_path / "run", samples=few)
     again = few.of(task, done.at(2))
     assert again.shape == (3, 1, 4, 4)
+    assert again.min() == 0  # a network that has learnt nothing leaves the range of pictures, and is cut off there
+    assert again.max() == 1
     assert torch.equal(again, few.of(task, done.at(2)))
     assert not torch.equal(again, few.of(task, done.at(0)))
     assert not torch.equal(again, Samples(3, 4, seed=1).of(task, done.at(2)))
@@ -242,6 +245,11 @@ def test_samples_are_of_denoisers_only() -> None:
         Federation(training=gl.LocalTraining(lr=0.1)).train(tiny(), held(), 1, samples=Samples())
     with pytest.raises(BadSetting, match="count of samples must be a whole number"):
         Samples(count=0)
+
+
+def test_one_sample_in_one_step_is_enough() -> None:
+    task = denoiser()
+    assert Samples(count=1, steps=1).of(task, Snapshot(task.weights(), task.buffers())).shape == (1, 1, 4, 4)
 
 
 def test_a_network_of_a_checkpoint_is_a_model_of_its_own() -> None:

@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from gradleak.federation import (
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.clients import Clients, Work, flat, unflat
 from gradleak.federation.graphs import Graphs
-from gradleak.federation.training import Interrupted
+from gradleak.federation.training import Interrupted, estimate
 from gradleak.registry import BadSetting, UnknownName
 from gradleak.results.resumable import FolderInUse
 from gradleak.rules import SGD
@@ -728,6 +729,7 @@ def test_only_uploads_of_the_right_form_are_accepted() -> None:
         8: replace(sound, payload={**sound.payload, "moments": weights}),
         9: gl.Upload({}, 4),
         10: sound,
+        11: with_update(a=torch.tensor([1.0, -torch.inf]), b=torch.ones(3)),
     }
     found = accepted(uploads, weights, dict.fromkeys(uploads, 4))
     assert list(found.uploads) == [0, 10]
@@ -741,6 +743,7 @@ def test_only_uploads_of_the_right_form_are_accepted() -> None:
         7: "its upload holds values that are not finite (NaN or infinity)",
         8: "its upload has other tensors than those of most clients",
         9: "its upload is empty",
+        11: "its upload holds values that are not finite (NaN or infinity)",
     }
     assert list(accepted({0: sound, 5: replace(sound, num_examples=5)}, weights).uploads) == [0, 5]
 
@@ -749,6 +752,25 @@ def test_payloads_other_than_updates_are_compared_with_each_other() -> None:
     moments = [gl.Upload({"moments": {"m": torch.full((size,), 1.0)}}, 1) for size in (2, 2, 3)]
     found = accepted(dict(enumerate(moments)), {"a": torch.zeros(1)})
     assert list(found.uploads) == [0, 1]
+
+
+# --- before a training -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("took", "a_round"),
+    [((4.0, 1.5), 1.5), ((60.0,), 60.0)],  # what the first prepares is not in the second; a long one is told by itself
+)
+def test_a_training_is_estimated_by_one_timed_round(
+    monkeypatch: pytest.MonkeyPatch, took: tuple[float, ...], a_round: float
+) -> None:
+    readings = iter([100 * number + at for number, length in enumerate(took) for at in (0.0, length)])
+    monkeypatch.setattr("gradleak.federation.training.time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    told = estimate(LONG, tiny(), data(20), rounds=7)
+    assert told.seconds == pytest.approx(7 * a_round)
+    # Three of five clients, each with four examples in minibatches of two, twice.
+    assert (told.rounds, told.steps) == (7, 3 * 2 * 2)
+    assert not list(readings)
 
 
 # --- training, kept and resumed --------------------------------------------------------------------------------------

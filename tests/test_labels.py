@@ -339,6 +339,7 @@ def test_auto_chooses_by_what_there_is() -> None:
         (scene_of(model, x[:1], y[:1]), rules.BiasMinimum()),
         (scene_of(plain, x[:1], y[:1]), rules.RowProducts()),
         (scene_of(model, x, y), ilrg),
+        (scene_of(model, x, y, replace(several, steps=1)), ilrg),  # momentum begins with the second step
         (scene_of(plain, x, y), rules.LLG()),
         (scene_of(model, x, y, told=False), rules.BiasCounts()),
         (scene_of(model, x, y, defence=Defence()), rules.BiasCounts()),  # it may have clipped

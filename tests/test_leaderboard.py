@@ -41,7 +41,10 @@ def test_the_page_is_made_from_the_claims() -> None:
 
 
 def test_auto_is_as_strong_as_its_members_where_the_solution_is_determined() -> None:
-    """Mean PSNR within 0.3 dB, or above, of every single attack with the same knowledge, wherever all are certified."""
+    """Mean PSNR within 0.3 dB, or above, of every single attack with the same knowledge, wherever it is certified.
+
+    By `auto`, or by the best of the others: what these have found and certified, `auto` must not miss.
+    """
     by: dict[tuple[str, str, str], dict[str, Any]] = {}
     for claim in CLAIMS:
         place = (claim["setting"]["name"], claim["defence"], claim["form"])
@@ -49,8 +52,11 @@ def test_auto_is_as_strong_as_its_members_where_the_solution_is_determined() -> 
     compared = 0
     for place, cards in by.items():
         [auto] = [card for name, card in cards.items() if name.startswith("auto")]
-        certified = auto["identifiability"]
-        if certified is None or certified["determined"] < certified["count"]:
+        best = max(cards.values(), key=lambda card: card["means"]["psnr"])
+        if not any(
+            held is not None and held["determined"] == held["count"]
+            for held in (auto["identifiability"], best["identifiability"])
+        ):
             continue
         for name, card in cards.items():
             assert auto["means"]["psnr"] >= card["means"]["psnr"] - 0.3, (place, name)

@@ -136,6 +136,13 @@ def test_on_exact_data_the_prior_fades_and_chooses_among_solutions() -> None:
     torch.testing.assert_close(found, torch.linalg.pinv(a) @ (a @ truth), rtol=1e-5, atol=1e-5)
 
 
+def test_noise_is_told_by_no_less_than_one_equation() -> None:
+    """A single equation that determines half a direction leaves half of one; match g / R is then the most."""
+    match, prior, half = (torch.tensor(value, dtype=torch.float64) for value in (0.3, 2.0, 0.5))
+    assert float(Homotopy().floor(match, prior, half, equations=1)) == pytest.approx(0.3 * 0.5 / 2.0)
+    assert float(Homotopy().floor(match, prior, 4 * half, equations=7)) == pytest.approx(0.3 * 2.0 / (5 * 2.0))
+
+
 @pytest.mark.parametrize("n", [1, 7, 256, 700])
 def test_the_gram_matrix_is_the_product(n: int) -> None:
     rows = drawn("rows", n, 40)

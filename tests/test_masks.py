@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.functional import cross_entropy, interpolate
@@ -657,6 +658,41 @@ def test_where_no_channel_is_exact_the_noise_is_weighed_and_not_dropped() -> Non
     task, defence = tiny(), AGP(sigma=0.2, noised=1.0, layers="0")
     scene = scene_of(task, gl.Observation(task.weights(), run(defence, private(1)), 1))
     assert torch.allclose(tree.flatten(defence.noise_variance(scene)), torch.tensor(0.04).double())
+
+
+@pytest.mark.parametrize(("share", "sure"), [(0.9, True), (1.1, False)])
+def test_channels_are_taken_for_exact_only_where_noise_alone_would_have_more_energy(share: float, sure: bool) -> None:
+    """Else all coordinates count as noised: a wrong guess drops exact channels and fits the noise of others."""
+    defence = AGP(sigma=0.2, noised=0.25, layers="0")
+    least = 0.2 * chi2.ppf(1e-3, 9) ** 0.5  # noise of nine entries is shorter once in a thousand times
+    update = tree.map(torch.ones_like, tiny().weights())
+    update["0.weight"] = torch.full((4, 1, 3, 3), share * least / 3, dtype=torch.float64)
+    update["0.weight"][2] = 1.0
+    variance = defence.noise_variance(scene_of(tiny(), gl.Observation(tiny().weights(), update, 1)))
+    exact = torch.tensor([sure, sure, False, sure])
+    assert torch.equal(variance["0.bias"] == 0, exact)
+    assert torch.equal(variance["0.weight"] == 0, exact[:, None, None, None].expand(4, 1, 3, 3))
+    left = torch.cat([variance["0.bias"][~exact], tree.flatten({n: v for n, v in variance.items() if n[0] != "0"})])
+    assert bool((left == torch.inf).all()) if sure else torch.allclose(left, torch.tensor(0.04).double())
+
+
+def test_one_sure_layer_is_enough_and_the_other_is_dropped() -> None:
+    task, defence = deep(), AGP(sigma=0.2, layers="[04]")
+    update = tree.map(torch.ones_like, task.weights())
+    update["4.weight"][:8] = 0.01
+    variance = defence.noise_variance(scene_of(task, gl.Observation(task.weights(), update, 1)))
+    assert {name for name, value in variance.items() if bool((value == 0).any())} == {"4.weight", "4.bias"}
+    assert bool((variance["4.weight"][:8] == 0).all())
+    assert bool((variance["0.weight"] == torch.inf).all())
+
+
+def test_below_the_update_noise_is_weighed_and_an_informed_attacker_is_no_weaker() -> None:
+    """The energy of the observed channels does not show which are noised: who trusts it stays below 20 dB here."""
+    defence = AGP(sigma=3e-4, noised=0.5, layers="0", clip=0.3)
+    seen, truth = targets(defence)
+    informed, naive = (attacked("second-order:certify=false", tiny(), seen, truth, d) for d in (defence, None))
+    assert informed.min() > 28
+    assert naive.max() < 10  # it does not replay the clipping
 
 
 # --- PGD --------------------------------------------------------------------------------------------------------------

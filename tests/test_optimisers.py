@@ -300,6 +300,19 @@ def test_lbfgs_stays_at_a_minimum() -> None:
     assert torch.equal(best["x"], start["x"])
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_pairs_almost_without_curvature_are_not_kept(sign: float) -> None:
+    """Relative to the lengths of both, so it neither matters how long they are nor where they point."""
+    optimiser, yes, no = LBFGS(history=5), torch.tensor(True), torch.tensor(False)
+    state = optimiser.init(Function(quadratic), {"x": torch.zeros(2, dtype=torch.float64)})
+    for size in (1e-3, 1.0, 1e3):
+        for along, kept in ((1e-12, 0), (1e-8, 1)):
+            s = torch.tensor([size, 0.0], dtype=torch.float64)
+            y = torch.tensor([along * size, sign * size], dtype=torch.float64)
+            pairs, *_ = optimiser._remember(state, state["x"] + s, state["gradient"] + y, yes, no, y)
+            assert int(pairs["held"]) == kept
+
+
 @pytest.mark.parametrize("count", [3, 8])  # some of the five slots still empty; the ring gone round
 def test_the_direction_is_that_of_the_two_loop_recursion(count: int) -> None:
     """The compact form against Nocedal and Wright, algorithm 7.4, over the pairs that the history still holds."""

@@ -172,6 +172,14 @@ def failed(cell: int = 2, **changes: Any) -> list[dict[str, Any]]:
     return [{**base, "status": "failed", "target": None, "error": "ValueError: no", "traceback": "...", **changes}]
 
 
+def test_a_line_that_cannot_be_scored_is_the_weakest() -> None:
+    """Scores that are no numbers must not make an attack the strongest one."""
+    unscored = [{**held, "scores": dict.fromkeys(held["scores"], [None])} for held in rows_of(NONE, 2, attack="dlg")]
+    scored, none = summaries_of(rows_of(NONE, psnr=1.0) + unscored)
+    assert "psnr" not in none.means
+    assert none.strength < scored.strength
+
+
 def test_a_failed_cell_is_inconclusive_but_does_not_hide_a_leak() -> None:
     verdict = result(rows_of(NONE), failed(attack="dlg")).verdict
     assert verdict.word == "inconclusive"
@@ -416,6 +424,12 @@ def test_a_notebook_shows_the_verdict_and_a_compact_table() -> None:
     ElementTree.fromstring(page.replace("class=n", 'class="n"').replace("class=h", 'class="h"'))  # balanced
 
 
+def test_a_notebook_calls_a_line_failed_only_where_nothing_of_it_was_done() -> None:
+    one_seed_failed = result(rows_of(ALL), failed(2))._repr_html_()
+    assert ">leaks<" in one_seed_failed[one_seed_failed.index("<table>") :]
+    assert "failed:" not in one_seed_failed
+
+
 def test_a_notebook_of_a_void_run_calls_no_line_anything_else() -> None:
     page = result(control(3.0), rows_of(ALL))._repr_html_()
     assert page.count(">void<") == 2
@@ -489,6 +503,19 @@ def test_intervals_of_differences_cover_the_truth() -> None:
         found = comparison._newcombe(one, two)
         covered += found.low <= -0.2 <= found.high
     assert 0.91 <= covered / 300 <= 0.985
+
+
+@pytest.mark.parametrize("how", [comparison._within, comparison._welch])
+def test_intervals_of_differences_in_decibels_cover_the_truth_in_any_unit(how: Any) -> None:
+    """Of 1000 pairs of runs of six targets whose true difference is 1 dB, about 95 % of the intervals hold it."""
+    draw = np.random.default_rng(4)
+    for spread in (0.1, 10.0):
+        covered = 0
+        for _ in range(1000):
+            one, two = (dict(enumerate(mean + spread * draw.standard_normal(6))) for mean in (20.0, 21.0))
+            found = how(one, two)
+            covered += found.low <= 1.0 <= found.high
+        assert 0.93 <= covered / 1000 <= 0.975
 
 
 def test_what_is_worse() -> None:

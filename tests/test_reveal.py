@@ -43,6 +43,13 @@ def test_the_ratio_under_float_masks_is_the_ratio_without(clients: int) -> None:
     assert largest_difference(masked.first, tree.scale(means(group.uploads, group.sizes)[0], clients)) > 1
 
 
+def test_float_masks_that_do_not_cancel_are_refused() -> None:
+    """In so large masks the last digits of the values are lost, in some coordinates more than in others."""
+    group = cohort(3)
+    with pytest.raises(ArithmeticError, match="use a smaller spread"):
+        reveal.in_floats(reveal.weighted(group.uploads, group.sizes), spread=1e10)
+
+
 def coded(values: Mapping[int, Tree], part: Part) -> NDArray[np.int64]:
     """The sum of all clients' fixed-point numbers, without masks and factors."""
     least = part.coding.unit if part.name == SECOND else -np.inf
@@ -130,6 +137,21 @@ def test_a_training_can_run_over_the_real_protocol() -> None:
         for masks in ("cancelled", "ring")
     ]
     assert largest_difference(*lion) < 1e-12  # signs are signs
+
+
+def test_the_protocol_runs_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, run, rounds = cohort(3), reveal.in_ring, []
+
+    def noted(values: Mapping[int, Tree], round: int) -> reveal.Masked:
+        rounds.append(round)
+        return run(values, round=round)
+
+    monkeypatch.setattr(reveal, "in_ring", noted)
+    plain = PLAIN.aggregate(group.uploads, group.sizes, {"round": 7})
+    assert rounds == []
+    assert largest_difference(plain, PLAIN.reveal(group.uploads, group.sizes)) == 0
+    replace(PLAIN, masks="ring").aggregate(group.uploads, group.sizes, {"round": 7})
+    assert rounds == [7]
 
 
 # --- what it hides ----------------------------------------------------------------------------------------------------
@@ -285,6 +307,14 @@ def test_unequal_clients_are_refused() -> None:
     scene = scene_of(tiny(), reveal.observed(tiny(), [private(3)], TRAINING))
     with pytest.raises(ValueError, match="3 examples cannot be divided equally among 2 clients"):
         Sums(clients=2)(private(3), {}, scene, moment())
+
+
+def test_the_server_of_a_cohort_knows_the_running_statistics_it_sent() -> None:
+    task = tiny(norm="eval")
+    seen = reveal.observed(task, [private(2, seed=seed) for seed in range(2)], TRAINING)
+    assert seen.buffers is not None
+    assert largest_difference(seen.buffers, task.buffers()) == 0
+    assert cohort(2).observed().buffers is None  # a network without any
 
 
 def test_part_of_a_cohort_and_other_updates_can_be_observed() -> None:

@@ -204,6 +204,18 @@ def test_noise_of_a_public_seed_is_replayed_by_whoever_knows_it(kind: Any) -> No
         assert (gap < 1e-20) is zero
 
 
+def test_whoever_draws_from_the_public_seed_takes_the_noise_off() -> None:
+    task, batch, public = tiny(), private(2), Draws(draws.key("dp-lewis", 0))
+    quiet, noisy = (gl.defences.DPFedAvgLewis(noise=0.05 * on, fixed_noise=True) for on in (0, 1))
+    noise = {
+        name: 0.05 * public.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
+        for stream, (name, value) in enumerate(gradient().items())
+    }
+    for client in ("one", "another"):
+        plain, seen = (gl.observe(task, batch, TRAINING, defence, key=client).update for defence in (quiet, noisy))
+        assert largest_difference(tree.subtract(seen, plain), tree.scale(noise, TRAINING.lr)) < 1e-14
+
+
 def test_the_form_with_a_guarantee_noises_before_anything_is_made_of_the_update() -> None:
     task, batch = tiny(), private(2)
     defence = gl.defences.LocalDPSecAdam(clip=0.1, noise_multiplier=2.0)

@@ -145,6 +145,23 @@ def test_plans_whose_sums_could_wrap_are_refused() -> None:
         FixedPoint.finest(1.0, 1000, ring_bits=32, factor_bits=16)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_beyond_what_its_clients_can_send_is_refused_in_any_entry(sign: int) -> None:
+    """The other entries, and the other part, whose bound is larger, are as they should be."""
+    roster = Roster.of({number: secrets.token_bytes(32) for number in range(4)})
+    parts = (Part("a", 3, FixedPoint(1.0, 4)), Part("b", 2, FixedPoint(8.0, 4)))
+    plan = Plan(roster, parts, secrets.token_bytes(16), ring_bits=32)
+    most = np.array([0, sign * 3 * 16, 5, sign * 3 * 128, 0], "<i4")  # of three clients
+    sums = plan.decode(most.view("<u4"), 3)
+    assert sums["a"].tolist() == [0, sign * 3.0, 5 / 16]
+    assert sums["b"].tolist() == [sign * 24.0, 0]
+    for place, name in ((1, "a"), (3, "b")):
+        beyond = most.copy()
+        beyond[place] += sign
+        with pytest.raises(Oversize, match=f"part {name} lies outside what 3 clients can send"):
+            plan.decode(beyond.view("<u4"), 3)
+
+
 def test_plans_that_hide_nothing_are_refused() -> None:
     keys = {number: secrets.token_bytes(32) for number in range(9)}
     roster, parts, session = Roster.of(keys), (Part("a", 1, FixedPoint(1.0)),), secrets.token_bytes(16)

@@ -2,18 +2,22 @@
 
     python tools/mutants.py map                     once: which tests run which line (a run of the whole suite)
     python tools/mutants.py run --each 14 --seed 0  break 14 places in every area, one at a time
+    python tools/mutants.py again --also TESTS      break the places again that nobody noticed, with these tests too
     python tools/mutants.py show                    what was not noticed
 
 Each mutant changes one expression of one file in a copy of the tree: a sign, a factor, an axis, a projection, a bound,
 a comparison. Then the tests that run its line are run, those of its own file and the quickest first, until one fails. A
-mutant that no test runs, or that all of them pass, survives. What `map` and `run` learn is kept in .mutants/, and a run
-goes on where it stopped.
+mutant that no test runs, or that all of them pass, survives. A test notices only what it passes without: those that
+fail in the map are left out, and those that noticed something are run once more on the tree as it is. What `map` and
+`run` learn is kept in .mutants/, and a run goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
+import itertools
 import json
 import os
 import random
@@ -25,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +44,11 @@ AREAS = {
     "secure": ["secure"],
     "federation": ["federation", "diffusion"],
 }
-SECONDS = 240  # of tests for one mutant; beyond that it counts as noticed only if something hangs that did not before
-MOST_TESTS = 150  # for one mutant
+MOST_TESTS, MOST_SECONDS = 150, 120.0  # for one mutant, by what the tests took in the map
+PATIENCE = 4  # a mutant hangs when its tests take this many times as long as in the map, and a minute
+
+# Mutants that change nothing a caller could see, by file, old and new text, with the reason. They are counted apart.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
 
 
 # --- what can be broken -----------------------------------------------------------------------------------------------
@@ -209,12 +217,16 @@ def chosen(each: int, seed: int) -> list[Mutant]:
 # --- which tests run a line -------------------------------------------------------------------------------------------
 
 
-def make_map() -> None:
-    """Run the suite once, noting for every line the tests that ran it, and how long each took."""
+def make_map(shuffle: str | None) -> None:
+    """Run the suite once, noting for every line the tests that ran it, and how long each took.
+
+    With `shuffle`, in the order of that seed: the run that makes the map then also says whether any order will do.
+    """
     HOME.mkdir(exist_ok=True)
     workers = ["-n", "2", "--dist", "loadgroup"]
     command = [sys.executable, "-m", "pytest", *workers, "--cov=src/gradleak", "--cov-context=test", "--cov-report="]
     command += ["--durations=0", "--durations-min=0.001", "-p", "no:cacheprovider"]
+    command += [] if shuffle is None else ["--shuffle", shuffle]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COVERAGE_FILE": str(HOME / "coverage")}
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, check=False)
     (HOME / "durations.txt").write_text(done.stdout, encoding="utf-8")
@@ -230,9 +242,22 @@ def tests_of(mutant: Mutant, durations: dict[str, float], database: sqlite3.Conn
         "join context on context.id = line_bits.context_id where file.path like ?",
         (f"%/{mutant.file}",),
     )
-    found = {name.partition("|")[0] for name, bits in rows if name and mutant.line in numbits_to_nums(bits)}
+    held = [(name.partition("|")[0], mutant.line in numbits_to_nums(bits)) for name, bits in rows]
+    names = {name for name, own in held if name and own}
+    if not names and ("", True) in held:  # it runs when the module is imported, so all that use the module may notice
+        names = {name for name, _ in held if name}
     own = f"test_{Path(mutant.file).stem}"
-    return sorted(found, key=lambda name: (own not in name.partition("::")[0], durations.get(name, 1.0)))
+    found = sorted(
+        names - failed_in_map(), key=lambda name: (own not in name.partition("::")[0], durations.get(name, 1.0))
+    )
+    taken = itertools.accumulate(durations.get(name, 1.0) for name in found)
+    return [name for name, seconds in zip(found, taken, strict=True) if seconds < MOST_SECONDS][:MOST_TESTS]
+
+
+@cache
+def failed_in_map() -> frozenset[str]:
+    told = (HOME / "durations.txt").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", told, re.MULTILINE))
 
 
 def measured() -> dict[str, float]:
@@ -245,7 +270,20 @@ def measured() -> dict[str, float]:
 # --- breaking ---------------------------------------------------------------------------------------------------------
 
 
-def broken(mutant: Mutant, tests: list[str], tree: Path) -> dict[str, object]:
+def tested(tree: Path, tests: list[str], limit: float, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *tests],
+        cwd=tree,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
+def broken(mutant: Mutant, tests: list[str], limit: float, tree: Path) -> dict[str, object]:
     """Run the tests on a tree with this mutant in it."""
     if not tests:
         return {**asdict(mutant), "outcome": "survived", "why": "no test runs this line", "seconds": 0.0}
@@ -253,84 +291,115 @@ def broken(mutant: Mutant, tests: list[str], tree: Path) -> dict[str, object]:
     whole = place.read_text(encoding="utf-8")
     place.write_text(mutant.applied(whole), encoding="utf-8")
     began = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
     try:
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        outcome, by = ("survived", "") if done.returncode == 0 else ("noticed", failed[1] if failed else "import")
-        if done.returncode == 5:  # nothing was collected: the map is older than the tests
-            outcome, by = "survived", "no test of the map exists any more"
+        done = tested(tree, tests, limit, "-x")
+        code, told = done.returncode, done.stdout
+        outcome, by = ("survived", "") if code == 0 else ("noticed", _failure(told, tests))
     except subprocess.TimeoutExpired:
-        outcome, by = "hangs", f"more than {SECONDS} s"
+        code, told, outcome, by = 1, "", "hangs", f"more than {limit:.0f} s"
     finally:
         place.write_text(whole, encoding="utf-8")
+        Path(importlib.util.cache_from_source(str(place))).unlink(missing_ok=True)
+    if code > 1 and tested(tree, tests, limit, "--collect-only").returncode:  # else: the mutant cannot be imported
+        raise SystemExit(f"The map is older than the tests of {mutant.key}:\n{told[-2000:]}")
     seconds = round(time.perf_counter() - began, 1)
     return {**asdict(mutant), "outcome": outcome, "by": by, "tests": len(tests), "seconds": seconds}
 
 
+def _failure(told: str, tests: list[str]) -> str:
+    """The test that failed, or the file of an error; names may have spaces, so the longest that is known is taken."""
+    line = next(iter(re.findall(r"^(?:FAILED|ERROR) (.+)$", told, re.MULTILINE)), "")
+    known = [name for name in tests if "::" in name and line.startswith(name)]
+    return max(known, key=len, default=line.partition(" - ")[0])
+
+
 def copy_of_tree(number: int) -> Path:
+    """What git knows or would take, so that no output of earlier runs comes with it."""
     tree = HOME / f"tree{number}"
     shutil.rmtree(tree, ignore_errors=True)
-    ignored = shutil.ignore_patterns(".git", ".venv", ".mutants", "runs", ".carry", "__pycache__", "results")
-    shutil.copytree(ROOT, tree, ignore=ignored)
-    shutil.copytree(ROOT / "src/gradleak/results", tree / "src/gradleak/results", dirs_exist_ok=True)
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
     return tree
 
 
-def run(each: int, seed: int, part: int, parts: int) -> None:
-    kept = HOME / "mutants.jsonl"
-    done = {row["key"] for row in rows()} if kept.exists() else set()
+def run(todo: list[Mutant], also: list[str], part: int) -> None:
     durations, tree = measured(), copy_of_tree(part)
     database = sqlite3.connect(HOME / "coverage")
-    todo = [mutant for mutant in chosen(each, seed) if mutant.key not in done][part::parts]
     for mutant in todo:
-        row = broken(mutant, tests_of(mutant, durations, database)[:MOST_TESTS], tree)
-        with kept.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": mutant.key, **row}) + "\n")
+        tests = [*also, *tests_of(mutant, durations, database)]
+        limit = 60 + PATIENCE * sum(durations.get(name, 10.0) for name in tests)
+        keep({"key": mutant.key, **(row := broken(mutant, tests, limit, tree))})
         print(f"{row['outcome']:<9} {mutant.key}: {mutant.old} -> {mutant.new}", flush=True)
+    unsound(tree)
     show()
+
+
+def keep(row: dict[str, object]) -> None:
+    with (HOME / "mutants.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def unsound(tree: Path) -> None:
+    """Mutants that were noticed by a test which fails without them too are not noticed."""
+    by = sorted({row["by"] for row in rows() if row["outcome"] == "noticed" and "::" in row["by"]})
+    if by:
+        done = tested(tree, by, 3600)
+        print(f"{len(by)} tests noticed something; on the tree as it is: {done.stdout.strip().splitlines()[-1]}")
+        failing = [name for name in by if re.search(rf"^(?:FAILED|ERROR) {re.escape(name)}", done.stdout, re.MULTILINE)]
+        for row in rows():
+            if row["outcome"] == "noticed" and row["by"] in failing:
+                keep({**row, "outcome": "survived", "why": f"{row['by']} fails without it"})
 
 
 def rows() -> list[dict[str, str]]:
     """The latest word on every mutant."""
-    held = [json.loads(line) for line in (HOME / "mutants.jsonl").read_text(encoding="utf-8").splitlines()]
+    kept = HOME / "mutants.jsonl"
+    held = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()] if kept.exists() else []
     return list({row["key"]: row for row in held}.values())
 
 
 def show() -> None:
     held = rows()
-    for area in AREAS:
-        own = [row for row in held if row["area"] == area]
+    equivalent = [row for row in held if (row["file"], row["old"], row["new"]) in EQUIVALENT]
+    counted = [row for row in held if row not in equivalent]
+    for area in [*AREAS, "all"]:
+        own = [row for row in counted if area in (row["area"], "all")]
+        apart = sum(area in (row["area"], "all") for row in equivalent)
         noticed = sum(row["outcome"] != "survived" for row in own)
-        print(f"{area:<12} {noticed} of {len(own)} noticed")
-    survived = [row for row in held if row["outcome"] == "survived"]
-    print(f"{'all':<12} {len(held) - len(survived)} of {len(held)} noticed")
-    for row in survived:
-        print(f"  {row['key']}: {row['old']} -> {row['new']}  ({row.get('why') or row.get('tests')})")
+        print(f"{area:<12} {noticed} of {len(own)} noticed, {apart} equivalent")
+    for row in counted:
+        if row["outcome"] == "survived":
+            print(f"  {row['key']}: {row['old']} -> {row['new']}  ({row.get('why') or row.get('tests')})")
+    for row in equivalent:
+        print(f"  equivalent: {row['key']}: {EQUIVALENT[row['file'], row['old'], row['new']]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("what", choices=["map", "run", "show", "list"])
+    parser.add_argument("what", choices=["map", "run", "again", "show", "list"])
     parser.add_argument("--each", type=int, default=14, help="mutants in every area")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shuffle", metavar="SEED", help="of `map`: run the tests in an order of their own")
+    parser.add_argument("--also", nargs="+", default=[], help="tests younger than the map, run first for every mutant")
     parser.add_argument("--part", default="0/1", help="of the work, such as 0/2 and 1/2 in two processes")
     given = parser.parse_args()
     part, parts = (int(number) for number in given.part.split("/"))
-    if given.what == "list":
-        for mutant in chosen(given.each, given.seed):
-            print(f"{mutant.key}: {mutant.old} -> {mutant.new}")
+    if given.what == "map":
+        make_map(given.shuffle)
+    elif given.what == "show":
+        show()
     else:
-        {"map": make_map, "run": lambda: run(given.each, given.seed, part, parts), "show": show}[given.what]()
+        outcome = {row["key"]: row["outcome"] for row in rows()}
+        again = "survived" if given.what == "again" else None
+        mutants = chosen(given.each, given.seed)
+        if given.what == "list":
+            for mutant in mutants:
+                print(f"{mutant.key}: {mutant.old} -> {mutant.new}")
+        else:
+            run([mutant for mutant in mutants if outcome.get(mutant.key) == again][part::parts], given.also, part)
 
 
 if __name__ == "__main__":

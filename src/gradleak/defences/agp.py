@@ -21,6 +21,7 @@ from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Params
 
 PAPER = "Li et al., Balancing Privacy Protection and Interpretability in Federated Learning, arXiv:2302.08044; TMC 2024"
+DOUBT = 1e-3  # the chance that a noised channel is taken for an exact one
 
 
 @named("agp", kind="defence", paper=PAPER)
@@ -40,10 +41,11 @@ class AGP(Defence):
               as a pattern ("conv2" in torchvision's ResNets, "body.3" in `gradleak.models.resnet`)
     absolute, repo_single_guidance   how importance is averaged, and over which examples: as in `tip`
 
-    The attacker knows how many channels are exact, and takes the noised ones to be those with the most energy in the
-    observed update: right while the noise is the larger part of it. Beside an exact coordinate a noised one weighs
-    nothing, so A1 and A2 drop all noised ones, where any are exact. A2 also replays the clipping. Where the noise is
-    far below the update, channels are confused, and A0 is the stronger attack.
+    The attacker knows sigma and how many channels are exact, and takes the noised ones to be those with the most energy
+    in the observed update. That is sure where all others have less energy than noise alone would bring (`sure`). Beside
+    an exact coordinate a noised one weighs nothing, so A1 and A2 then drop all noised ones. Where the noise is not the
+    larger part, energy does not tell which channels are exact: such a layer counts as noised in all its channels, and
+    where no layer is sure, every coordinate is weighed by sigma^2. A2 also replays the clipping.
 
     Differs: the full text of the journal version was not available; this is the method as the TIP paper describes and
     uses it.
@@ -110,11 +112,29 @@ class AGP(Defence):
         if not self.sigma:
             return tree.zeros_like(scene.update)
         names = self.targets(scene.task)
-        energy = {layer: scene.update[f"{layer}.weight"].square().flatten(1).sum(1) for layer in names}
-        some = any(self.count(len(score)) < len(score) for score in energy.values())
-        unusable = torch.inf if some else self.sigma**2
-        mask = self._mask(scene.update, energy)
-        return tree.map(lambda noisy: torch.where(noisy > 0, unusable, 0.0).to(noisy), mask)
+        kernels = {layer: scene.update[f"{layer}.weight"].flatten(1) for layer in names}
+        sure = {layer: self.sure(own) for layer, own in kernels.items()}
+        mask = self._mask(scene.update, {layer: own.square().sum(1) for layer, own in kernels.items()})
+        for layer, name in ((layer, f"{layer}.{part}") for layer in names for part in ("weight", "bias")):
+            if name in mask:
+                mask[name] = torch.where(sure[layer], mask[name], 1.0)
+        unusable = torch.where(torch.stack(list(sure.values())).any(), torch.inf, self.sigma**2)
+        return tree.map(lambda noisy: torch.where(noisy > 0, unusable.to(noisy), 0.0), mask)
+
+    def sure(self, kernels: Tensor) -> Tensor:
+        """Does energy tell which channels of this layer are exact? A bool, of (channels, entries) of an update.
+
+        Noise of d entries, with or without a signal, has less energy than sigma^2 q with probability `DOUBT` at most,
+        q that quantile of the chi-square distribution with d degrees of freedom. Channels below it are exact.
+        """
+        from scipy.special import gammaincinv
+
+        channels, entries = kernels.shape
+        noised = self.count(channels)
+        if noised == channels:
+            return torch.zeros((), dtype=torch.bool, device=kernels.device)
+        least = self.sigma**2 * 2 * float(gammaincinv(entries / 2, DOUBT))
+        return kernels.square().sum(1).topk(noised + 1).values[-1] < least
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
         return heuristic(self.sigma, exposure)  # and some channels have none at all

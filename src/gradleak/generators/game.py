@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +27,22 @@ from torch.nn import functional
 from gradleak.generators.augmentation import augmented
 from gradleak.generators.recipes import PriorError, PriorTraining
 from gradleak.generators.stages import Staged
+from gradleak.generators.stylegan2 import exact
 from gradleak.task import float32_products
 from gradleak.tree import Params
 
 SUMS = ("generator_loss", "discriminator_loss", "real_logit", "made_logit")
 SHOWN = 12  # images in a row of a sheet
 RAMP = 0.05  # the average looks back over at most this share of what has been seen
+
+
+@dataclass(frozen=True, eq=False)
+class Best:
+    """The average of weights that scored lowest so far, and when."""
+
+    step: int
+    score: float
+    weights: Params
 
 
 class Game:
@@ -71,6 +82,7 @@ class Game:
         self.sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=device)
         self.shown: list[int] = []
         self.rows: list[Tensor] = []  # of what was shown, 8 bits
+        self.best: Best | None = None
 
     @property
     def where(self) -> str:
@@ -91,9 +103,8 @@ class Game:
         """One step of the discriminator, one of the generator, one of the average."""
         self.whole = False
         training, draw = self.training, self._draws("step", self.step)
-        half = torch.autocast("cuda", torch.bfloat16) if training.precision == "half" else nullcontext()
         real, real_shares = self._real(draw)
-        with half:
+        with self._half():
             with torch.no_grad():
                 made, made_shares = self._made(draw)
             both = self._augmented(torch.cat([made, real]), draw)
@@ -109,7 +120,7 @@ class Game:
         self.of_discriminator.step()
 
         self.discriminator.requires_grad_(False)
-        with half:
+        with self._half():
             made, made_shares = self._made(draw)
             fooled = self.discriminator(self._augmented(made, draw), made_shares)
         own = functional.softplus(-fooled).mean()
@@ -123,6 +134,16 @@ class Game:
         self.sums += torch.stack([own, loss, on_real.mean(), on_made.mean(), one]).detach().double()
         self.step += 1
         self.whole = True
+
+    def _half(self) -> AbstractContextManager[Any]:
+        """bfloat16 products where they are asked for.
+
+        Casts of weights are not cached: PyTorch drops them when the outermost autocast ends, which is that of
+        `settled`, around all steps. Every step would go by the weights of the first one.
+        """
+        if self.training.precision != "half":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def _draws(self, *names: object) -> torch.Generator:
         digest = hashlib.blake2b("/".join(map(str, (self.training.seed, *names))).encode(), digest_size=8).digest()
@@ -145,7 +166,7 @@ class Game:
         if self.y is not None:
             rows = torch.randint(len(self.x), (len(z),), generator=draw, device=self.device)
             shares = self.generator.shares(self.y[rows], z)
-        with torch.autocast("cuda", enabled=False) if self.device.type == "cuda" else nullcontext():
+        with exact(z):
             begun = self.generator.begin(z, shares)
         x = 2 * self.generator.finished(self.generator.noised(begun, draw)).float() - 1
         return x.contiguous(memory_format=self.layout), shares
@@ -173,6 +194,12 @@ class Game:
         self.sums.zero_()
         values = {name: total / count for name, total in zip(SUMS, sums)}
         return {name: round(value, 6) if math.isfinite(value) else None for name, value in values.items()}
+
+    def remember(self, score: float) -> None:
+        """Keep the average as it is now, if none scored lower."""
+        if self.best is None or score <= self.best.score:
+            weights = {name: value.clone() for name, value in self.average.state_dict().items()}
+            self.best = Best(self.step, score, weights)
 
     # --- pictures ---
 
@@ -226,15 +253,21 @@ class Game:
                 held |= {f"{name}/{place}/{key}": torch.as_tensor(value) for key, value in state.items()}
         if self.rows:
             held["shown"] = torch.stack(self.rows)
-        return {"step": self.step, "shown": self.shown}, held
+        header: dict[str, Any] = {"step": self.step, "shown": self.shown}
+        if self.best is not None:
+            header["best"] = {"step": self.best.step, "score": self.best.score}
+            held |= {f"best/{key}": value for key, value in self.best.weights.items()}
+        return header, held
 
     def restore(self, header: Mapping[str, Any], held: Params) -> None:
         self.step, self.shown = int(header["step"]), [int(step) for step in header["shown"]]
         self.rows = list(held["shown"]) if self.shown else []
         self.sums.copy_(held["sums"])
         for name, network in self._networks().items():
-            start = f"{name}/"
-            network.load_state_dict({key[len(start) :]: v for key, v in held.items() if key.startswith(start)})
+            network.load_state_dict(_under(name, held))
+        if (best := header.get("best")) is not None:
+            weights = {key: value.to(self.device) for key, value in _under("best", held).items()}
+            self.best = Best(int(best["step"]), float(best["score"]), weights)
         for name, optimiser in self._optimisers().items():
             places: dict[int, dict[str, Tensor]] = {}
             for key, value in held.items():
@@ -251,3 +284,8 @@ class Game:
 
     def _optimisers(self) -> dict[str, torch.optim.Adam]:
         return {"of_generator": self.of_generator, "of_discriminator": self.of_discriminator}
+
+
+def _under(name: str, held: Params) -> Params:
+    """What a state holds for one network, by the network's own names."""
+    return {key.removeprefix(f"{name}/"): value for key, value in held.items() if key.startswith(f"{name}/")}

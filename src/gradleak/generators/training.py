@@ -35,20 +35,24 @@ KEEP_EVERY = 60.0  # seconds between two states on disk: what a killed process l
 
 @dataclass(frozen=True, eq=False)
 class TrainedPrior:
-    """What came of it. `metrics`: one dict per line of metrics.jsonl."""
+    """What came of it. `metrics`: one dict per line of metrics.jsonl; `step`: the one whose average was kept."""
 
     generator: Staged
     card: Card
     metrics: list[dict[str, Any]]
     folder: Path
     path: Path
+    step: int
 
     def table(self) -> str:
-        """The lines with a score."""
+        """The lines with a score, and which of them was kept."""
         name = str(self.card.score.get("name", ""))
         rows = [row for row in self.metrics if row.get("score") is not None]
         lines = [f"{'step':>9}{'images':>12}   {name or 'no score was asked for'}"]
-        return "\n".join([*lines, *(f"{row['step']:>9,}{row['images']:>12,}   {row['score']:.2f}" for row in rows)])
+        for row in rows:
+            kept = "   kept" if row["step"] == self.step else ""
+            lines.append(f"{row['step']:>9,}{row['images']:>12,}   {row['score']:.2f}{kept}")
+        return "\n".join(lines)
 
 
 def train(
@@ -71,6 +75,10 @@ def train(
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainedPrior:
     """Train until `steps` steps are done in all. The same call with the same folder goes on where that one stopped.
+
+    What is kept is the average of weights with the lowest score, of every `every`-th step and the last: a training on
+    few images can get worse, and one that ends by time ends anywhere. Scores know the training images only. Without
+    scores it is the last.
 
     x, y          public images, (N, C, H, W) in [0, 1], and their classes where `training.conditional`
     most_seconds  of this call: then it ends before `steps`, with all that a last step has; None: no limit
@@ -111,6 +119,8 @@ def train(
                 )
             if due:
                 row["score"] = scored(game.samples(score_images, "score")) if scored else None
+                if row["score"] is not None and game.step % every == 0:  # not the end of a part: a whole has none there
+                    game.remember(row["score"])
                 game.show()
                 folder.write(f"samples/step-{game.step}.png", game.sheet())
                 folder.write("samples.png", game.history())
@@ -141,17 +151,20 @@ def train(
                 where = f"{folder.step()} of {steps:,} steps are kept in {out}; the same call goes on"
                 raise Interrupted(f"Interrupted: {where}.") from None
             folder.keep(game)
+        step, value = game.step, next((row.get("score") for row in rows if row["step"] == game.step), None)
+        if game.best is not None and (value is None or game.best.score < value):
+            step, value = game.best.step, game.best.score
+            game.average.load_state_dict(game.best.weights)
         if isinstance(game.average, StyleGAN2):
             game.average.centre()
-        last = [row["score"] for row in rows if row.get("score") is not None]
-        told = {} if scored is None or not last else {"value": round(last[-1], 4), **scored.told}
+        told = {} if scored is None or value is None else {"value": round(value, 4), "step": step, **scored.told}
         about = {**training.settings, "steps": game.step, "images": game.step * training.batch}
         about |= {"seconds": rows[-1]["seconds"] if rows else 0.0, "weights": parameters(game.average)}
         card = replace(card, training={**about, "gradleak": __version__, "device": game.where}, score=told)
         save(game.average, path, card, half=half)
     finally:
         folder.close()
-    return TrainedPrior(game.average, card, rows, Path(out), path)
+    return TrainedPrior(game.average, card, rows, Path(out), path, step)
 
 
 def _settings(

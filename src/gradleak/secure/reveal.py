@@ -163,7 +163,6 @@ def in_floats(
     for place, (name, power) in enumerate(zip((FIRST, SECOND), powers)):
         plain = {client: torch.from_numpy(flat(values[client][name])) for client in numbers}
         sent = {client: value * factor**power for client, value in plain.items()}
-        left = torch.zeros(size, dtype=torch.float64)
         for one in range(len(numbers)):
             for other in range(one + 1, len(numbers)):
                 pair = Draws(randomness.key("pair", seed, place, one, other))
