@@ -44,10 +44,11 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=[False, True], ids=["joined", "in turn"], autouse=True)
+@pytest.fixture(params=["patches", "groups", "in turn"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of a GPU with lanes, small and large, whatever the device."""
-    monkeypatch.setattr(convolution, "in_turn", lambda value, lanes=None: request.param)
+    """All ways of a GPU with lanes, thin, thick and of many examples, whatever the device."""
+    monkeypatch.setattr(convolution, "in_turn", lambda value, lanes=None: request.param == "in turn")
+    monkeypatch.setattr(convolution, "THICK", 1 if request.param == "groups" else 32)
 
 
 def matching(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor, stride: int, padding: int) -> Tensor:

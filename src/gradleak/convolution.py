@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from torch.nn.grad import conv2d_weight
 
 Dims: TypeAlias = tuple[int | None, int | None, None]
 IN_TURN = 8  # examples of a lane, on a GPU
+# Channels from which on a group of a grouped convolution is large enough. On an H200, with 512 lanes, the LeNet of 12
+# channels did 208,000 steps a second by patches and 144,000 in groups; networks of 64 were as fast, and held a third less.
+THICK = 32
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Fold(_Linear):
 class _Bilinear(torch.autograd.Function):
     """A map that is linear in each of two tensors. The second is a weight, unless the map says otherwise."""
 
+    by_patches: ClassVar[Callable[[Tensor, Tensor, Window], Tensor]]  # the same as `forward`, by a matrix product
+
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
         first, second, ctx.window = inputs
@@ -112,13 +117,14 @@ class _Bilinear(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Dims, value: Tensor, weight: Tensor, window: Window) -> tuple[Tensor, int]:
-        """Lanes that share a weight are more examples; lanes with weights of their own are in turn, or in groups."""
+        """Lanes that share a weight are more examples; with weights of their own: in turn, in groups or by patches."""
         if in_dims[1] is None:
             assert in_dims[0] is not None
             return _lanes_into_batch(cls, in_dims[0], value, weight, window), 0
         if in_dims[0] is not None and in_turn(value, in_dims[0]):
             return _one_lane_after_another(cls, in_dims, value, weight, window), 0
-        return torch.vmap(cls.forward, in_dims=in_dims, out_dims=0)(value, weight, window), 0
+        way = cls.forward if thick(weight, in_dims[1]) else cls.by_patches
+        return torch.vmap(way, in_dims=in_dims, out_dims=0)(value, weight, window), 0
 
 
 class Convolved(_Bilinear):
@@ -127,6 +133,10 @@ class Convolved(_Bilinear):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, window: Window) -> Tensor:
         return F.conv2d(x, weight, None, window.stride, window.padding)
+
+    @staticmethod
+    def by_patches(x: Tensor, weight: Tensor, window: Window) -> Tensor:
+        return (weight.flatten(1) @ Patches.apply(x, window)).unflatten(2, window.outputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -146,6 +156,11 @@ class Spread(_Bilinear):
             )
         ]
         return F.conv_transpose2d(y, weight, None, window.stride, window.padding, tuple(rest))
+
+    @staticmethod
+    def by_patches(y: Tensor, weight: Tensor, window: Window) -> Tensor:
+        image: Tensor = Fold.apply(weight.flatten(1).T @ y.flatten(2), window)
+        return image
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -187,6 +202,12 @@ def in_turn(value: Tensor, lanes: int | None = None) -> bool:
     as large as the kernel times the image, are all that it would be waiting for. So would grouped convolutions.
     """
     return value.is_cuda and value.shape[0 if lanes is None or lanes != 0 else 1] >= IN_TURN
+
+
+def thick(weight: Tensor, lanes: int) -> bool:
+    """Has a group of this weight enough channels, on both sides, to be worth a grouped convolution?"""
+    outputs, inputs = weight.movedim(lanes, 0).shape[1:3]
+    return min(outputs, inputs) >= THICK
 
 
 def _asked(ctx: Any, first: Callable[[Window], Tensor], second: Callable[[Window], Tensor]) -> Any:
