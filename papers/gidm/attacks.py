@@ -86,8 +86,8 @@ def _second_order(effort: Effort) -> Mapping[str, Any]:
 
 BOTH = ("t", "noise")
 KNOWN: dict[str, Method] = {
-    "dlg-dm": Method("dlg-dm", _on_pixels(), BOTH, passes=_pixels),
-    "invg-dm": Method("invg-dm", _on_pixels(), BOTH, passes=_pixels),
+    "dlg-dm": Method("dlg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
+    "invg-dm": Method("invg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
     "gidm, phase 1": Method("gidm", _gidm(False, noise="given", t="given"), BOTH, True, _first),
     "gidm": Method("gidm", _gidm(noise="given", t="given"), BOTH, True, lambda effort: effort.budget),
     "second-order": Method("second-order", _second_order, BOTH),
