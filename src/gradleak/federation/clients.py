@@ -122,8 +122,8 @@ class Clients:
         entries = few * step // 2
         inputs = 2 * examples * sum(math.prod(held.shape) for held in self.task.fields.values())
         size = max(leaf.element_size() for leaf in tree.leaves(weights))
-        # Forward, backward, and patches of convolutions, where it is by them; weights, gradients, optimiser state, noise,
-        # memory. Measured: a U-Net in steps of 64 images, by the library's own convolutions, holds 4 entries of each.
+        # Forward, backward, and patches of convolutions, if it is by them; weights, gradients, optimiser state, noise,
+        # memory. A U-Net in steps of 64 images, by the library's own convolutions, was seen to hold 4 of each entry.
         held = 6 if step >= IN_TURN and self.engine.where.type == "cuda" else 24
         self._sizes[examples] = entries, size * (held * entries + 16 * tree.size(weights) + inputs)
         return self._sizes[examples]
