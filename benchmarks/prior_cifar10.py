@@ -2,6 +2,7 @@
 
 It learns from the training part only, without the rows that --attacked names; the file remembers every image it saw, so
 that `gradleak prior check` can tell whether an audit attacks one of them. The same folder goes on where a run stopped.
+Of the steps that are scored (--every, and the last) the one with the lowest score is kept.
 """
 
 from __future__ import annotations

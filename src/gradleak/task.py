@@ -323,7 +323,8 @@ def _output(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 def float32_products(fast: bool = False) -> Iterator[None]:
     """Matrix products and convolutions in the type of their operands: no TF32 (unless `fast`), no autocast.
 
-    Late in a match the residual is smaller than what TF32 rounds off; client and attacker must agree on the digits.
+    Late in a match the residual is smaller than what TF32 rounds off; client and attacker must agree on the digits. An
+    autocast opened inside must not cache its casts: torch drops them when the outermost one ends, which is this.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32

@@ -29,7 +29,7 @@ from gradleak.results.configuration import from_toml, to_toml
 from gradleak.results.resumable import Interrupted, ResumableFolder, load_state, save_state
 from gradleak.tree import Params
 
-VERSION = 1
+VERSION = 2  # 1: in half precision, steps went by casts of the first weights; nothing goes on from that
 KEEP_EVERY = 60.0  # seconds between two states on disk: what a killed process loses at most. Ctrl-C loses nothing.
 
 
