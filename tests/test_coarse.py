@@ -313,6 +313,15 @@ def test_the_total_begins_where_a_flat_image_matches_best() -> None:
     assert at(start) < 0.98 * at(start - 10 * step)
 
 
+def test_an_update_of_zeros_has_a_total_too() -> None:
+    """As small as numbers get, and no -infinity, from which no search comes back."""
+    task, batch = tiny(), private(2)
+    seen = gl.observe(task, batch, LocalTraining(lr=0.1))
+    nothing = scene_of(task, replace(seen, update=tree.zeros_like(seen.update)), y=batch["y"])
+    assert Total().start(nothing).isfinite()
+    assert Total().start(nothing) < Total().start(scene_of(task, seen, y=batch["y"]))
+
+
 def test_a_known_recipe_leaves_nothing_to_learn() -> None:
     training = replace(EPOCHS, schedule=cosine_decay)
     scene, _ = observed(training, training=training)

@@ -35,7 +35,7 @@ from gradleak.federation import (
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.clients import Clients, Work, flat, unflat
 from gradleak.federation.graphs import Graphs
-from gradleak.federation.training import Interrupted, estimate
+from gradleak.federation.training import Interrupted, estimate, fingerprint_of
 from gradleak.registry import BadSetting, UnknownName
 from gradleak.results.resumable import FolderInUse
 from gradleak.rules import SGD
@@ -771,6 +771,26 @@ def test_a_training_is_estimated_by_one_timed_round(
     # Three of five clients, each with four examples in minibatches of two, twice.
     assert (told.rounds, told.steps) == (7, 3 * 2 * 2)
     assert not list(readings)
+
+
+def test_data_without_a_fingerprint_get_one_from_examples_all_over_them() -> None:
+    class Plain:
+        """Examples of somebody's own: a length and batches."""
+
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+        def __len__(self) -> int:
+            return len(self.x)
+
+        def batch(self, rows: Tensor) -> dict[str, Tensor]:
+            return {"x": self.x[rows]}
+
+    x = torch.arange(200.0)
+    last = x.clone()
+    last[-1] += 1
+    assert fingerprint_of(Plain(x)) == fingerprint_of(Plain(x.clone()))
+    assert len({fingerprint_of(Plain(other)) for other in (x, x[:-1], x[:1], last, x + 1)}) == 5
 
 
 # --- training, kept and resumed --------------------------------------------------------------------------------------

@@ -404,3 +404,13 @@ def test_certificates_are_described() -> None:
 def test_an_analysis_names_itself_without_addresses() -> None:
     assert " at 0x" not in repr(Identifiability(KNOWS))
     assert repr(Identifiability(KNOWS)) == repr(Identifiability(gl.Knowledge(training=gl.LocalTraining(lr=0.5))))
+
+
+def test_what_torch_says_comes_in_words_that_say_what_to_change() -> None:
+    full = module._explained(torch.OutOfMemoryError("Tried to allocate 2 GiB.\nAnd much more."), 64)
+    assert str(full) == "Out of memory with blocks of 64: pass a smaller block. (Tried to allocate 2 GiB.)"
+    backward = module._explained(NotImplementedError("aten::x does not support forward AD\nover many lines"), 64)
+    assert isinstance(backward, EngineError)
+    assert "does not support forward AD Run task.check()" in str(backward)
+    other = RuntimeError("shapes do not fit")
+    assert module._explained(other, 64) is other

@@ -27,6 +27,7 @@ from gradleak.analysis.information import (
     releases,
     sharpness,
 )
+from gradleak.analysis.point import explained
 from gradleak.defence import Compute
 from gradleak.engine import EngineError
 from gradleak.scene import Scene
@@ -122,6 +123,18 @@ def test_dropout_is_refused_in_words_and_taken_in_evaluation_mode(call: Any) -> 
         call(task, task.weights(), batch, engine=CPU)
     task.model.eval()
     call(task, task.weights(), batch, engine=CPU)
+
+
+def test_out_of_memory_says_what_to_change_and_the_first_line_of_what_torch_says() -> None:
+    with pytest.raises(EngineError, match=r"pass a smaller block.*\(Tried to allocate 2 GiB\.\)$"), explained():
+        raise torch.OutOfMemoryError("Tried to allocate 2 GiB.\nAnd much more, over many lines.")
+
+
+def test_what_torch_cannot_do_under_vmap_is_said_and_any_other_error_is_left_alone() -> None:
+    with pytest.raises(EngineError, match=r"cannot run under vmap.*no Batching rule for aten::x$"), explained():
+        raise RuntimeError("no Batching rule for aten::x\nover many lines")
+    with pytest.raises(RuntimeError, match="^shapes do not fit$"), explained():
+        raise RuntimeError("shapes do not fit")
 
 
 @pytest.mark.parametrize(("block", "hold"), [(1, 1), (2, 3), (64, 5)])

@@ -19,7 +19,7 @@ from gradleak import draws, gradcam, tree
 from gradleak.attack import Composed, Stage
 from gradleak.defence import Defence
 from gradleak.defences import AGP, PGD, TIP, MixUp, Pruning, Soteria
-from gradleak.defences.mixup import beta
+from gradleak.defences.mixup import _log_gamma_variate, beta
 from gradleak.defences.tip import filtered, mask, scale_of, spectral
 from gradleak.draws import Draws
 from gradleak.local import ClientState, LocalTraining, Order
@@ -757,6 +757,16 @@ def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     assert float(shares.var()) == pytest.approx(float(law.variance), rel=0.08)
     kurtosis = (shares - 0.5).pow(4).mean() / shares.var().square()
     assert float(kurtosis) == pytest.approx(3 - 6 / (2 * alpha + 3), rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [0.2, 1.0, 4.0])
+def test_the_variates_behind_the_shares_follow_the_gamma_distribution(shape: float) -> None:
+    """Of its logarithm, which small shapes need: mean psi(a), variance psi'(a)."""
+    keys = torch.stack([draws.key("gamma", number) for number in range(4000)])
+    logs = vmap(lambda key: _log_gamma_variate(shape, Draws(key), 1))(keys)
+    mean, variance = (float(torch.polygamma(order, torch.tensor(shape).double())) for order in (0, 1))
+    assert float(logs.mean()) == pytest.approx(mean, abs=4 * (variance / 4000) ** 0.5)
+    assert float(logs.var()) == pytest.approx(variance, rel=0.12)
 
 
 def test_images_and_labels_are_mixed_alike() -> None:

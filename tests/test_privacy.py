@@ -487,6 +487,20 @@ def test_noise_of_threshold_clients_makes_up_the_central_noise() -> None:
     assert float(found.std()) == pytest.approx(2.0 / 4, rel=0.05)
 
 
+def test_a_round_of_too_few_clients_to_make_up_the_noise_is_dropped() -> None:
+    """Their sum would hold less noise than was promised: the server steps nowhere."""
+    server = {"clients": 4, "participation": 1.0}
+    for came, steps in ((3, False), (4, True)):
+        found = DPFedAvg(1.0, 2.0, model="distributed", threshold=4).aggregate(uploads(came), [2] * came, server)["w"]
+        assert bool(found.any()) is steps
+
+
+def test_geyer_without_a_scale_steps_nowhere() -> None:
+    """Most clients sent nothing, so the median of their norms is zero; the step is zero, and no division by it."""
+    nothing, one = [gl.Upload(tree.zeros_like(upload.payload), 2) for upload in uploads(2)], uploads(1)
+    assert not Geyer(1.0).aggregate([*nothing, *one], [2] * 3, SERVER)["w"].any()
+
+
 def test_geyer_clips_to_the_median_and_averages() -> None:
     three = uploads(3)
     updates = [upload.payload["update"] for upload in three]

@@ -518,6 +518,13 @@ def test_intervals_of_differences_in_decibels_cover_the_truth_in_any_unit(how: A
         assert 0.93 <= covered / 1000 <= 0.975
 
 
+@pytest.mark.parametrize("how", [comparison._within, comparison._welch])
+def test_no_target_in_common_is_no_difference_and_one_has_no_interval(how: Any) -> None:
+    none, alone = how({}, {}), how({0: 10.0}, {0: 12.5})
+    assert (comparison.decibels(none), none.count) == ("-", 0)
+    assert (comparison.decibels(alone), alone.count) == ("+2.5 dB", 1)
+
+
 def test_what_is_worse() -> None:
     clean, leaky = rows_of(NONE), rows_of(ALL)
     verdict, line = result(clean).compare(result(leaky)).worse

@@ -141,6 +141,10 @@ def test_what_is_not_determined_is_filled_by_the_prior_and_certified_as_such() -
     assert largest_difference(x[last], likeliest) < 1e-3
 
 
+def test_without_an_axis_of_space_rough_is_what_lies_far_from_the_middle() -> None:
+    assert roughness(torch.tensor([[0.5, 0.0], [1.0, 0.75]])).tolist() == [0.0, -0.5, 0.5, 0.25]
+
+
 def test_one_image_is_certified() -> None:
     found, _ = attacked(task_of(), private(), certify=True)
     assert found.certificates is not None

@@ -232,6 +232,8 @@ def test_the_stored_figures_of_false_alarms_keep_to_their_bounds() -> None:
     assert unrelated["leaks"] <= 0.05
     assert undefended["leaks"] >= 0.99
     assert held["unrelated, 8 per cell"]["leaks"] <= 0.05
+    assert held["environment"]["git"]["commit"]
+    assert held["seeds"]
 
 
 def test_the_stored_risk_score_orders_settings_as_attacks_do() -> None:
