@@ -16,10 +16,12 @@ from gradleak import registry
 from gradleak.auto import MEMBERS, PRESETS, VERSION, Auto, Case, turns_of
 from gradleak.auto.residual import SOLVED, Residual, residuals
 from gradleak.auto.tuning import proxies
-from gradleak.defences import LocalGaussian, Pruning
+from gradleak.defence import Chain
+from gradleak.defences import TIP, Clipping, LocalGaussian, Pruning
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, MissingKnowledge, as_targets
 from gradleak.rules import Adam
+from gradleak.scene import Scene
 from test_latent import Toy, knowing
 from test_latent import observed as images_of_it
 from test_steps import TRAINING as DENOISING
@@ -105,6 +107,49 @@ def test_every_member_can_be_made_in_every_preset_that_names_it(member: Any) -> 
             assert member.make(member.settings(preset, 7)).name == member.attack
         settings = member.settings(preset, 7)
         assert all(settings[name] <= 7 for name in ("steps", "fine_steps", "weight_steps") if name in settings)
+
+
+# --- a second look ----------------------------------------------------------------------------------------------------
+
+
+def hidden(beta: float, key: str = "b") -> tuple[gl.Observation, torch.Tensor]:
+    """An update with noise in one channel that does not show: its energy is not the largest; and that channel."""
+    task, defence, batch = tiny(), TIP(beta=beta), private(1)
+    seen, plain = (gl.observe(task, batch, ONE, own, key=key) for own in (defence, None))
+    noised = (seen.update["0.weight"] - plain.update["0.weight"]).flatten(1).abs().amax(1) > 0
+    return seen, noised
+
+
+@pytest.mark.parametrize("known", [TIP(beta=1e-3), Chain(Clipping(9.0), TIP(beta=1e-3))])
+def test_what_a_candidate_leaves_unexplained_shows_which_channels_are_noised(known: Any) -> None:
+    seen, noised = hidden(1e-3)
+    guess = TIP(beta=1e-3)._noised(Scene.of(tiny(), seen, KNOWS))["0.weight"].flatten(1)[:, 0] > 0
+    assert not torch.equal(guess, noised)  # the update alone misleads
+    found = Auto(preset="quick", steps=10).run(tiny(), seen, replace(KNOWS, defence=known), engine=CPU)
+    assert found.settings["winner"] == ["second look"]
+    assert found.settings["tried"][0]["residual"][0] > 1e3 * SOLVED  # second-order itself, misled
+    assert gl.metrics.compare(found, {n: v[None] for n, v in private(1).items()}).psnr.min() > 100
+    assert found.certificates is not None
+    assert str(found.certificates[0]).startswith("determined")
+
+
+def test_a_second_look_counts_only_where_it_solves_the_update() -> None:
+    """More noise than TIP is said to add, everywhere: no choice of channels explains it, and the first result stays."""
+    seen, _ = hidden(1e-3)
+    noise = torch.Generator().manual_seed(0)
+    update = {n: u + 1e-2 * torch.randn(u.shape, generator=noise, dtype=u.dtype) for n, u in seen.update.items()}
+    knows = replace(KNOWS, defence=TIP(beta=1e-3))
+    found = Auto(preset="quick", steps=5).run(tiny(), replace(seen, update=update), knows, engine=CPU)
+    [told] = [each for each in found.settings["tried"] if each["member"] == "second look"]
+    assert told["outcome"] == "ran"
+    assert told["residual"][0] > SOLVED
+    assert found.settings["winner"] != ["second look"]
+
+
+def test_nobody_looks_again_where_a_defence_guesses_nothing() -> None:
+    seen = gl.observe(tiny(), private(1), ONE, LocalGaussian(0.01), key="a")
+    found = Auto(preset="quick", steps=5).run(tiny(), seen, replace(KNOWS, defence=LocalGaussian(0.01)), engine=CPU)
+    assert "second look" not in {each["member"] for each in found.settings["tried"]}
 
 
 # --- what is used of a defence ----------------------------------------------------------------------------------------

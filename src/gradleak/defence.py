@@ -138,6 +138,14 @@ class Defence:
         """
         return self.assumed(scene, task)
 
+    def reconsidered(self, scene: Scene, predicted: Params) -> Defence:
+        """The same defence to an attacker whose candidate predicts this update, without noise and in all coordinates.
+
+        Override it where `assumed` guesses what was noised: what a candidate leaves unexplained shows it better than
+        the update does. The result guesses nothing any more.
+        """
+        return self
+
     def noise_variance(self, scene: Scene) -> Params:
         """Per coordinate of the update: 0 exact, inf dropped."""
         return tree.zeros_like(scene.update)
@@ -266,6 +274,17 @@ class Chain(Defence):
     def replayed(self, scene: Scene, task: Task) -> Defence:
         return Chain(*(member.replayed(scene, task) for member in self.members))
 
+    def reconsidered(self, scene: Scene, predicted: Params) -> Defence:
+        """Only what the last of those did that change the upload can be told from the observation."""
+        sending = [position for position, member in enumerate(self.members) if overrides(member, "upload")]
+        last = sending[-1] if sending else None
+        return Chain(
+            *(
+                member.reconsidered(scene, predicted) if position == last else member
+                for position, member in enumerate(self.members)
+            )
+        )
+
     def visible(self, update: Params, scene: Scene) -> Params:
         for member in self.members:
             update = member.visible(update, scene)
@@ -303,6 +322,9 @@ class OnlyVisible(Defence):
 
     defence: Defence = field(default_factory=Defence)
 
+    def reconsidered(self, scene: Scene, predicted: Params) -> Defence:
+        return OnlyVisible(self.defence.reconsidered(scene, predicted))
+
     def noise_variance(self, scene: Scene) -> Params:
         return self.defence.noise_variance(scene)
 
@@ -337,6 +359,8 @@ def overrides(defence: Defence, hook: str) -> bool:
     """Does this defence, or a member of this chain, change the hook?"""
     if isinstance(defence, Chain):
         return any(overrides(member, hook) for member in defence.members)
+    if isinstance(defence, OnlyVisible) and hook == "reconsidered":
+        return overrides(defence.defence, hook)
     return getattr(type(defence), hook) is not getattr(Defence, hook)
 
 

@@ -3,6 +3,7 @@
 case.py       what a server can tell of an observation
 members.py    the table: which attack applies when, and what it may spend
 residual.py   the one measure, and what noise does to it
+again.py      a second look at what a defence has noised
 polish.py     second-order steps from the best candidate
 tuning.py     choosing settings on clients of the attacker's own
 """
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from gradleak.analysis.identifiability import Certificate, certify
 from gradleak.attack import Progress, Reconstruction, require
+from gradleak.auto.again import AGAIN, LOOKS, looked_again
 from gradleak.auto.case import Case
 from gradleak.auto.members import MEMBERS, POLISH, PRESETS, Member
 from gradleak.auto.polish import polished
 from gradleak.auto.residual import Residual, about, alike, residuals
 from gradleak.auto.tuning import tuned
 from gradleak.checks import Check, Checks, checks_of
+from gradleak.defence import overrides
 from gradleak.engine import Engine, EngineError, memory_of
 from gradleak.observation import Knowledge, MissingKnowledge, Seen, as_targets
 from gradleak.registry import did_you_mean, named
@@ -66,12 +69,13 @@ class Ensemble(Reconstruction):
 
 @dataclass(frozen=True, eq=False)
 class _Best:
-    """The best candidate of one target so far."""
+    """The best candidate of one target so far. `knows`: what was assumed of this target alone, after a second look."""
 
     batch: Batch
     residual: Residual
     member: str
     by: Reconstruction | None
+    knows: Knowledge | None = None
 
 
 @named("auto", kind="attack", paper=f"gradleak's own, version {VERSION}; after AutoAttack, Croce and Hein, ICML 2020")
@@ -134,6 +138,8 @@ class Auto:
         search = _Search(self, case, seed, began, progress)
         turns = turns_of(case, self.preset)
         for place, (member, form) in enumerate(turns):
+            if member.attack == POLISH:
+                search.look_again()
             search.attempt(member, form, (place, len(turns)))
         return search.result()
 
@@ -207,6 +213,51 @@ class _Search:
         self.curve.append(
             [self.best[row].residual.value if row in self.best else self.curve[-1][row] for row in self._every]
         )
+
+    def look_again(self) -> None:
+        """Where a defence guesses what it noised: ask it again with the best candidate in hand, and solve anew.
+
+        Another guess compares other coordinates, so residuals cannot be set against each other. A candidate therefore
+        counts only where it is solved to rounding, which the first guess was not: a wrong one leaves noise to explain.
+        """
+        case, auto = self.case, self.auto
+        [member] = [each for each in MEMBERS if each.name == AGAIN]
+        known = case.knows.defence
+        if known is None or not overrides(known, "reconsidered") or not member.fits(case, auto.preset):
+            return
+        rows = [
+            row
+            for row, held in self.best.items()
+            if not held.residual.solved and len(case.targets[row].observations) == 1
+        ]
+        form = next(iter(case.forms))
+        told: dict[str, Any] = {"member": "second look", "attack": member.attack, "form": form, "targets": rows}
+        if not rows:
+            self.tried.append({**told, "outcome": "left out", "why": "every target is solved to rounding"})
+            return
+        began, reached = time.perf_counter(), []
+        settings = self._settings(member)
+        try:
+            for row in rows:
+                held, guess = self.best[row], self.best[row].batch
+                for _ in range(LOOKS):
+                    own = looked_again(case, row, guess, held.residual.order)
+                    found = member.make(settings).run(
+                        own.task, own.targets[0], own.knows, self.seed, engine=case.engine, progress=self._share(0, 1)
+                    )
+                    guess = found.target(0)
+                    [now] = residuals(own, [0], [guess])
+                    self.evaluations += found.evaluations
+                    if now.solved:
+                        self.best[row] = _Best(guess, now, "second look", found, own.knows)
+                        break
+                reached.append(now.value)
+        except OutOfTime:
+            self.tried.append({**told, "outcome": "stopped", "why": f"the {auto.seconds} s were over"})
+            return
+        seconds = round(time.perf_counter() - began, 3)
+        self.tried.append({**told, "settings": settings, "outcome": "ran", "residual": reached, "seconds": seconds})
+        self.curve.append([self.best[row].residual.value for row in self._every])
 
     @property
     def _every(self) -> range:
@@ -350,7 +401,7 @@ class _Search:
                 case.task,
                 target.last,
                 each.batch,
-                about(case, [row]),
+                each.knows or about(case, [row]),
                 engine=case.engine,
                 order=each.residual.order,
             )

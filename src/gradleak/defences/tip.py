@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -102,6 +102,8 @@ class TIP(Defence):
     observed update which the noise fills: right while the noise is the larger part of it (a likelihood ratio that uses
     beta was no better). A1 drops them. A2 keeps of them what the noise cannot reach, the mean of every kernel slice for
     center="int" and nothing for "real". Gradients are those at the weights that were sent, never at the noised ones.
+    Who has a candidate looks again (`reconsidered`): noise stays in what a candidate leaves unexplained, also where it
+    is the smaller part of the update.
 
     Differs: the paper's listing takes the real part of the spectrum, its text and code the inverse transform, as here;
     it does not say how importance is averaged over examples; `scale_of` gives beta from its privacy parameters.
@@ -152,6 +154,13 @@ class TIP(Defence):
         noised = self._noised(scene) if self.beta else {}
         return tree.zeros_like(scene.update) | tree.map(lambda n: torch.where(n > 0, torch.inf, 0.0).to(n), noised)
 
+    def reconsidered(self, scene: Scene, predicted: Params) -> Defence:
+        if not self.beta:
+            return self
+        left = replace(scene, update=tree.subtract(scene.update, predicted))
+        own = {item.name: getattr(self, item.name) for item in fields(TIP)}
+        return _Reconsidered(**own, noised=TIP._noised(self, left))
+
     def ratios(self, task: Task) -> dict[str, float]:
         """beta over the standard deviation of the weights, for each convolution: is the noise small?"""
         weights = task.weights()
@@ -174,6 +183,16 @@ class TIP(Defence):
 
         names = (f"{layer}.weight" for layer in gradcam.convolutions(scene.task))
         return {name: found(scene.update[name]) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class _Reconsidered(TIP):
+    """TIP whose noised channels are taken to be these."""
+
+    noised: Params = field(default_factory=dict)
+
+    def _noised(self, scene: Scene) -> Params:
+        return {name: mask.to(scene.update[name]) for name, mask in self.noised.items()}
 
 
 @dataclass(frozen=True, eq=False)
