@@ -356,14 +356,18 @@ def test_data_may_be_a_reference(text: str, is_one: bool) -> None:
     assert loading.is_reference(text) is is_one
 
 
-def test_one_core_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
+    monkeypatch.setattr("os.getloadavg", lambda: (1.2, 0.0, 0.0))
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     loading.leave_room()
     assert asked == []
     monkeypatch.delenv("OMP_NUM_THREADS")
+    loading.leave_room()
+    assert asked == [3]
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 2.0, 2.0))
     loading.leave_room()
     assert asked == [3]
 

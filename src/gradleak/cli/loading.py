@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Kept = TypeVar("Kept")
 
 FEW = 64  # examples that `gradleak check --data` looks at
+IDLE = 0.5  # programs that want a core at a time, in the mean of the last minute: fewer is nobody
 
 
 class LoadError(ValueError):
@@ -252,13 +253,14 @@ def command_line() -> str:
 
 
 def leave_room() -> None:
-    """Use one thread fewer than torch would, unless OMP_NUM_THREADS says how many.
+    """On a busy machine use one thread fewer than torch would, unless OMP_NUM_THREADS says how many.
 
     Steps are many and small, and all threads wait for the slowest after each, so a core that another program uses holds
     up all of them. On a shared machine of two cores `estimate` of the built-in audit was 5 to 26 times higher with two
-    threads than with one (four pairs). What it costs on an idle machine has not been measured.
+    threads than with one (four pairs); on an idle one its second-order cells took 20 s with two and 26 to 28 with one.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
+    alone = hasattr(os, "getloadavg") and os.getloadavg()[0] < IDLE  # Windows does not tell
+    if "OMP_NUM_THREADS" not in os.environ and not alone:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
