@@ -18,6 +18,7 @@ from gradleak.auto.residual import SOLVED, Residual, residuals
 from gradleak.auto.tuning import proxies
 from gradleak.defence import Chain
 from gradleak.defences import TIP, Clipping, LocalGaussian, Pruning
+from gradleak.engine import EngineError
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge, MissingKnowledge, as_targets
 from gradleak.rules import Adam
@@ -144,6 +145,18 @@ def test_a_second_look_counts_only_where_it_solves_the_update() -> None:
     assert told["outcome"] == "ran"
     assert told["residual"][0] > SOLVED
     assert found.settings["winner"] != ["second look"]
+
+
+def test_a_second_look_that_is_refused_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise EngineError("out of memory")
+
+    monkeypatch.setattr("gradleak.auto.looked_again", refused)
+    seen, _ = hidden(1e-3)
+    found = Auto(preset="quick", steps=5).run(tiny(), seen, replace(KNOWS, defence=TIP(beta=1e-3)), engine=CPU)
+    [told] = [each for each in found.settings["tried"] if each["member"] == "second look"]
+    assert (told["outcome"], told["why"]) == ("refused", "out of memory")
+    assert found.batch["x"].isfinite().all()
 
 
 def test_nobody_looks_again_where_a_defence_guesses_nothing() -> None:

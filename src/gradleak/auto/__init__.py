@@ -210,9 +210,7 @@ class _Search:
         seconds = round(time.perf_counter() - began, 3)
         ordered = [reached.get(row) for row in rows]
         self.tried.append({**told, "outcome": "ran", "residual": ordered, "seconds": seconds})
-        self.curve.append(
-            [self.best[row].residual.value if row in self.best else self.curve[-1][row] for row in self._every]
-        )
+        self._note()
 
     def look_again(self) -> None:
         """Where a defence guesses what it noised: ask it again with the best candidate in hand, and solve anew.
@@ -235,6 +233,9 @@ class _Search:
         if not rows:
             self.tried.append({**told, "outcome": "left out", "why": "every target is solved to rounding"})
             return
+        if self._over:
+            self.tried.append({**told, "outcome": "left out", "why": f"the {auto.seconds} s are over"})
+            return
         began, reached = time.perf_counter(), []
         settings = self._settings(member)
         try:
@@ -252,12 +253,21 @@ class _Search:
                         self.best[row] = _Best(guess, now, "second look", found, own.knows)
                         break
                 reached.append(now.value)
+        except (MissingKnowledge, TaskError, EngineError) as refusal:  # what was found before stays
+            self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
+            return
         except OutOfTime:
             self.tried.append({**told, "outcome": "stopped", "why": f"the {auto.seconds} s were over"})
             return
         seconds = round(time.perf_counter() - began, 3)
         self.tried.append({**told, "settings": settings, "outcome": "ran", "residual": reached, "seconds": seconds})
-        self.curve.append([self.best[row].residual.value for row in self._every])
+        self._note()
+
+    def _note(self) -> None:
+        """How far every target is now."""
+        self.curve.append(
+            [self.best[row].residual.value if row in self.best else self.curve[-1][row] for row in self._every]
+        )
 
     @property
     def _every(self) -> range:
