@@ -23,6 +23,7 @@ from gradleak.generators.training import PriorTraining, train
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--size", type=int, help="of the images; not given: their own")
     parser.add_argument("--attacked", default="", help="rows of the training part that stay unseen: 7000-9999")
     parser.add_argument("--generator", default="stylegan2")
     parser.add_argument("--conditional", action="store_true")
@@ -45,9 +46,9 @@ def main() -> None:
     if given.attacked:
         low, _, high = given.attacked.partition("-")
         unseen = set(range(int(low), int(high or low) + 1))
-        whole, _ = Split(given.data).taken()
+        whole, _ = Split(given.data, size=given.size).taken()
         rows = [row for row in range(len(whole)) if row not in unseen]
-    images, told = Split(given.data, rows=rows).taken()
+    images, told = Split(given.data, rows=rows, size=given.size).taken()
     how = PriorTraining(
         registry.parse("generator", given.generator),
         conditional=given.conditional,

@@ -18,6 +18,7 @@ import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
 from gradleak import draws, engine, registry, tree
 from gradleak.attack import Composed, Reconstruction, Stage, lowest_match
+from gradleak.defences import FedGF
 from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, Search
 from gradleak.local import LocalTraining
@@ -74,6 +75,50 @@ def searches(attack: Composed, task: gl.Task, seen: Any, knows: Knowledge, engin
     with patch.object(Search, "run", run):
         attack.run(task, seen, knows, engine=engine_)
     return caught
+
+
+# --- lanes with weights of their own ----------------------------------------------------------------------------------
+
+
+def of_rounds(task: gl.Task, defence: Any = None, count: int = 3) -> list[Observation]:
+    """The same client at several models, two images each, with what the server of FedGF broadcasts beside them."""
+    federation = gl.federation.Federation(2, LocalTraining(lr=0.1), examples=None, seed=3)
+    examples = gl.audit.private.Stored(private(8, seed=4))
+    trained = federation.train(task, examples, count, defence=defence, checkpoints=range(count))
+    releasing = replace(federation, training=TRAINING)
+    seen = []
+    for number in range(count):
+        sent = trained.at(number)
+        held = dict(sent.server) or None
+        for target in range(2):
+            batch = private(1, seed=target)
+            key = f"target {target}, round {number}"
+            seen.append(releasing.observe(task, batch, sent.weights, defence, key=key, round=number, seed=0, held=held))
+    return seen
+
+
+@pytest.mark.parametrize("name", ["ig", "idlg", "gi", "second-order"])
+@pytest.mark.parametrize("defence", [None, FedGF(0.2, c=0.3)], ids=["plain", "fedgf"])
+def test_lanes_of_several_models_are_those_of_each(name: str, defence: Any) -> None:
+    task, double = tiny(), Engine("cpu", precision="double", graph=False)
+    seen = of_rounds(task, defence)
+    knows = Knowledge(training=TRAINING, defence=defence)
+    attack = short(name, steps=12)
+    apart = attack.run(task, seen, knows, seed=1, engine=double)
+    with (
+        patch.dict(engine.OWN_WEIGHTS, {"cpu": 10**6}),
+        patch.object(engine, "_solve_chunk", wraps=engine._solve_chunk) as run,
+    ):
+        together = attack.run(task, seen, knows, seed=1, engine=double)
+    assert run.call_count == 1
+    assert largest_difference(apart.batch, together.batch) < 1e-6
+    torch.testing.assert_close(apart.match, together.match, rtol=1e-6, atol=1e-9)
+
+
+def test_lanes_of_large_models_wait_for_each_other() -> None:
+    seen = [Scene.of(tiny(), each, Knowledge()) for each in of_rounds(tiny())]
+    assert engine._buckets(seen, tree.size(seen[0].weights)) == [[0, 1, 2, 3, 4, 5]]
+    assert engine._buckets(seen, tree.size(seen[0].weights) - 1) == [[0, 1], [2, 3], [4, 5]]
 
 
 # --- a residual solver beside the scalar ones -------------------------------------------------------------------------

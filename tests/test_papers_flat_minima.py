@@ -235,8 +235,7 @@ def test_later_fedgf_mixes_in_what_its_server_broadcast(paper: ModuleType, effor
 def test_the_same_attack_on_the_same_updates_is_run_once(paper: ModuleType, effort: Any) -> None:
     attacks, training = part(paper, "attacks"), part(paper, "training")
     bench = attacks.Bench(effort, training.targets(effort, 1))
-    for name in ("FedAvg", "FedSAM", "FedGF"):
-        bench.cells(training.Course(name), 0, ["ig"])
+    bench.cells([(training.Course(name), 0) for name in ("FedAvg", "FedSAM", "FedGF")], ["ig"])
     # (a) of all three; (b) of the other two, whose steps are one before there was a round; (c) of each.
     assert len(bench.done) == 4
     assert len(bench.shown["ig"]) == 7

@@ -95,7 +95,7 @@ def told(name: str, effort: Effort) -> str:
 
 
 def observed(course: Course, effort: Effort, number: int, truth: Batch, mode: Mode) -> list[gl.Observation]:
-    """What the server sees of each target at a round. Targets keep their names, and with them the attacks' starts."""
+    """What the server sees of each target at a round."""
     sent, task = course.sent(effort, number), task_of(effort)
     releasing = replace(course.federation(effort), training=GRADIENT)
     defence = course.defence(effort) if mode.defended else None
@@ -137,50 +137,72 @@ class Bench:
     done: dict[str, tuple[dict[str, Any], Tensor]] = field(default_factory=dict)
     shown: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # attack -> what of -> images
 
-    def cells(self, course: Course, number: int, attacks: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """attack -> mode -> scores, at one round."""
-        found: dict[str, dict[str, Any]] = {name: {} for name in attacks}
-        for letter, mode in modes(course, self.effort).items():
-            seen = observed(course, self.effort, number, self.truth, mode)
-            knows = knowledge(course, self.effort, mode)
+    def cells(self, places: Sequence[tuple[Course, int]], attacks: Sequence[str]) -> list[dict[str, dict[str, Any]]]:
+        """Of each course at a round: attack -> mode -> scores. What an attacker knows alike is attacked in one run."""
+        found: list[dict[str, dict[str, Any]]] = [{name: {} for name in attacks} for _ in places]
+        asked: dict[str, list[tuple[int, str, Mode]]] = {}
+        for place, (course, _) in enumerate(places):
+            for letter, mode in modes(course, self.effort).items():
+                known = repr(course.defence(self.effort)) if mode.known else ""
+                asked.setdefault(known, []).append((place, letter, mode))
+        for some in asked.values():
+            seen = [observed(*self._at(places[place]), self.truth, mode) for place, _, mode in some]
+            knows = knowledge(places[some[0][0]][0], self.effort, some[0][2])
             for name in attacks:
-                found[name][letter] = self.cell(name, seen, knows, f"{course.name} ({letter})")
+                for (place, letter, _), (scores, images) in zip(some, self.row(name, seen, knows), strict=True):
+                    found[place][name][letter] = dict(scores)
+                    self.shown.setdefault(name, {})[f"{places[place][0].name} ({letter})"] = images
         return found
 
-    def cell(self, name: str, seen: Sequence[gl.Observation], knows: gl.Knowledge, label: str) -> dict[str, Any]:
-        extras = [each.extras for each in seen] if knows.defence is not None else []
-        mark = digest([name, repr(knows.defence), seen[0].weights, [each.update for each in seen], extras])
-        if mark not in self.done:
-            self.done[mark] = self._measured(name, seen, knows)
-        scores, images = self.done[mark]
-        self.shown.setdefault(name, {})[label] = images
-        return dict(scores)
+    def _at(self, place: tuple[Course, int]) -> tuple[Course, Effort, int]:
+        return place[0], self.effort, place[1]
+
+    def row(
+        self, name: str, seen: Sequence[Sequence[gl.Observation]], knows: gl.Knowledge
+    ) -> list[tuple[dict[str, Any], Tensor]]:
+        """Scores and images of an attack on the targets, as they were seen in several places."""
+        marks = []
+        for each in seen:
+            extras = [own.extras for own in each] if knows.defence is not None else []
+            updates = [own.update for own in each]
+            marks.append(digest([name, repr(knows.defence), each[0].weights, updates, extras]))
+        new = {mark: each for mark, each in zip(marks, seen, strict=True) if mark not in self.done}
+        if new:
+            self.done.update(zip(new, self._measured(name, list(new.values()), knows), strict=True))
+        return [self.done[mark] for mark in marks]
 
     def _measured(
-        self, name: str, seen: Sequence[gl.Observation], knows: gl.Knowledge
-    ) -> tuple[dict[str, Any], Tensor]:
-        effort, task = self.effort, task_of(self.effort)
-        chosen = attack(name, effort)
-        found = chosen.run(task, list(seen), knows, seed=effort.seed, engine=effort.engine)
-        scores = gl.metrics.compare(found, self.truth, lpips=lpips_of(effort))
-        each = {"psnr": scores.psnr, "ssim": scores.ssim, "mse_x100": 100 * scores.mse}
-        each |= {} if scores.lpips is None else {"lpips": scores.lpips}
+        self, name: str, seen: Sequence[Sequence[gl.Observation]], knows: gl.Knowledge
+    ) -> list[tuple[dict[str, Any], Tensor]]:
+        effort, task, count = self.effort, task_of(self.effort), len(self.truth["y"])
+        # Lanes of one run draw their starts by unequal names: a target's differ from place to place.
+        everything = [replace(own, key=f"{own.key}, {place}") for place, each in enumerate(seen) for own in each]
+        found = attack(name, effort).run(task, everything, knows, seed=effort.seed, engine=effort.engine)
+        wanted = {field: value.repeat(len(seen), *[1] * (value.dim() - 1)) for field, value in self.truth.items()}
+        scores = gl.metrics.compare(found, wanted, lpips=lpips_of(effort))
+        values = {"psnr": scores.psnr, "ssim": scores.ssim, "mse_x100": 100 * scores.mse}
+        values |= {} if scores.lpips is None else {"lpips": scores.lpips}
         images = task.fields["x"].unit(found.batch["x"]).clamp(0, 1).cpu()
-        figures: dict[str, Any] = {score: summary(values) for score, values in each.items()}
-        figures |= {
-            "ten": {score: values[:TEN].mean().item() for score, values in each.items()},
-            "psnr_of_each": scores.psnr.flatten().tolist(),
-            "above_60": (scores.psnr > EXACT).double().mean().item(),
-            "label_accuracy": scores.labels["matched"].double().mean().item(),
-            "diverged": scores.diverged.double().mean().item(),
-            "match": summary(found.match.min(1).values.nan_to_num(torch.inf).clamp_max(1e30)),
-            "seconds": found.seconds,
-        }
-        if len(seen) > 1:  # what an update of another image gives, as a level of no knowledge
-            real = task.fields["x"].unit(self.truth["x"]).cpu()
-            other = gl.metrics.psnr(images.roll(1, 0).flatten(0, 1), real.flatten(0, 1))
-            figures["psnr_of_another_image"] = other.mean().item()
-        return figures, images[:SHOWN, 0]
+        real = task.fields["x"].unit(self.truth["x"]).cpu()
+        measured = []
+        for own in (slice(place * count, (place + 1) * count) for place in range(len(seen))):
+            each = {score: value[own] for score, value in values.items()}
+            figures: dict[str, Any] = {score: summary(value) for score, value in each.items()}
+            figures |= {
+                "ten": {score: value[:TEN].mean().item() for score, value in each.items()},
+                "psnr_of_each": each["psnr"].flatten().tolist(),
+                "above_60": (each["psnr"] > EXACT).double().mean().item(),
+                "label_accuracy": scores.labels["matched"][own].double().mean().item(),
+                "diverged": scores.diverged[own].double().mean().item(),
+                "match": summary(found.match[own].min(1).values.nan_to_num(torch.inf).clamp_max(1e30)),
+                "seconds_of_the_run": found.seconds,
+                "lanes_of_the_run": len(everything),
+            }
+            if count > 1:  # what an update of another image gives, as a level of no knowledge
+                other = gl.metrics.psnr(images[own].roll(1, 0).flatten(0, 1), real.flatten(0, 1))
+                figures["psnr_of_another_image"] = other.mean().item()
+            measured.append((figures, images[own][:SHOWN, 0]))
+        return measured
 
     def draw(self, title: str) -> list[str]:
         """One grid per attack: the truth, then each method and mode. Returns the files' names."""

@@ -98,7 +98,8 @@ class Table:
         number, attacks = effort.at(self.number), self.attacks or effort.attacks.split(",")
         bench = Bench(effort, targets(effort, effort.exact if self.exact else effort.images, self.examples))
         courses = {name: Course(name, self.rate) for name in self.names}
-        cells = {name: bench.cells(course, number, attacks) for name, course in courses.items()}
+        found = bench.cells([(course, number) for course in courses.values()], attacks)
+        cells = dict(zip(courses, found, strict=True))
         title = f"round {self.number} rate {self.rate:g} {effort.init} eta {effort.eta:g} batch {self.examples} "
         title += f"seed {effort.seed}"
         return {
@@ -135,13 +136,14 @@ class Curve:
         numbers = sorted({effort.at(number) for number in self.numbers})
         truth, attacks = targets(effort, min(TEN, effort.images)), effort.along.split(",")
         self.course.trained(effort, numbers[-1])  # in one go
+        cells = Bench(effort, truth).cells([(self.course, number) for number in numbers], attacks)
         points = []
-        for number in numbers:
+        for number, found in zip(numbers, cells, strict=True):
             points.append(
                 {
                     "round": number,
                     **self.course.described(effort, number),
-                    "cells": Bench(effort, truth).cells(self.course, number, attacks),
+                    "cells": found,
                     "curvature": curved(self.course, effort, number),
                     "gradient_norm": gradient_norm(self.course, effort, number, truth),
                 }

@@ -29,6 +29,10 @@ from gradleak.tree import Params, Tree
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
 
+# Parameters up to which lanes have weights of their own rather than wait for those with others. A GPU is idle with a
+# few lanes of a small model; a CPU is not, and shared weights are the cheaper ones.
+OWN_WEIGHTS = {"cuda": 100_000}
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -115,17 +119,19 @@ def solve(
     largest = max(scenes, key=lambda scene: scene.num_examples)
     lanes = engine.chunk or chunk_size(stages, largest.here(), engine)
     per_chunk = max(1, lanes // restarts)
-    chunks = [
-        bucket[start : start + per_chunk] for bucket in _buckets(scenes) for start in range(0, len(bucket), per_chunk)
-    ]
+    buckets = _buckets(scenes, OWN_WEIGHTS.get(engine.where.type, 0))
+    chunks = [bucket[start : start + per_chunk] for bucket in buckets for start in range(0, len(bucket), per_chunk)]
     for done, rows in enumerate(chunks):
         report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
         chosen = [scenes[row] for row in rows]
         yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows), output)
 
 
-def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
-    """Lanes that can be stacked: same weights and broadcasts (stored once), same number of examples."""
+def _buckets(scenes: Sequence[Scene], own_weights: int = 0) -> list[list[int]]:
+    """Lanes that can be stacked: same number of examples, same weights and broadcasts (stored once).
+
+    Models of at most `own_weights` parameters may differ: many rounds of a small one then are lanes of one run.
+    """
     buckets: list[list[int]] = []
     for row, scene in enumerate(scenes):
         for bucket in buckets:
@@ -134,13 +140,27 @@ def _buckets(scenes: Sequence[Scene]) -> list[list[int]]:
                 first.num_examples == scene.num_examples
                 and first.fields.keys() == scene.fields.keys()
                 and len(first.earlier) == len(scene.earlier)
-                and all(_same_sent(one, other) for one, other in zip(first.rounds, scene.rounds, strict=True))
+                and (
+                    all(_same_sent(one, other) for one, other in zip(first.rounds, scene.rounds, strict=True))
+                    or (tree.size(scene.weights) <= own_weights and _alike(first, scene))
+                )
             ):
                 bucket.append(row)
                 break
         else:
             buckets.append([row])
     return buckets
+
+
+def _alike(first: Scene, scene: Scene) -> bool:
+    """Is all that differs between two single rounds a matter of numbers?"""
+    return (
+        not first.earlier
+        and (first.returned_buffers is None) == (scene.returned_buffers is None)
+        and tree.shapes(first.weights) == tree.shapes(scene.weights)
+        and tree.shapes(first.extras) == tree.shapes(scene.extras)
+        and _equal(_buffers(first, running=False), _buffers(scene, running=False))
+    )
 
 
 def _same_sent(first: Scene, scene: Scene) -> bool:
@@ -392,9 +412,15 @@ def lanes_of(scenes: Sequence[Scene], keys: Sequence[Sequence[Tensor]]) -> tuple
             "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
         }
 
+    def own(values: Sequence[Params]) -> Params:
+        """Nothing where all have the same, which the template holds once."""
+        return {} if all(_equal(values[0], value) for value in values[1:]) else spread(values)
+
     earlier = zip(*(scene.earlier for scene in scenes), strict=True)  # round by round
     lane: Tree = {
         **seen(scenes),
+        "weights": own([scene.weights for scene in scenes]),
+        "extras": {name: held for name in first.extras if (held := own([scene.extras[name] for scene in scenes]))},
         "earlier": {str(number): seen(rounds) for number, rounds in enumerate(earlier)},
         "fields": spread([scene.fields for scene in scenes], None),
         "key": torch.stack([key for target in keys for key in target]).to(like.device),

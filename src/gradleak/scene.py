@@ -192,15 +192,11 @@ def resumed(begin: Tree, before: Tree | None) -> Tree:
     """The unknowns of `begin`, each with the value that the last stage left under its name, where it left one."""
     left = {name: value for name, value in (before or {}).items() if name in begin}
     for name, value in left.items():
-        if _shapes(value) != _shapes(begin[name]):
+        if tree.shapes(value) != tree.shapes(begin[name]):
             raise ValueError(
                 f"The last stage left an unknown {name!r} of other shapes than this one has: rename one of them."
             )
     return {**begin, **left}
-
-
-def _shapes(value: Tensor | Tree) -> object:
-    return {n: _shapes(v) for n, v in value.items()} if isinstance(value, dict) else tuple(value.shape)
 
 
 class Match(Protocol):

@@ -371,6 +371,8 @@ def _seen(template: Scene, lane: Tree) -> Scene:
     """A round as one lane sees it: what clients differ in is the lane's own."""
     return replace(
         template,
+        weights=lane.get("weights") or template.weights,
+        extras={**template.extras, **lane.get("extras", {})},
         update=lane["update"],
         buffers={**(template.buffers or {}), **lane["buffers"]},
         returned_buffers=lane["returned_buffers"] or None,

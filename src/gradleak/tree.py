@@ -132,3 +132,8 @@ def to(a: Mapping[str, Any], device: torch.device | str | None, dtype: torch.dty
 def finite(a: Mapping[str, Any]) -> bool:
     """Is every floating-point entry finite?"""
     return all(bool(torch.isfinite(value).all()) for value in leaves(a) if value.is_floating_point())
+
+
+def shapes(a: Tensor | Mapping[str, Any]) -> object:
+    """The shape of every entry, by name; of a tensor its own."""
+    return {name: shapes(value) for name, value in a.items()} if isinstance(a, Mapping) else tuple(a.shape)
