@@ -162,19 +162,24 @@ def double() -> gl.Engine:
     return gl.Engine(device="cpu", precision="double")
 
 
-# --- reproductions ----------------------------------------------------------------------------------------------------
+# --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def reproduction(folder: str, name: str = "run") -> ModuleType:
-    """A script of papers/, as a module."""
-    path = Path(__file__).parents[1] / "papers" / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"papers_{folder}_{name}", path)
+def script(path: str) -> ModuleType:
+    """A file of the repository that is no part of the package, as a module: benchmarks/peers.py."""
+    file = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(path.removesuffix(".py").replace("/", "_"), file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def reproduction(folder: str, name: str = "run") -> ModuleType:
+    """A script of papers/, as a module."""
+    return script(f"papers/{folder}/{name}.py")
 
 
 def measured(paper: ModuleType, options: Namespace) -> dict[str, Any]:

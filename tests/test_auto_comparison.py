@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 import gradleak as gl
+from conftest import script
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "benchmarks" / "results" / "auto-comparison-small.json"
-
-
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("auto_comparison", ROOT / "benchmarks" / "auto_comparison.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+SCRIPT = "benchmarks/auto_comparison.py"
 
 
 def card(attack: str, form: str, psnr: float, determined: int | None = None) -> dict[str, Any]:
@@ -51,7 +40,7 @@ def test_only_what_is_certified_is_claimed(
     auto: float, single: float, determined: int | None, others: int | None, holds: Any
 ) -> None:
     alone = [card("cpl", "adaptive", 5.0, 2), card("ig", "naive", single, others)]  # the weaker one's does not count
-    [row] = script().compared([card("auto", "adaptive", auto, determined)], alone)
+    [row] = script(SCRIPT).compared([card("auto", "adaptive", auto, determined)], alone)
     assert row["holds"] is holds
     assert row["certified"] is (holds is not None)
     assert row["certified_by"] == [name for name, held in (("auto", determined), ("ig (naive)", others)) if held == 2]
@@ -61,12 +50,12 @@ def test_only_what_is_certified_is_claimed(
 
 def test_a_defence_that_failed_is_told() -> None:
     broken = {**card("auto", "adaptive", 0.0), "targets": 0, "errors": ["out of memory"]}
-    [row] = script().compared([broken], [card("ig", "naive", 9.0)])
+    [row] = script(SCRIPT).compared([broken], [card("ig", "naive", 9.0)])
     assert row == {"defence": "pruning", "form": "adaptive", "failed": "out of memory"}
 
 
 def test_it_is_about_every_defence_and_says_what_is_missing_and_that_it_is_small() -> None:
-    compare, stored = script(), json.loads(STORED.read_text())
+    compare, stored = script(SCRIPT), json.loads(STORED.read_text())
     told = [row["defence"] for row in stored["rows"]] + stored["not_run"]
     assert sorted(told) == sorted(compare.defences(compare.SCALES["small"]))
     assert {entry.name for entry in gl.registry.entries("defence")} <= {name.partition(":")[0] for name in told}
@@ -75,7 +64,7 @@ def test_it_is_about_every_defence_and_says_what_is_missing_and_that_it_is_small
 
 
 def test_a_comparison_is_completed_defence_by_defence(tmp_path: Path) -> None:
-    compare, path = script(), tmp_path / "held.json"
+    compare, path = script(SCRIPT), tmp_path / "held.json"
     small = compare.SCALES["small"]
     assert compare.stored(path, small) == {}
     told = {"version": compare.VERSION, "setting": compare.as_json(small), "rows": [{"defence": "none"}]}
@@ -90,7 +79,7 @@ def test_wherever_it_is_certified_auto_was_as_strong_as_every_single_attack() ->
     assert len(certified) >= 5
     for row in certified:
         assert row["holds"] is True, row["defence"]
-        assert script().as_strong(row["auto"], max(row["single"].values())), row["defence"]
+        assert script(SCRIPT).as_strong(row["auto"], max(row["single"].values())), row["defence"]
 
 
 def test_the_page_tells_the_stored_gaps() -> None:

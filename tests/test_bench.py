@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from conftest import script
 from gradleak import attacks, bench, engine, models
 from gradleak.attack import Composed
 from gradleak.bench import costs, memory, peer, quality, regression, roofline, scaling, speed, suite, timing
@@ -26,17 +27,6 @@ from gradleak.observation import Knowledge
 from gradleak.scene import Scene, in_turn
 
 STRICT, DOUBLE = Engine("cpu"), Engine("cpu", "double")
-ROOT = Path(__file__).parents[1]
-
-
-def script(name: str, folder: str = "benchmarks") -> ModuleType:
-    """A file of benchmarks/ as a module."""
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- workloads --------------------------------------------------------------------------------------------------------
@@ -492,7 +482,7 @@ def test_rounds_of_the_peer_fit_the_time_there_is(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_case_may_bring_lanes_and_steps() -> None:
-    of_case = script("peers").of_case
+    of_case = script("benchmarks/peers.py").of_case
     assert of_case("lenet", "32,128", 200) == ("lenet", (32, 128), 200)
     assert of_case("lenet:1024", "32", 200) == ("lenet", (1024,), 200)
     assert of_case("vit:8:50", "32", 200) == ("vit", (8,), 50)
@@ -506,7 +496,7 @@ def test_without_the_peer_the_result_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_stand_in_for_torchvision_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("peers")
+    module = script("benchmarks/peers.py")
     for part in module.PARTS:
         monkeypatch.setitem(sys.modules, f"torchvision{part}", None)
     module.without_torchvision()
@@ -606,7 +596,7 @@ def test_sections_come_in_the_order_they_are_asked_for_and_add_to_a_result(monke
 
 def test_rows_that_did_not_fit_are_told_on_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mkdocs", reason="the site's builder is not installed: extra `docs`")
-    pages = script("site_pages", "docs")
+    pages = script("docs/site_pages.py")
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     rows = rows_of((32, 1.0), (64, None))
@@ -618,7 +608,7 @@ def test_rows_that_did_not_fit_are_told_on_the_site(tmp_path: Path, monkeypatch:
 
 
 def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = script("tables")
+    tables = script("benchmarks/tables.py")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     where = {**HERE, "packages": {"torch": "2"}, "time": "2026-01-01"}
     rows = rows_of((32, 1.0), (64, 2.0), (128, 4.4)) + rows_of((32, 1.0), (64, 1.5), network="vit")
@@ -629,7 +619,7 @@ def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = script("tables")
+    tables = script("benchmarks/tables.py")
     names = ("engine", "roofline", "memory", "quality", "cost", "chunks")
     plan = replace(suite.Plan.of("cpu", quick=True), lanes=(64, 32, 1, 8))
     suite.measure(plan, names, tmp_path / "cpu-one-thread.json")

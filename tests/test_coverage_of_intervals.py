@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from math import comb
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from conftest import script
 from gradleak.results.intervals import rate
 
 HERE = Path(__file__).parents[1] / "benchmarks"
 RATES = [round(0.1 * number, 1) for number in range(1, 10)]
-
-
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("interval_coverage", HERE / "interval_coverage.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("targets", [50, 60, 80, 100])
@@ -57,7 +47,7 @@ def test_the_stored_simulations_cover() -> None:
 
 @pytest.mark.parametrize("case", ["single", "difference"])
 def test_the_stored_sums_are_those_of_the_code(case: str) -> None:
-    module = benchmark()
+    module = script("benchmarks/interval_coverage.py")
     stored = json.loads((HERE / "results" / "interval-coverage.json").read_text())
     held = {r["rate"]: r["exact"] for r in stored["rows"] if (r["case"], r["targets"]) == (case, 50)}
     assert module.exact(module.CHANCES[case], 50, module.CASES[case][1]) == pytest.approx(held, abs=1e-9)
@@ -65,7 +55,7 @@ def test_the_stored_sums_are_those_of_the_code(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["clustered", "difference"])
 def test_the_stored_figures_are_those_of_the_code(case: str) -> None:
-    module = benchmark()
+    module = script("benchmarks/interval_coverage.py")
     stored = json.loads((HERE / "results" / "interval-coverage.json").read_text())
     [row] = [r for r in stored["rows"] if (r["case"], r["targets"], r["rate"]) == (case, 50, 0.3)]
     draw, less = module.CASES[case]

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from conftest import script
+
 ROOT = Path(__file__).parents[1]
 
 
-def board() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("leaderboard_board", ROOT / "leaderboard" / "board.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BOARD = board()
+BOARD = script("leaderboard/board.py")
 CLAIMS = BOARD.claims()
 
 
