@@ -10,9 +10,6 @@ import pytest
 
 from conftest import script
 
-ROOT = Path(__file__).parents[1]
-
-
 BOARD = script("leaderboard/board.py")
 CLAIMS = BOARD.claims()
 
