@@ -204,7 +204,7 @@ RECIPES = {
     "adam": LocalTraining(lr=0.1, steps=2, optimiser=Adam()),
 }
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
-DENOISING = ("dlg-dm", "invg-dm", "gidm")
+DENOISING = ("dlg-dm", "invg-dm", "gidm", "spectral-dm")
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,6 +88,7 @@ BOTH = ("t", "noise")
 KNOWN: dict[str, Method] = {
     "dlg-dm": Method("dlg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
     "invg-dm": Method("invg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
+    "spectral-dm": Method("spectral-dm", lambda e: {"steps": e.baseline, "restarts": e.starts}, BOTH, passes=_pixels),
     "gidm, phase 1": Method("gidm", _gidm(False, noise="given", t="given"), BOTH, True, _first),
     "gidm": Method("gidm", _gidm(noise="given", t="given"), BOTH, True, lambda effort: effort.budget),
     "second-order": Method("second-order", _second_order, BOTH),

@@ -167,7 +167,7 @@ class Setting:
 
     def _trained(self, effort: Effort) -> Trained:
         task, data = self.task(effort), self.examples(effort)
-        mark = digest([task, data.fingerprint, repr(self.federation(effort))])[:8]
+        mark = digest([task, data.fingerprint, self.federation(effort)])[:8]
         folder = Path(effort.work) / f"{self.data}-{self.size}-{self.target}-{effort.rounds}rounds-{mark}"
         return self.federation(effort).train(
             task,

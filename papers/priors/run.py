@@ -54,6 +54,7 @@ class Effort:
     population: int = 50  # of CMA-ES and random search
     published: int = 25_000  # evaluations of GGL's own setting, told beside the equal ones
     lanes: int = 64  # targets of the cost row
+    stage: int = 1000  # steps of each of its stages: as published
     generator: str = ""  # file of the generator that knows the client's kind of images
     other: str = ""  # file of one that knows another kind
     init: str = "uniform05"  # of the LeNet: uniform05 (DLG's) or torch
@@ -456,7 +457,7 @@ class Cost:
         prior = prior_of(effort, "generator")
         if isinstance(prior, str):
             return {"skipped": prior}
-        steps = 4 if effort.small else 1000
+        steps = 4 if effort.small else effort.stage
         stages = prior.network.blocks + 1
         own = replace(effort, images=effort.lanes, methods="", pictures="", lpips=0, evaluations=steps * stages)
         bench = Bench(own, prior)

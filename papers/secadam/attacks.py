@@ -140,9 +140,9 @@ def unseen(network: Network, effort: Effort, truth: Batch) -> dict[str, Any]:
     start = OfClass(public.x, public.y)
     draw = torch.Generator().manual_seed(effort.seed)
     theirs = []
-    for real, y in zip(truth["x"], truth["y"]):
+    for real, y in zip(truth["x"].cpu(), truth["y"].cpu()):
         rows = [int(torch.nonzero(start.labels == label).flatten()[_pick(start.labels, label, draw)]) for label in y]
-        theirs.append(s004_compat(start.images[rows], network.task(effort).fields["x"].unit(real.cpu())))
+        theirs.append(s004_compat(start.images[rows], network.task(effort).fields["x"].unit(real)))
     told["an image of each class, s004_compat"] = {
         name: summary(torch.tensor([run[name] for run in theirs])) for name in theirs[0]
     }

@@ -1,0 +1,128 @@
+"""Images by their cosine coefficients, in units of what photographs have: gradleak's own, for images and denoisers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak.attack import Attack, Composed, Stage
+from gradleak.attacks.gidm import Plan
+from gradleak.draws import Draws
+from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import Cosine
+from gradleak.parts.predictions import Replay
+from gradleak.parts.steps import SettledSteps
+from gradleak.registry import named
+from gradleak.scene import Now, Scene
+from gradleak.task import Batch
+from gradleak.tree import Tree
+
+
+@dataclass(frozen=True)
+class Spectral:
+    """x = middle + half the range * C^T D^T (s z) D: D takes cosine coefficients, C opponent colours, s are units.
+
+    The unknown z has about the same size at every frequency, whatever an image has there, so that a search does not
+    spend its steps on the many fine coefficients before the few coarse ones are right.
+
+    start    standard deviation of the first z
+    power    s falls with frequency to this power
+    chroma   s of the two colour differences, in units of that of the brightness
+    """
+
+    start: float = 0.1
+    power: float = 0.5
+    chroma: float = 0.6
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and "z" in before:
+            return {"z": before["z"]}
+        low, _ = scene.limits["x"]
+        shape = (scene.num_examples, *scene.task.fields["x"].shape)
+        return {"z": self.start * draws.normal(shape, dtype=low.dtype)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        low, high = scene.limits["x"]
+        return {"x": (low + high) / 2 + (high - low) / 2 * self.image(v["z"])}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v  # no box: a search by curvature would lose its memory at every wall
+
+    def image(self, z: Tensor) -> Tensor:
+        """(..., C, H, W) -> the same, in units of half the range."""
+        channels, height, width = z.shape[-3:]
+        down, across = (torch.arange(side, dtype=z.dtype, device=z.device) for side in (height, width))
+        s = (down[:, None].square() + across.square()).clamp_min(1.0).pow(-0.5 * self.power)
+        s = s * (0.5 * math.sqrt(height * width) / torch.linalg.vector_norm(s))  # z of one: pixels of one half
+        planes = cosines(down).T @ (s * z) @ cosines(across)
+        if channels != 3:
+            return planes
+        length = math.sqrt((1 + 2 * self.chroma**2) / 3)
+        grey, first, second = planes.unbind(-3)
+        grey, first, second = grey / length, first * (self.chroma / length), second * (self.chroma / length)
+        grey, first, second = grey / math.sqrt(3), first / math.sqrt(2), second / math.sqrt(6)
+        return torch.stack([grey + first + second, grey - 2 * second, grey - first + second], dim=-3)
+
+
+def cosines(places: Tensor) -> Tensor:
+    """The orthonormal cosine transform (DCT-II) of a row of pixels: rows are frequencies."""
+    count = len(places)
+    waves = (math.pi / count * places[:, None] * (places + 0.5)).cos() * math.sqrt(2 / count)
+    return torch.where(places[:, None] == 0, math.sqrt(1 / count), waves)
+
+
+@named("spectral", kind="attack", paper="gradleak's own")
+def spectral(
+    *,
+    steps: int = 800,
+    history: int = 100,
+    start: float = 0.1,
+    power: float = 0.5,
+    chroma: float = 0.6,
+    restarts: int = 2,
+    labels: str = "auto",
+) -> Attack:
+    """Match the direction of the gradient by L-BFGS on weighted cosine coefficients; the best of several starts.
+
+    min over z of 1 - cos(grad(x(z)), observed): no prior but the units of z, no box. `steps` count evaluations.
+    """
+    return Composed(
+        "spectral", (_stage(steps, history, start, power, chroma),), Labels(label_rule(labels)), restarts=restarts
+    )
+
+
+@named("spectral-dm", kind="attack", paper="gradleak's own")
+def spectral_dm(
+    *,
+    steps: int = 800,
+    history: int = 100,
+    start: float = 0.1,
+    power: float = 0.5,
+    chroma: float = 0.6,
+    t: str = "given",
+    restarts: int = 2,
+) -> Attack:
+    """`spectral` on a denoiser, at the client's noise (Knowledge.given) and step: t="given", or "analytic", read off.
+
+    Beside `invg-dm`, whose objective it has without total variation: Adam on pixels is slow in the coarse
+    coefficients where little noise is known to start from. The settings were chosen on a thin U-Net and four images
+    that are in no table.
+    """
+    if t not in ("given", "analytic"):
+        raise ValueError(f"t cannot be {t!r}: spectral-dm has the step 'given', or reads it: 'analytic'.")
+    plan = Plan("given", t)
+    stage = _stage(steps, history, start, power, chroma, plan)
+    return Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
+
+
+def _stage(steps: int, history: int, start: float, power: float, chroma: float, plan: Plan | None = None) -> Stage:
+    image = Spectral(start, power, chroma)
+    space = image if plan is None else plan.space(image, SettledSteps())
+    return Stage(space, Replay(), Cosine(), (), LBFGS(steps=steps, history=history))

@@ -1,0 +1,91 @@
+"""Images by cosine coefficients: the transform, what it starts from, and that a search in it ends at the image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gradleak as gl
+from conftest import normal, private, tiny
+from gradleak.attacks.spectral import Spectral, cosines
+from gradleak.diffusion import denoising
+
+GRADIENT = gl.LocalTraining(lr=1.0)
+
+
+def test_cosines_are_an_orthonormal_basis_of_which_the_first_is_flat() -> None:
+    basis = cosines(torch.arange(7, dtype=torch.float64))
+    torch.testing.assert_close(basis @ basis.T, torch.eye(7, dtype=torch.float64))
+    torch.testing.assert_close(basis[0], torch.full((7,), 7**-0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_without_units_it_is_a_rotation(channels: int) -> None:
+    space, z = Spectral(power=0.0, chroma=1.0), normal(2, channels, 6, 9)
+    torch.testing.assert_close(space.image(z).square().sum(), 0.25 * z.square().sum())
+
+
+def test_all_coefficients_together_are_half_the_range_whatever_the_units() -> None:
+    z = normal(400, 3, 8, 8)
+    for power, chroma in ((0.0, 1.0), (0.5, 0.6), (1.0, 0.3)):
+        assert float(Spectral(power=power, chroma=chroma).image(z).square().mean()) == pytest.approx(0.25, rel=0.1)
+
+
+def test_the_first_coefficient_is_the_brightness_and_the_others_are_colours() -> None:
+    z = torch.zeros(3, 5, 5, dtype=torch.float64)
+    z[0, 0, 0] = 1.0
+    grey = Spectral().image(z)
+    torch.testing.assert_close(grey, grey[:1, :1, :1].expand_as(grey))
+    for channel in (1, 2):
+        z = torch.zeros(3, 5, 5, dtype=torch.float64)
+        z[channel, 0, 0] = 1.0
+        colour = Spectral().image(z)
+        assert float(colour.sum(0).abs().max()) < 1e-12
+        assert float(colour.abs().max()) < float(grey.abs().max())
+
+
+def test_coarse_coefficients_move_an_image_more_than_fine_ones() -> None:
+    z = torch.zeros(2, 1, 8, 8, dtype=torch.float64)
+    z[0, 0, 0, 1] = z[1, 0, 7, 7] = 1.0
+    coarse, fine = Spectral(power=0.5).image(z).flatten(1).norm(dim=1).tolist()
+    assert coarse / fine == pytest.approx((98**0.5) ** 0.5)
+
+
+def test_an_image_is_found_and_the_labels_with_it(double: gl.Engine) -> None:
+    task, batch = tiny(), private(1, seed=2)
+    seen = gl.observe(task, batch, GRADIENT)
+    found = gl.attacks.get("spectral", steps=150).run(task, seen, gl.Knowledge(training=GRADIENT), engine=double)
+    assert found.batch["y"][0].tolist() == batch["y"].tolist()
+    assert float(found.match.min()) < 1e-8
+    truth = {name: value[None] for name, value in batch.items()}
+    assert float(gl.metrics.compare(found, truth).psnr) > 50
+
+
+def denoiser() -> tuple[gl.Task, Any, dict[str, torch.Tensor]]:
+    x = private(1, seed=5)["x"][:, :, :4, :4].float().repeat(1, 1, 2, 2) * 2 - 1
+    seed = torch.Generator().manual_seed(0)
+    model = gl.models.unet(shape=(1, 8, 8), base=8, multipliers=(1, 2), blocks=1, groups=4, steps=100, generator=seed)
+    task = denoising(model.eval(), like=x, schedule=gl.diffusion.Schedule(100, first=1e-3, last=0.2))
+    batch = {"x": x, "t": torch.tensor([1]), "noise": normal(1, 1, 8, 8).float()}
+    return task, gl.observe(task, batch, GRADIENT), batch
+
+
+@pytest.mark.parametrize("t", ["given", "analytic"])
+def test_of_a_denoiser_it_finds_more_than_adam_on_pixels_in_as_many_evaluations(t: str) -> None:
+    task, seen, batch = denoiser()
+    knows = gl.Knowledge(
+        training=GRADIENT, given={n: batch[n][None] for n in ("t", "noise") if t == "given" or n != "t"}
+    )
+    granted = gl.Knowledge(training=GRADIENT, given={n: batch[n][None] for n in ("t", "noise")})
+    truth = {name: value[None] for name, value in batch.items()}
+    ours = gl.attacks.get("spectral-dm", steps=120, t=t, restarts=1).run(task, seen, knows)
+    theirs = gl.attacks.get("invg-dm", steps=120, lr=0.1, decay=True).run(task, seen, granted)
+    better, worse = (float(gl.metrics.compare(found, truth).psnr) for found in (ours, theirs))
+    assert better > worse + 3
+
+
+def test_other_ways_to_the_step_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"t cannot be 'soft': spectral-dm has the step 'given', or reads it"):
+        gl.attacks.get("spectral-dm", t="soft")
