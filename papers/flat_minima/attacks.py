@@ -168,15 +168,15 @@ class Bench:
             marks.append(digest([name, repr(knows.defence), each[0].weights, updates, extras]))
         new = {mark: each for mark, each in zip(marks, seen, strict=True) if mark not in self.done}
         if new:
-            self.done.update(zip(new, self._measured(name, list(new.values()), knows), strict=True))
+            self.done.update(zip(new, self._measured(name, new, knows), strict=True))
         return [self.done[mark] for mark in marks]
 
     def _measured(
-        self, name: str, seen: Sequence[Sequence[gl.Observation]], knows: gl.Knowledge
+        self, name: str, seen: Mapping[str, Sequence[gl.Observation]], knows: gl.Knowledge
     ) -> list[tuple[dict[str, Any], Tensor]]:
         effort, task, count = self.effort, task_of(self.effort), len(self.truth["y"])
-        # Lanes of one run draw their starts by unequal names: a target's differ from place to place.
-        everything = [replace(own, key=f"{own.key}, {place}") for place, each in enumerate(seen) for own in each]
+        # Lanes of one run draw their starts by unequal names: a target's differ from place to place, whatever company.
+        everything = [replace(own, key=f"{own.key}, {mark}") for mark, each in seen.items() for own in each]
         found = attack(name, effort).run(task, everything, knows, seed=effort.seed, engine=effort.engine)
         wanted = {field: value.repeat(len(seen), *[1] * (value.dim() - 1)) for field, value in self.truth.items()}
         scores = gl.metrics.compare(found, wanted, lpips=lpips_of(effort))
@@ -196,7 +196,7 @@ class Bench:
                 "diverged": scores.diverged[own].double().mean().item(),
                 "match": summary(found.match[own].min(1).values.nan_to_num(torch.inf).clamp_max(1e30)),
                 "seconds_of_the_run": found.seconds,
-                "lanes_of_the_run": len(everything),
+                "targets_of_the_run": len(everything),
             }
             if count > 1:  # what an update of another image gives, as a level of no knowledge
                 other = gl.metrics.psnr(images[own].roll(1, 0).flatten(0, 1), real.flatten(0, 1))

@@ -459,7 +459,7 @@ class Inversion:
                     "match": summary(found.match[own].min(1).values),
                     "label_accuracy": scores.labels["matched"][own].double().mean().item(),
                     "seconds_of_the_run": found.seconds,
-                    "lanes_of_the_run": len(targets),
+                    "targets_of_the_run": len(targets),
                 }
                 if label == "No DP" and count > 1:  # what an update of another image gives
                     other = gl.metrics.psnr(

@@ -213,7 +213,7 @@ def in_turn(value: Tensor, lanes: int | None = None) -> bool:
     """Are lanes large enough to be convolved one after another, each by the library's own convolution?
 
     A few examples leave a GPU idle, and lanes are better joined in one product of patches; many fill it, and patches,
-    as large as the kernel times the image, are all that it would be waiting for. So would grouped convolutions.
+    as large as the kernel times the image, are all that it would be waiting for.
     """
     return value.is_cuda and value.shape[0 if lanes is None or lanes != 0 else 1] >= IN_TURN
 

@@ -29,8 +29,9 @@ from gradleak.tree import Params, Tree
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
 
-# Parameters up to which lanes have weights of their own rather than wait for those with others. A GPU is idle with a
-# few lanes of a small model; a CPU is not, and shared weights are the cheaper ones.
+# Parameters up to which lanes have weights of their own rather than wait for those with others. A GPU has room for more
+# than a few lanes of a small model (the LeNet's rate grows up to 1,024 of them); a CPU has not, and shared weights are
+# cheaper. Where the line should lie has not been measured.
 OWN_WEIGHTS = {"cuda": 100_000}
 
 
@@ -193,6 +194,7 @@ def chunk_size(stages: Sequence[Stage], scene: Scene, engine: Engine) -> int:
 
     A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), for every
     gradient that the prediction takes, and what the optimiser remembers of every unknown, the prediction's included.
+    Weights of its own, which only small models have, are not counted.
     """
     equations = len(scene.rounds) * tree.size(scene.update)
     size = torch.finfo(engine.dtype).bits // 8

@@ -17,7 +17,7 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.predictions import Replay
 from gradleak.parts.steps import SettledSteps
 from gradleak.registry import named
-from gradleak.scene import Now, Scene
+from gradleak.scene import Now, Scene, resumed
 from gradleak.task import Batch
 from gradleak.tree import Tree
 
@@ -39,11 +39,9 @@ class Spectral:
     chroma: float = 0.6
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
-        if before is not None and "z" in before:
-            return {"z": before["z"]}
         low, _ = scene.limits["x"]
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
-        return {"z": self.start * draws.normal(shape, dtype=low.dtype)}
+        return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
