@@ -11,6 +11,7 @@ import gradleak as gl
 from conftest import normal, private, tiny
 from gradleak.attacks.spectral import Spectral, cosines
 from gradleak.diffusion import denoising
+from gradleak.task import TaskError
 
 GRADIENT = gl.LocalTraining(lr=1.0)
 
@@ -84,6 +85,15 @@ def test_of_a_denoiser_it_finds_more_than_adam_on_pixels_in_as_many_evaluations(
     theirs = gl.attacks.get("invg-dm", steps=120, lr=0.1, decay=True).run(task, seen, granted)
     better, worse = (float(gl.metrics.compare(found, truth).psnr) for found in (ours, theirs))
     assert better > worse + 3
+
+
+def test_what_is_no_image_has_no_cosine_coefficients() -> None:
+    batch = {"x": normal(1, 4), "y": torch.tensor([1])}
+    like = (batch["x"], batch["y"])
+    task = gl.Task.supervised(torch.nn.Linear(4, 3).double(), torch.nn.functional.cross_entropy, like=like)
+    seen = gl.observe(task, batch, GRADIENT)
+    with pytest.raises(TaskError, match=r"of images \(channels, height, width\); x has shape \(4,\)"):
+        gl.attacks.get("spectral", steps=2).run(task, seen, gl.Knowledge(training=GRADIENT))
 
 
 def test_other_ways_to_the_step_are_refused() -> None:

@@ -18,7 +18,7 @@ from gradleak.parts.predictions import Replay
 from gradleak.parts.steps import SettledSteps
 from gradleak.registry import named
 from gradleak.scene import Now, Scene, resumed
-from gradleak.task import Batch
+from gradleak.task import Batch, TaskError
 from gradleak.tree import Tree
 
 
@@ -41,6 +41,8 @@ class Spectral:
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         low, _ = scene.limits["x"]
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
+        if len(shape) != 4:
+            raise TaskError(f"Cosine coefficients are of images (channels, height, width); x has shape {shape[1:]}.")
         return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
@@ -89,7 +91,8 @@ def spectral(
 ) -> Attack:
     """Match the direction of the gradient by L-BFGS on weighted cosine coefficients; the best of several starts.
 
-    min over z of 1 - cos(grad(x(z)), observed): no prior but the units of z, no box. `steps` count evaluations.
+    min over z of 1 - cos(grad(x(z)), observed): no prior but the units of z, no box. `steps` count evaluations. On
+    classifiers it has been run on toys only; `spectral-dm` has been measured (papers/gidm).
     """
     return Composed(
         "spectral", (_stage(steps, history, start, power, chroma),), Labels(label_rule(labels)), restarts=restarts
