@@ -151,4 +151,8 @@ def test_a_method_that_is_not_there_or_does_not_apply_says_so(paper: ModuleType,
 def test_costs_are_measured_on_an_untrained_network(paper: ModuleType, effort: Any) -> None:
     row = paper.rows()["cost, 128 x 128"].measure(effort)
     assert row["seconds"] > 0
-    assert row["size"] == 8  # small
+    assert row["size"] == 8
+    assert "extrapolated_from" not in row
+    short = paper.rows()["cost, gidm, 32 lanes"].measure(effort)
+    assert short["iterations"]["generative"] == 500
+    assert short["extrapolated_from"] == effort.generative < 500

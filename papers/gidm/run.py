@@ -235,7 +235,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cost:
-    """Time and memory of one method, over a stated number of iterations; nothing is trained for it."""
+    """Time and memory of one method, over a stated number of iterations; nothing is trained for it.
+
+    With fewer (`--generative`) the seconds are in proportion, set-up included, and `extrapolated_from` says from what.
+    """
 
     setting: Setting
     method: str
@@ -246,12 +249,15 @@ class Cost:
 
     def measure(self, effort: Effort) -> dict[str, Any]:
         counts = {"generative": self.generative, "fine": self.fine, "steps": self.steps}
-        own = effort if effort.small else replace(effort, images=self.lanes, sampler=16, **counts)
-        own = replace(own, methods="", pictures="", lpips=0)
+        run = self.generative if self.steps else min(self.generative, effort.generative)
+        own = replace(effort, images=self.lanes, sampler=16, **{**counts, "generative": run})
+        own = replace(effort if effort.small else own, methods="", pictures="", lpips=0)
         bench = Bench(self.setting, "r0", own, self.setting.truth(own, [own.at(200)]), untrained=True)
         bench.run({self.method: KNOWN[self.method]})
         cell = bench.cells[self.method]
         kept = {name: cell.get(name) for name in ("seconds", "memory_gib", "skipped", "psnr") if name in cell}
+        if "seconds" in kept and run < self.generative:
+            kept |= {"seconds": kept["seconds"] * self.generative / run, "extrapolated_from": run}
         return {**self.setting.described(own), "lanes": len(bench.truth["x"]), "iterations": counts, **kept}
 
 
