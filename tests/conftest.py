@@ -33,7 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run the tests in an order of their own")
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if getattr(config.option, "loadgroup", False):  # a worker, which has put a group's name at the end of each id
+        alone = [item.nodeid for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        if alone:
+            raise pytest.UsageError(f"These versions of pytest and pytest-xdist keep no groups together: {alone[0]}")
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
 

@@ -31,6 +31,8 @@ from gradleak.study.measure import Measured, settled
 from test_cli import Answer, refused
 from test_report import HOSTILE, Reader
 
+pytestmark = pytest.mark.xdist_group("analyse")  # what is analysed is made once
+
 USER_FILE = """
 import torch
 from torch import nn

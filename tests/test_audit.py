@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gradleak as gl
+from forks import forks
 from gradleak import attacks, tree
 from gradleak.attack import Reconstruction
 from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
@@ -404,7 +405,7 @@ def test_no_truth_reaches_the_attacker() -> None:
 def test_who_has_seen_a_client_several_times_averages_its_noise() -> None:
     """Only where every upload draws fresh noise, and it tells more than one round does."""
     noisy, still = gl.defences.LocalGaussian(sigma=3e-3), gl.defences.Pruning(keep=0.5)
-    planned = audit(attacks=["second-order:certify=false"], defences=[noisy, still], targets=2, repeats=16)
+    planned = audit(attacks=["second-order:certify=false"], defences=[noisy, still], targets=2, repeats=6)
     forms = {cell.defence_name.partition("(")[0]: set() for cell in planned.cells() if cell.defence is not None}
     for cell in planned.cells():
         if cell.defence is not None:
@@ -427,8 +428,8 @@ import sys, torch
 sys.path[:0] = [{tests!r}]
 torch.set_num_threads(1)
 from test_audit import grid
-print("ready", flush=True)
-grid().run({folder!r})
+open("ready", "w").close()
+grid().run("killed")
 """
 
 
@@ -437,29 +438,23 @@ def grid() -> Audit:
     return audit(attacks=["ig:steps=40", WORKS, "ig:steps=20,restarts=2"], seeds=[0, 1], targets=2)
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(here.parent / "src"), "OMP_NUM_THREADS": "1"}
-    code = SCRIPT.format(tests=str(here), folder=str(folder))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
 def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     whole = grid().run(tmp_path / "whole")
-    folder, moments = tmp_path / "killed", random.Random(0)
+    folder, ready, moments = tmp_path / "killed", tmp_path / "ready", random.Random(0)
     kills = 0
-    for _ in range(4):
-        process = started(folder)
-        time.sleep(moments.uniform(0.05, 1.5))
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait()
-        if folder.exists() and (folder / "run.toml").exists():
-            AuditResult.load(folder)  # readable at every moment
+    with forks(tmp_path) as server:
+        for _ in range(4):
+            process = server.start(SCRIPT.format(tests=str(Path(__file__).parent)), tmp_path)
+            patience = time.monotonic() + 120
+            while not ready.exists():
+                assert time.monotonic() < patience, process.err
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0.05, 1.5))
+            os.kill(process.pid, signal.SIGKILL)  # nobody has asked for its end: the id is its own
+            kills += process.wait() == -signal.SIGKILL
+            ready.unlink()
+            if folder.exists() and (folder / "run.toml").exists():
+                AuditResult.load(folder)  # readable at every moment
     assert kills
     seen = Counting()
     result = grid().run(folder, progress=seen)
@@ -656,11 +651,12 @@ def test_unchanged_code_is_the_same_run_in_another_process(tmp_path: Path) -> No
     here = users(tmp_path).settings()
     code = (
         f"import sys, json; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
-        f"import pathlib, test_audit as t; print(json.dumps(t.users(pathlib.Path({str(tmp_path)!r})).settings()))"
+        "import pathlib, test_audit as t\n"
+        f"print(json.dumps([t.users(pathlib.Path({str(tmp_path)!r})).settings(), t.digest(t.attacks.get('gi'))]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONHASHSEED": "7"}
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert json.loads(told.stdout) == json.loads(json.dumps(here))
+    assert json.loads(told.stdout) == [json.loads(json.dumps(here)), digest(attacks.get("gi"))]
 
 
 class OnlyFloat32(nn.Module):
@@ -789,10 +785,6 @@ def test_digests_name_functions_not_addresses() -> None:
     assert digest(make(2.0)) != digest(make(3.0))
     assert digest(attacks.get("ig")) == digest(attacks.get("ig"))
     assert digest(torch.zeros(3)) != digest(torch.zeros(4))
-    code = "import gradleak.attacks as a, gradleak.results.configuration as c; print(c.digest(a.get('gi')))"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "PYTHONHASHSEED": "7"}
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert told.stdout.strip() == digest(attacks.get("gi"))
 
 
 def test_what_is_named_twice_runs_once() -> None:

@@ -277,12 +277,12 @@ def test_it_never_loses_to_a_member(task: Any, training: LocalTraining, defence:
     """At most 1.05 times the residual of its best member, each run alone with the same settings and measured alike."""
     model, knows = task(), Knowledge(training=training, defence=defence)
     seen = [gl.observe(model, private(examples, seed=s), training, defence, key=f"target{s}") for s in range(2)]
-    found = Auto(preset="standard", steps=12).run(model, seen, knows, engine=CPU)
+    found = Auto(preset="standard", steps=6).run(model, seen, knows, engine=CPU)
     case = Case(model, tuple(gl.Track((each,)) for each in seen), knows, CPU)
     alone = [member for member in MEMBERS if member.fits(case, "standard") and member.attack != "polish"]
     assert len(alone) > 1
     for member in alone:
-        own = member.make(member.settings("standard", 12)).run(model, seen, knows, engine=CPU)
+        own = member.make(member.settings("standard", 6)).run(model, seen, knows, engine=CPU)
         for target, held in enumerate(residuals(case, [0, 1], [own.target(0), own.target(1)])):
             assert float(found.match[target, 0]) <= max(1.05 * held.value, 1.05 * held.noise, SOLVED), member.name
 
@@ -329,7 +329,7 @@ def test_a_track_is_one_target() -> None:
     rounds = [
         replace(gl.observe(task, batch, ONE, noise, key=f"round{n}", seed=n), round=n, key="client") for n in range(4)
     ]
-    found = Auto(preset="quick", steps=30).run(task, gl.Track(tuple(rounds)), replace(KNOWS, defence=noise), engine=CPU)
+    found = Auto(preset="quick", steps=5).run(task, gl.Track(tuple(rounds)), replace(KNOWS, defence=noise), engine=CPU)
     assert found.batch["x"].shape == (1, 1, *SHAPE)
     assert found.certificates is None
     assert found.noise is not None
@@ -398,7 +398,7 @@ def test_proxies_are_clients_of_public_images_like_the_real_one() -> None:
 
 
 def test_a_denoiser_has_members_of_its_own() -> None:
-    task = toy()
+    task = toy(width=4, dim=16)
     seen = gl.observe(task, drawn(20), DENOISING, key="step 20")
     found = Auto(preset="quick", steps=1).run(task, seen, Knowledge(training=DENOISING), engine=CPU)
     tried = {each["member"] for each in found.settings["tried"]}

@@ -621,7 +621,7 @@ def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytes
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = script("benchmarks/tables.py")
     names = ("engine", "roofline", "memory", "quality", "cost", "chunks")
-    plan = replace(suite.Plan.of("cpu", quick=True), lanes=(64, 32, 1, 8))
+    plan = replace(suite.Plan.of("cpu", quick=True), lanes=(64, 32, 1, 8), seconds=0.02)
     suite.measure(plan, names, tmp_path / "cpu-one-thread.json")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     for name, made in tables.TABLES.items():

@@ -203,6 +203,7 @@ RECIPES = {
     "epochs": LocalTraining(lr=0.1, epochs=2, batch_size=1),
     "adam": LocalTraining(lr=0.1, steps=2, optimiser=Adam()),
 }
+TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "spectral-dm")
 
@@ -321,13 +322,18 @@ def steps_of(name: str, recipe: str) -> dict[str, Any]:
     return FEW if recipe == "one step" else {**FEW, "steps": 2, "certify": False}
 
 
+def recipe_of(name: str, recipe: str) -> LocalTraining:
+    """Attacks that follow the client in every order of its minibatches have two to follow, and not four."""
+    return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
+
+
 CASES = [(name, recipe) for name in NAMES for recipe in (RECIPES if name not in DENOISING else ["one step"])]
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_the_reconstruction_does_not_change_when_the_truth_does(name: str, recipe: str) -> None:
     attack = short(name, **steps_of(name, recipe))
-    demand_honest(attack, world_of(name, RECIPES[recipe]), looks=recipe == "one step")
+    demand_honest(attack, world_of(name, recipe_of(name, recipe)), looks=recipe == "one step")
 
 
 @pytest.mark.parametrize("name", ["dlg-dm", "invg-dm", "gidm"])

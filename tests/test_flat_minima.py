@@ -42,6 +42,7 @@ from gradleak.registry import BadSetting
 from gradleak.rules import SGD
 from gradleak.task import TaskError
 from gradleak.tree import Params, Tree
+from test_engine import QUIETLY
 
 ROUGH = LocalTraining(lr=0.2, epochs=2, batch_size=2, optimiser=SGD(momentum=0.9, weight_decay=0.01))
 FAR = Federation(5, ROUGH, examples=None, participation=participation.Fixed(3))
@@ -392,7 +393,7 @@ def test_local_training_can_be_captured(defence: Defence, monkeypatch: pytest.Mo
 
     class Graph:
         def __init__(self, run: Any, inputs: Any) -> None:
-            traced.append(make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs))
+            traced.append(make_fx(run, tracing_mode="fake", **QUIETLY)(inputs))
             self.traced = traced[-1]
 
         def __call__(self, inputs: Any) -> Any:
@@ -685,7 +686,7 @@ def test_the_image_is_lost_to_a_naive_attacker_and_exact_to_an_informed_one(name
         server = {"round": 1, "memory": defence.advance(weights, moved, (), {"memory": memory})}
         weights = moved
     seen = gl.observe(task, batch, training, defence, weights=weights, server=server)
-    attack = gl.attacks.get("second-order", certify=False, steps=30)
+    attack = gl.attacks.get("second-order", certify=False, steps=14)
     psnr = {}
     for form, known in (("naive", None), ("adaptive", defence)):
         found = attack.run(task, seen, gl.Knowledge({"y": batch["y"]}, training, known), engine=gl.Engine("cpu"))

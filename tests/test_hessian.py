@@ -202,9 +202,13 @@ def network(kind: str) -> Known:
     return Known(operator, Operator.of(matrix), *torch.linalg.eigh(matrix))
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("sigmoid", 80), ("relu", 160)])
-def test_the_error_is_within_the_one_that_is_reported(kind: str, steps: int) -> None:
-    known = network(kind)
+GROUPS = {kind: pytest.mark.xdist_group(f"hessian of {kind}") for kind in ("sigmoid", "relu")}  # each is made once
+KINDS = [pytest.param(kind, marks=group) for kind, group in GROUPS.items()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_is_within_the_one_that_is_reported(kind: str) -> None:
+    known, steps = network(kind), {"sigmoid": 80, "relu": 160}[kind]
     assert known.operator.size == 1408
     found = log_determinant(known.matrix, probes=20, steps=steps, most_steps=steps)
     assert found.converged
@@ -213,7 +217,7 @@ def test_the_error_is_within_the_one_that_is_reported(kind: str, steps: int) -> 
     assert abs(found.count.value - int((known.eigenvalues.abs() > math.sqrt(1e-3)).sum())) < 0.1 * found.count.value
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "relu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_from_24_steps_on_the_quadrature_error_covers_the_bias_on_these_networks(kind: str) -> None:
     """Over four seeds. It is an estimate and no bound: after fewer steps it may fall short."""
     known = network(kind)
@@ -224,7 +228,7 @@ def test_from_24_steps_on_the_quadrature_error_covers_the_bias_on_these_networks
             assert abs(found.excess - alone) <= found.quadrature_error, (seed, steps)
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "relu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_where_the_quadrature_error_is_the_larger_one_more_steps_are_asked_for(kind: str) -> None:
     known = network(kind)
     alone = known.excess(signs(known.matrix, 20, 0))
@@ -234,7 +238,7 @@ def test_where_the_quadrature_error_is_the_larger_one_more_steps_are_asked_for(k
     assert many.converged
 
 
-@pytest.mark.parametrize("kind", ["sigmoid", "relu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_count_is_within_three_of_its_stated_errors_over_several_seeds(kind: str) -> None:
     """At 80 steps the standard error alone is far too small, and gaps with their signs cancel by chance."""
     known = network(kind)
@@ -258,6 +262,7 @@ def test_a_spectrum_without_its_earlier_steps_states_no_error_of_quadrature() ->
         spectrum.earlier[0].count()
 
 
+@GROUPS["sigmoid"]
 def test_the_standard_error_covers() -> None:
     """Twenty estimates of ten vectors each: a normal mean is within one standard error two times of three."""
     known = network("sigmoid")
@@ -269,6 +274,7 @@ def test_the_standard_error_covers() -> None:
     assert float(off.max()) < 6
 
 
+@GROUPS["sigmoid"]
 def test_the_log_determinant_of_products_is_that_of_the_matrix() -> None:
     known = network("sigmoid")
     both = [log_determinant(each, probes=4, steps=30, most_steps=30) for each in (known.operator, known.matrix)]

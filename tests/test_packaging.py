@@ -104,4 +104,4 @@ def test_everything_but_the_joints_imports_with_torch_and_numpy_alone() -> None:
 
 def test_import_is_light() -> None:
     code = "import torch, numpy, time; start = time.perf_counter(); import gradleak; print(time.perf_counter() - start)"
-    assert min(float(python("-c", code)) for _ in range(3)) < 1.0, "seconds beyond torch, the best of three"
+    assert any(float(python("-c", code)) < 1.0 for _ in range(3)), "seconds beyond torch, the best of up to three"

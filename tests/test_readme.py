@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 import typer.main
 from typer.testing import CliRunner
 
+from forks import Forks, forks
 from gradleak import registry
 from gradleak.cli import app
 from gradleak.cli.loading import about
@@ -36,7 +36,6 @@ LONGEST = 10.0  # seconds for one block, once torch is loaded
 # pages register methods and classes that other tests must not meet.
 RUN_BLOCKS = """
 import json, sys, time
-import gradleak, torch
 blocks, namespace, spent = json.load(sys.stdin), {"__name__": "page"}, []
 for number, block in enumerate(blocks, start=1):
     began = time.process_time()
@@ -53,19 +52,17 @@ def blocks(page: Path, language: str) -> list[str]:
 RUNNING = [page for page in PAGES if blocks(page, "python") and page.name not in SKETCHES]
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    with forks(tmp_path_factory.mktemp("forks")) as server:
+        yield server
+
+
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.name)
-def test_python_blocks_run_and_are_quick(page: Path, tmp_path: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS],
-        input=json.dumps(blocks(page, "python")),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        timeout=240,
-    )
-    assert answer.returncode == 0, answer.stderr
-    spent = json.loads(answer.stdout.splitlines()[-1])
+def test_python_blocks_run_and_are_quick(page: Path, tmp_path: Path, started: Forks) -> None:
+    process = started.start(RUN_BLOCKS, tmp_path, given=json.dumps(blocks(page, "python")))
+    assert process.wait() == 0, process.err
+    spent = json.loads(process.out.splitlines()[-1])
     assert max(spent) < LONGEST, spent
 
 

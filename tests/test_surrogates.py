@@ -660,6 +660,9 @@ def client() -> tuple[gl.Task, list[Observation], Batch]:
     return clients(LocalTraining(lr=0.1, epochs=20, batch_size=5), 8, 2)
 
 
+ATTACKED_ONCE = pytest.mark.xdist_group("clients of surrogates")
+
+
 @cache
 def attacked(name: str, still: bool = False) -> tuple[gl.Reconstruction, float]:
     """The clients attacked, 80 steps of any of the family, and the mean PSNR."""
@@ -670,6 +673,7 @@ def attacked(name: str, still: bool = False) -> tuple[gl.Reconstruction, float]:
     return found, float(gl.metrics.compare(found, truth).psnr.mean())
 
 
+@ATTACKED_ONCE
 def test_a_learned_point_explains_a_real_update_better() -> None:
     """Client by client in the match; SME in the images as well, from 40 steps in an order it does not know."""
     (plain, blurred), (line, sharper), (curve, bent_) = (attacked(name) for name in ("ig-ms", "sme", "nl-sme"))
@@ -679,6 +683,7 @@ def test_a_learned_point_explains_a_real_update_better() -> None:
     assert bent_ > blurred + 2
 
 
+@ATTACKED_ONCE
 def test_freedom_alone_lowers_the_match() -> None:
     """The control: images stay the noise they began as, and NL-SME's match falls all the same."""
     (line, score), (curve, same) = (attacked(name, still=True) for name in ("sme", "nl-sme"))

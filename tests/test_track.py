@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradleak as gl
 import gradleak.parts.fields
@@ -71,12 +71,18 @@ def still(start: Any, match: Any) -> gl.Composed:
     return gl.Composed("still", (stage,), rule)
 
 
-def test_local_noise_averages_out_over_rounds(task: gl.Task) -> None:
-    """The error of an unbiased estimate falls with the number of rounds: 16 of them bring about 12 dB."""
+def test_local_noise_averages_out_over_rounds() -> None:
+    """The error of an unbiased estimate falls with the number of rounds: ten of them bring about 10 dB."""
+    make = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 32), nn.Sigmoid(), nn.Linear(32, 10)).double()
+    for value in model.parameters():
+        nn.init.uniform_(value, -0.1, 0.1, generator=make)
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
+    task = gl.Task.supervised(model, F.cross_entropy, like=like)
     noise = gl.defences.LocalGaussian(sigma=3e-4)
     knows = gl.Knowledge(training=TRAINING, defence=noise)
     attack = gl.attacks.get("second-order", certify=False)
-    one, many = (psnr(attack.run(task, track(task, rounds, noise), knows)) for rounds in (1, 16))
+    one, many = (psnr(attack.run(task, track(task, rounds, noise), knows)) for rounds in (1, 10))
     assert many > one + 8
 
 

@@ -49,12 +49,13 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
     updates = audit.targets + audit.unrelated
     lanes = [updates * (getattr(cell.attack, "restarts", None) or 1) for cell in cells]  # None: as many as it takes
     steps = [_steps(cell.attack) * cell.repeats for cell in cells]  # every round is predicted in every step
+    kinds = [(cell.attack_name, cell.federation.examples) for cell in cells]
     timed: dict[tuple[str, int | None], float | None] = {}
-    for cell in cells:
-        kind = (cell.attack_name, cell.federation.examples)
+    for kind, cell in zip(kinds, cells, strict=True):
         if kind not in timed:
-            timed[kind] = _per_step(audit, cell)
-    per_step = [timed[cell.attack_name, cell.federation.examples] for cell in cells]
+            ahead = sum(own for own, other in zip(steps, kinds, strict=True) if other == kind)
+            timed[kind] = _per_step(audit, cell, ahead)
+    per_step = [timed[kind] for kind in kinds]
     seconds = [own * step for own, step in zip(steps, per_step, strict=True) if step is not None]
     return Estimate(
         len(cells),
@@ -74,10 +75,11 @@ def _steps(attack: Any) -> int:
     return sum(getattr(stage.optimiser, "evaluations", stage.optimiser.steps) for stage in attack.stages)
 
 
-def _per_step(audit: Audit, cell: Cell) -> float | None:
+def _per_step(audit: Audit, cell: Cell, ahead: int) -> float | None:
     """Seconds of one step of all lanes: the difference of two short runs, so that their preparation cancels.
 
-    Each is the best of three, since whatever else a machine does only ever makes a run slower.
+    Each is the best of three, since whatever else a machine does only ever makes a run slower. A trial, and a run with
+    no more steps `ahead` than that takes, is over sooner than that would be: there each is run once.
     """
     if not isinstance(cell.attack, Composed):
         return None
@@ -87,7 +89,7 @@ def _per_step(audit: Audit, cell: Cell) -> float | None:
     seen = [*victims.seen, *victims.unrelated]
     knows = replace(cell.knows, defence=None, given=victims.given(cell.given))
     taken = {short: float("inf"), long: float("inf")}
-    for steps in (short, long) * 3:
+    for steps in (short, long) * (1 if audit.trial or ahead <= 3 * (short + long) else 3):
         attack = shortened(cell.attack, steps)
         began = time.perf_counter()
         attack.run(audit.task, seen, knows, engine=audit.engine)

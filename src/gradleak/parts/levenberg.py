@@ -133,14 +133,13 @@ class LevenbergMarquardt:
             value = problem.value(trial)
             return {"x": tree.flatten(trial), "match": value.match, "prior": value.objective - value.match}
 
-        def slope(at: Tensor) -> Tensor:
-            match, prior = residual(at)
+        def slope(match: Tensor, prior: Tensor) -> Tensor:
             return ours @ match + weight * (theirs @ prior)
 
         before = state["match"] + weight * state["prior"]
         damping, taken = state["damping"], torch.zeros_like(before, dtype=torch.bool)
         held = {"x": x, "match": state["match"], "prior": state["prior"]}
-        downhill = slope(x)
+        downhill = slope(match, prior)
         kept = torch.zeros_like(normal)
         for _ in range(self.tries):
             factor, _ = torch.linalg.cholesky_ex(normal + torch.diag_embed(damping * diagonal))
@@ -151,7 +150,7 @@ class LevenbergMarquardt:
             taken = taken | better
             damping = torch.where(better, damping / self.ease, torch.where(taken, damping, damping * self.stiffen))
         for _ in range(self.chords):
-            trial = scored(held["x"] - solved(kept, slope(held["x"])))
+            trial = scored(held["x"] - solved(kept, slope(*residual(held["x"]))))
             lower = trial["match"] + weight * trial["prior"] < held["match"] + weight * held["prior"]
             held = tree.where(taken & lower, trial, held)
         damping = damping.clamp(1e-15, MOST_DAMPING)
