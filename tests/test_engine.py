@@ -10,9 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import jacfwd
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
@@ -745,29 +747,28 @@ class NotCapturable(AssertionError):
     """The step reads a value on the host, makes a tensor from host data, or has a shape that depends on values."""
 
 
-# Inputs may be real; and no notes of the Python call behind every node, which nobody reads here.
-QUIETLY: dict[str, Any] = {"_allow_non_fake_inputs": True, "_disable_torch_fn_metadata_mode": True}
+class Watch(TorchDispatchMode):
+    """Looks at every operation for what a CUDA graph cannot hold."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "lift_fresh" in str(func):
+            raise NotCapturable("a tensor is made from Python numbers inside the step: make it at the start")
+        value = func(*args, **(kwargs or {}))
+        symbols = [value] if not isinstance(value, Tensor) else value.shape
+        if any(isinstance(symbol, (torch.SymInt, torch.SymFloat, torch.SymBool)) for symbol in symbols):
+            raise NotCapturable(f"{func} reads a value on the host")
+        return value
 
 
 def gate(search: Search) -> None:
-    """Trace one tick with fake tensors, which have shapes and no values, and look for what a CUDA graph cannot hold."""
-
-    def tick(moving: Tree, lane: Tree) -> Tree:
-        search.moving, search.lane = moving, lane
-        search.tick()
-        return search.moving
-
+    """One tick with fake tensors, which have shapes and no values. Constants of the step may be real."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    search.moving, search.lane = (tree.map(fake.from_tensor, held) for held in (search.moving, search.lane))
     try:
-        traced = make_fx(tick, tracing_mode="fake", **QUIETLY)(search.moving, search.lane)
+        with fake, Watch():
+            search.tick()
     except Exception as problem:
         raise NotCapturable(str(problem).splitlines()[0]) from problem
-    for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        symbols = [value] if not isinstance(value, Tensor) else list(value.shape)
-        if any(isinstance(symbol, (torch.SymInt, torch.SymFloat, torch.SymBool)) for symbol in symbols):
-            raise NotCapturable(f"{node.target} reads a value on the host")
-        if "lift_fresh" in str(node.target):
-            raise NotCapturable("a tensor is made from Python numbers inside the step: make it at the start")
 
 
 @pytest.mark.parametrize("name", gl.attacks.names())

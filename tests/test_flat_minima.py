@@ -42,7 +42,6 @@ from gradleak.registry import BadSetting
 from gradleak.rules import SGD
 from gradleak.task import TaskError
 from gradleak.tree import Params, Tree
-from test_engine import QUIETLY
 
 ROUGH = LocalTraining(lr=0.2, epochs=2, batch_size=2, optimiser=SGD(momentum=0.9, weight_decay=0.01))
 FAR = Federation(5, ROUGH, examples=None, participation=participation.Fixed(3))
@@ -393,7 +392,11 @@ def test_local_training_can_be_captured(defence: Defence, monkeypatch: pytest.Mo
 
     class Graph:
         def __init__(self, run: Any, inputs: Any) -> None:
-            traced.append(make_fx(run, tracing_mode="fake", **QUIETLY)(inputs))
+            traced.append(
+                make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True)(
+                    inputs
+                )
+            )
             self.traced = traced[-1]
 
         def __call__(self, inputs: Any) -> Any:
