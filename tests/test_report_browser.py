@@ -278,7 +278,7 @@ def test_deep_links(browser: Any, fewer: Path, small: Path) -> None:
         seen.page.wait_for_function(f"document.activeElement.id === '{last}'")
         box = seen.page.locator(f"#{last}").bounding_box()
         assert box is not None
-        assert 0 <= box["y"] < 900, "it is in view"
+        assert -1 < box["y"] < 900, "it is in view"  # scrolled there, to a part of a pixel
         seen.choose(outcome="recovered")  # hides it
         assert seen.page.locator(f"#{last}").count() == 0
         seen.page.evaluate("document.querySelectorAll('details').forEach(fold => { fold.open = false })")
