@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import gradleak as gl
 from conftest import largest_difference
 from gradleak import tree
-from gradleak.attacks.second_order import SOLVED, SecondOrder, _matches, _taken
+from gradleak.attacks.second_order import SOLVED, SecondOrder
+from gradleak.cascade import matches, taken
 from gradleak.defence import Defence
 from gradleak.defences import FedSAM
 from gradleak.engine import Engine
@@ -281,7 +282,7 @@ def test_what_a_later_way_solves_takes_the_place_of_what_an_earlier_one_found() 
     late.chosen[0] = 2
     late.trace["match"][:, 0, 2] = torch.linspace(1, 0, 7, dtype=torch.float64)
     late.candidates["x"][0, 2] = 1.0
-    both = _taken(early, late, [1, 0], _matches(late) < SOLVED)
+    both = taken(early, late, [1, 0], matches(late) < SOLVED)
     assert both.match[:, 0].tolist() == [0.3, 1e-20]
     assert both.chosen.tolist() == [0, 0]
     assert both.trace["match"].shape == (7, 2, 1)

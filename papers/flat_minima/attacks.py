@@ -83,8 +83,9 @@ SPECIAL: dict[str, Callable[[Effort], Any]] = {
 
 
 def attack(name: str, effort: Effort) -> Any:
-    """By its registered name. Everything but the number of steps is the attack's own default."""
-    return SPECIAL[name](effort) if name in SPECIAL else gl.attacks.get(name, steps=effort.steps)
+    """By its registered name. Everything but the numbers of steps and restarts is the attack's own default."""
+    usual = SPECIAL[name](effort) if name in SPECIAL else gl.attacks.get(name, steps=effort.steps)
+    return replace(usual, restarts=effort.restarts) if effort.restarts else usual
 
 
 def told(name: str, effort: Effort) -> str:

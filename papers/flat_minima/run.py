@@ -97,7 +97,10 @@ class Table:
         effort = replace(effort, init=self.init or effort.init, eta=effort.eta if self.eta is None else self.eta)
         number, attacks = effort.at(self.number), self.attacks or effort.attacks.split(",")
         bench = Bench(effort, targets(effort, effort.exact if self.exact else effort.images, self.examples))
-        courses = {name: Course(name, self.rate) for name in self.names}
+        wanted = effort.methods.split(",") if effort.methods else list(self.names)
+        if unknown := sorted(set(wanted) - set(METHODS)):
+            raise ValueError(f"--methods has {', '.join(unknown)}; the paper's are {', '.join(METHODS)}.")
+        courses = {name: Course(name, self.rate) for name in self.names if name in ("FedAvg", *wanted)}
         found = bench.cells([(course, number) for course in courses.values()], attacks)
         cells = dict(zip(courses, found, strict=True))
         title = f"round {self.number} rate {self.rate:g} {effort.init} eta {effort.eta:g} batch {self.examples} "

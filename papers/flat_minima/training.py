@@ -49,6 +49,8 @@ class Effort:
     steps: int = 4800  # of IG and GI; iDLG has a quarter more evaluations
     rounds: int = SHORT  # every round of the paper is scaled by rounds / 200
     attacks: str = "idlg,gi,ig"  # of the tables
+    methods: str = ""  # only these of a table beside FedAvg, separated by commas; all if empty
+    restarts: int = 0  # of every attack; 0: as many as it usually has
     along: str = "ig"  # of the curves over rounds
     init: str = "uniform05"  # or torch
     eta: float = 0.2  # of FedASAM, as in its released code

@@ -88,7 +88,12 @@ BOTH = ("t", "noise")
 KNOWN: dict[str, Method] = {
     "dlg-dm": Method("dlg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
     "invg-dm": Method("invg-dm", lambda e: {**_on_pixels()(e), "restarts": e.starts}, BOTH, passes=_pixels),
-    "spectral-dm": Method("spectral-dm", lambda e: {"steps": e.baseline, "restarts": e.starts}, BOTH, passes=_pixels),
+    "spectral-dm": Method(
+        "spectral-dm",
+        lambda e: {"steps": e.baseline, "restarts": e.starts, "waves": e.waves},
+        BOTH,
+        passes=lambda e: _pixels(e) if e.waves == 1 else None,  # by image: "starts"
+    ),
     "gidm, phase 1": Method("gidm", _gidm(False, noise="given", t="given"), BOTH, True, _first),
     "gidm": Method("gidm", _gidm(noise="given", t="given"), BOTH, True, lambda effort: effort.budget),
     "second-order": Method("second-order", _second_order, BOTH),
@@ -172,6 +177,7 @@ class Bench:
             "granted": list(method.given),
             "attack": re.sub(r" at 0x[0-9a-f]+", "", repr(attack))[:400],
             "restarts": found.match.shape[1],
+            **({"starts": found.settings["starts"]} if "starts" in found.settings else {}),
             "evaluations": found.evaluations,
             "forward_equivalents": method.passes(effort),
             "seconds": found.seconds,

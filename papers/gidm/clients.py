@@ -51,6 +51,7 @@ class Effort:
     steps: int = 0  # iterations of the baselines; 0: as many forward-equivalents as GIDM takes
     restarts: int = 4  # where the noise is unknown
     starts: int = 1  # of the baselines where it is known; `forward_equivalents` are of one
+    waves: int = 1  # of `spectral-dm`: again on what is not solved, from twice as many starts each time
     rate: float = 0.1  # of all attacks' Adam; the paper's is 0.01
     decay: int = 1  # it falls to zero by half a cosine; 0, as in the paper: it stays
     methods: str = ""  # only these, separated by semicolons, since names have commas; all if empty
@@ -61,6 +62,7 @@ class Effort:
     work: str = "runs/gidm"  # trainings are kept here and used again
     pictures: str = ""  # a folder for sheets of images; none if empty
     precision: str = "strict"
+    training_precision: str = ""  # of the trainings; that of everything else if empty
     device: str = "auto"
 
     @property
@@ -74,8 +76,9 @@ class Effort:
     @property
     def training(self) -> Effort:
         """What a training depends on, and nothing else."""
-        names = ("rounds", "seed", "small", "data", "work", "precision", "device")
-        return Effort(**{name: getattr(self, name) for name in names})
+        names = ("rounds", "seed", "small", "data", "work", "device")
+        precision = self.training_precision or self.precision
+        return Effort(precision=precision, **{name: getattr(self, name) for name in names})
 
     def at(self, t: int) -> int:
         """The step that stands for step t of 1,000."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 import torch
-from torch import Tensor
 
 from gradleak import registry, tree
 from gradleak.analysis.identifiability import certify
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
+from gradleak.cascade import given_of, matches, part, taken, unsolved
 from gradleak.defence import overrides
 from gradleak.diffusion import Denoising
 from gradleak.engine import Engine, memory_of, unknowns_of
@@ -124,15 +124,15 @@ class SecondOrder:
         targets = as_targets(seen)
         orders = orders_of(knows, {target.num_examples for target in targets}, engine)
         one = self if len(orders) == 1 else replace(self, steps=min(self.steps, TRIAL))
-        best = one._cascade(task, targets, knows, seed, engine, orders[0], _part(progress, 0, len(orders)))
+        best = one._cascade(task, targets, knows, seed, engine, orders[0], part(progress, 0, len(orders)))
         walked = [orders[0]] * len(targets)
         for done, order in enumerate(orders[1:], start=1):
-            rows = _unsolved(best)
+            rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], _given(knows, rows, len(targets))
-                found = one._cascade(task, some, own, seed, engine, order, _part(progress, done, len(orders)))
-                lower = _matches(found) < _matches(best)[rows]
-                best = _taken(best, found, rows, lower)
+                some, own = [targets[row] for row in rows], given_of(knows, rows, len(targets))
+                found = one._cascade(task, some, own, seed, engine, order, part(progress, done, len(orders)))
+                lower = matches(found) < matches(best)[rows]
+                best = taken(best, found, rows, lower)
                 walked = [order if row in rows and lower[rows.index(row)] else held for row, held in enumerate(walked)]
         if progress is not None:
             progress(1.0)
@@ -158,13 +158,13 @@ class SecondOrder:
     ) -> Reconstruction:
         """One way after the other, each on the targets that none before has solved."""
         ways = self.ways(task, knows, targets, engine, order)
-        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=_part(progress, 0, len(ways)))
+        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, len(ways)))
         for done, way in enumerate(ways[1:], start=1):
-            rows = _unsolved(best)
+            rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], _given(knows, rows, len(targets))
-                found = way.run(task, some, own, seed, engine=engine, progress=_part(progress, done, len(ways)))
-                best = _taken(best, found, rows, _matches(found) < SOLVED)
+                some, own = [targets[row] for row in rows], given_of(knows, rows, len(targets))
+                found = way.run(task, some, own, seed, engine=engine, progress=part(progress, done, len(ways)))
+                best = taken(best, found, rows, matches(found) < SOLVED)
         if progress is not None:
             progress(1.0)
         return best
@@ -299,70 +299,3 @@ def orders_of(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order 
     walks = product(permutations(range(examples)), repeat=epochs)
     rows = lambda walk: torch.tensor(walk, device=engine.where).split(size)  # noqa: E731
     return [[part for walk in each for part in rows(walk)][:steps] for each in walks]
-
-
-def _matches(found: Reconstruction) -> Tensor:
-    """(targets,): the match of the chosen restart; infinite where it is no number."""
-    return found.match[torch.arange(len(found.chosen)), found.chosen].nan_to_num(torch.inf)
-
-
-def _unsolved(found: Reconstruction) -> list[int]:
-    return torch.nonzero(_matches(found) >= SOLVED).flatten().tolist()
-
-
-def _part(progress: Progress | None, done: int, parts: int) -> Progress | None:
-    """Progress within one of several equal parts."""
-    return None if progress is None else lambda share: progress((done + share) / parts)
-
-
-def _taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
-    """The later result at those of its targets (`rows` of the earlier one) where it `wins`."""
-    own = torch.arange(len(rows))
-    into, take = torch.tensor(rows)[wins], own[wins]
-    if not len(take):
-        return replace(best, seconds=best.seconds + found.seconds, evaluations=best.evaluations + found.evaluations)
-    ranked = found.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
-
-    def put(held: Tensor, new: Tensor) -> Tensor:
-        held = held.clone()
-        held[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
-        return held
-
-    def curve(held: Tensor, new: Tensor) -> Tensor:
-        """(points, targets, restarts): the longer curve sets the length, the other stays where it ended."""
-        points = max(len(held), len(new))
-        held, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (held, new))
-        return put(held.movedim(0, 2), new.movedim(0, 2)).movedim(2, 0)  # (targets, restarts, points) on the way
-
-    steps = max(best.trace["step"], found.trace["step"], key=len)
-    candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}
-    chosen = best.chosen.clone()
-    chosen[into] = 0
-    batch = {name: value.clone() for name, value in best.batch.items()}
-    for name, value in batch.items():
-        value[into] = candidates[name][into, 0]
-    return replace(
-        best,
-        batch=batch,
-        snapshots={
-            name: value.index_copy(0, into, found.snapshots[name][take]) for name, value in best.snapshots.items()
-        },
-        candidates=candidates,
-        objective=put(best.objective, found.objective),
-        match=put(best.match, found.match),
-        noise=None if best.noise is None or found.noise is None else put(best.noise, found.noise),
-        chosen=chosen,
-        diverged=put(best.diverged, found.diverged),
-        trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},
-        seconds=best.seconds + found.seconds,
-        evaluations=best.evaluations + found.evaluations,
-    )
-
-
-def _given(knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
-    """The same knowledge about some of the targets: fields given per target are picked, one given for all stays."""
-
-    def own(value: Tensor) -> Tensor:
-        return value[list(rows)] if targets > 1 and value.dim() > 1 and value.shape[0] == targets else value
-
-    return replace(knows, given={name: own(value) for name, value in knows.given.items()})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradleak.attack import Attack, Composed, Stage
 from gradleak.attacks.gidm import Plan
+from gradleak.cascade import Waves
 from gradleak.draws import Draws
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
@@ -109,18 +110,23 @@ def spectral_dm(
     chroma: float = 0.6,
     t: str = "given",
     restarts: int = 2,
+    waves: int = 1,
+    solved: float = 1e-5,
 ) -> Attack:
     """`spectral` on a denoiser, at the client's noise (Knowledge.given) and step: t="given", or "analytic", read off.
 
     Beside `invg-dm`, whose objective it has without total variation: Adam on pixels is slow in the coarse
     coefficients where little noise is known to start from. The settings were chosen on a thin U-Net and four images
     that are in no table.
+
+    waves, solved   search again, from twice as many starts each time, where no match is below `solved` (`Waves`)
     """
     if t not in ("given", "analytic"):
         raise ValueError(f"t cannot be {t!r}: spectral-dm has the step 'given', or reads it: 'analytic'.")
     plan = Plan("given", t)
     stage = _stage(steps, history, start, power, chroma, plan)
-    return Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
+    once = Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
+    return once if waves == 1 else Waves(once, waves, solved)
 
 
 def _stage(steps: int, history: int, start: float, power: float, chroma: float, plan: Plan | None = None) -> Stage:
