@@ -373,16 +373,23 @@ def lines_of_tables(held: dict[str, Any]) -> Iterator[str]:
 
 
 def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
-    for words, row in (
-        ("none, uniform, 8", "no pool, uniform, B 8"),
-        ("none, repeated pattern, 8", "no pool, mosaic-8, B 8"),
-        ("none, red, 8", "no pool, red, B 8"),
-        ("max 2, uniform, 8", "max 2, uniform, B 8"),
-        ("average 2, uniform, 8", "avg 2, uniform, B 8"),
-        ("average 2, repeated pattern, 8", "avg 2, mosaic-8, B 8"),
-        ("none, uniform, 1", "no pool, uniform, B 1"),
+    for words, row, file in (
+        ("none, uniform, 8", "no pool, uniform, B 8", "cpu-small-ablation"),
+        ("none, repeated pattern, 8", "no pool, mosaic-8, B 8", "cpu-small-ablation"),
+        ("none, red, 8", "no pool, red, B 8", "cpu-small-ablation"),
+        ("max 2, uniform, 8", "max 2, uniform, B 8", "cpu-small-ablation"),
+        ("average 2, uniform, 8", "avg 2, uniform, B 8", "cpu-small-ablation"),
+        ("average 2, repeated pattern, 8", "avg 2, mosaic-8, B 8", "cpu-small-ablation"),
+        ("none, uniform, 1", "no pool, uniform, B 1", "cpu-small-ablation"),
+        ("none, uniform", "no pool, uniform, B 8", "h200-ablation-none"),
+        ("max 2, uniform", "max 2, uniform, B 8", "h200-ablation-max-2"),
+        ("max 2, repeated pattern", "max 2, mosaic-8, B 8", "h200-ablation-max-2"),
+        ("max 2, red", "max 2, red, B 8", "h200-ablation-max-2"),
+        ("average 2, uniform", "avg 2, uniform, B 8", "h200-ablation-avg-2"),
+        ("average 2, repeated pattern", "avg 2, mosaic-8, B 8", "h200-ablation-avg-2"),
+        ("average 2, red", "avg 2, red, B 8", "h200-ablation-avg-2"),
     ):
-        figures = held["cpu-small-ablation"]["figures"][f"ablation {row}"]
+        figures = held[file]["figures"][f"ablation {row}"]
         told = [
             " / ".join(
                 short(figures["cells"][f"{kind}, {norm}"]["s004_compat"]["oracle_ssim"]["mean"], 2)
@@ -393,8 +400,68 @@ def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
         yield f"| {words} | {' | '.join(told)} | {short(figures['correlation_of_ssim_and_psnr'], 2)} |"
 
 
+def lines_of_cohorts_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
+    for file, row in (("h200-clients", "clients cifar10"), ("h200-clients-fmnist", "clients fashion-mnist")):
+        for size in ("1", "2", "4", "8"):
+            cell = held[file]["figures"][row]["cells"][size]
+            plain, ratio = cell["sum (secure aggregation)"], cell["ratio (SecAdam)"]
+            masked = cell["masked sum (what SecAdam's server holds)"]
+            betrayed = cell.get("one traitor (first moments of the others)")
+            yield (
+                f"| {size} | {pair(plain['idlg'])}; {pair(plain['sign-matching'])} "
+                f"| {pair(ratio['sign-matching'])}; {pair(ratio['idlg, A0'])} | {pair(masked['idlg'])} "
+                f"|{'' if betrayed is None else ' ' + pair(betrayed['idlg'])} | {pair(cell['mid-grey'])} |"
+            )
+    inverted = held["h200-state"]["figures"]["state cifar10, inverted"]["cells"]
+    told = [pair(inverted[view]) for view in ("exact gradient", "tracked", "r m", "ratio", "mid-grey")]
+    yield (
+        f"the exact gradient {told[0]}, tracked {told[1]}, r m {told[2]}, the ratio {told[3]}, mid-grey {told[4]}, "
+        f"unrelated {pair(inverted['exact gradient']['unrelated'])}"
+    )
+
+
+def lines_of_tables_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
+    own = ("oracle_psnr", "oracle_ssim")
+    lenet, cnn = (
+        held["h200-inversion"]["figures"][f"inversion FMNIST, {model}"]["cells"] for model in ("lenet", "cnn")
+    )
+    colour = [
+        held[f"h200-inversion-{name.lower().replace('-', '')}"]["figures"][f"inversion {name}, convnext"]["cells"]
+        for name in ("CIFAR-10", "CIFAR-100", "SVHN")
+    ]
+    found = held["h200-gradients"]["figures"]
+    uniform, of_class = (found[f"gradients FMNIST, cnn{start}"]["cells"] for start in ("", ", from class images"))
+    for name in ("FedAVG", "SecAdam", "DP-FedAVG", "DP-SecAdam"):
+        first, second = lenet[name], cnn[name]
+        printed = f"{first['paper']['psnr']:.1f} / {short(first['paper']['ssim'])}"
+        yield (
+            f"| {name} | {pair(first['s004_compat'], *own)} | {printed} | {pair(second['s004_compat'], *own)} "
+            f"| {pair(first)} | {pair(second)} |"
+        )
+        parts = [
+            f"{pair(cells[name]['s004_compat'], *own).replace(' /', '')} / {cells[name]['paper']['psnr']:.1f} "
+            f"{short(cells[name]['paper']['ssim'])}; {pair(cells[name]).replace(' /', '')}"
+            for cells in colour
+        ]
+        yield f"| {name} | {' | '.join(parts)} |"
+        for attack in ("iDLG", "CPL"):
+            cells = [held_[f"{attack}, {name}"] for held_ in (uniform, of_class)]
+            ours = " | ".join(pair(cell["s004_compat"], *own) for cell in cells)
+            printed = f"{cells[0]['paper']['psnr']:.1f} / {short(cells[0]['paper']['ssim'])}"
+            yield f"| {attack}, {name} | {ours} | {printed} |"
+
+
 @pytest.mark.parametrize(
-    "lines", [lines_of_labels, lines_of_clients, lines_of_state, lines_of_tables, lines_of_the_ablation]
+    "lines",
+    [
+        lines_of_labels,
+        lines_of_clients,
+        lines_of_state,
+        lines_of_tables,
+        lines_of_the_ablation,
+        lines_of_cohorts_on_a_gpu,
+        lines_of_tables_on_a_gpu,
+    ],
 )
 def test_figures_of_the_readme_are_those_that_are_stored(lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
     text = said().replace("**", "")
