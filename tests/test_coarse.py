@@ -22,6 +22,7 @@ from gradleak.observation import Knowledge, Track
 from gradleak.parts.coarse import (
     FINE,
     Coarse,
+    Gathered,
     Held,
     Interval,
     Onwards,
@@ -154,6 +155,55 @@ def test_adam_over_an_interval_is_close_to_all_of_its_steps(rule: Adam) -> None:
         else:
             assert apart < 0.05
             assert apart < 0.5 * away
+
+
+def test_gathered_batches_make_one_step_with_their_mean_and_variance() -> None:
+    """Five examples in batches of two, two and one; each of their gradients counts by its examples."""
+    rule, weights, steps = Adam(), random_tree("weights"), Interval((1.0, 0.5, 0.25), 0)
+    gathered = Gathered(Held(rule, (steps, steps)), (2, 2, 1))
+    state, own = gathered.init(weights), rule.init(weights)
+    for interval in range(2):
+        seen = [random_tree("gradient", 3 * interval + number) for number in range(3)]
+        for g in seen[:2]:
+            still, state = gathered.step(weights, g, state, 0.1)
+            assert largest_difference(still, tree.zeros_like(weights)) == 0
+        moved, state = gathered.step(weights, seen[2], state, 0.1)
+        mean = tree.map(lambda a, b, c: (2 * a + 2 * b + c) / 5, *seen)
+        spread = tree.map(
+            lambda a, b, c, m: (2 * (a - m) ** 2 + 2 * (b - m) ** 2 + (c - m) ** 2) / 5,
+            *seen,
+            mean,
+        )
+        wanted, own = over(rule, weights, mean, None, {**own, "spread": spread}, 0.1, steps)
+        assert largest_difference(moved, wanted) < 1e-14
+        assert "spread" not in own
+    assert largest_difference({name: state["rule"][name] for name in own}, own) < 1e-14
+
+
+def test_adam_sees_the_second_moments_of_batches() -> None:
+    """As after many steps whose gradients are drawn from the batches: E g^2, not (E g)^2."""
+    rule, mean, spread = Adam(), random_tree("gradient"), tree.map(torch.square, random_tree("spread"))
+    weights, steps = random_tree("weights"), Interval((1.0,) * 30, 0)
+    state = rule.init(weights)
+    moved, after = over(rule, weights, mean, None, {**state, "spread": spread}, 0.1, steps)
+    square = tree.map(lambda g, s: g * g + s, mean, spread)
+    assert largest_difference(after["second"], tree.scale(square, 1 - 0.999**30)) < 1e-14
+    assert largest_difference(moved, tree.map(lambda g, q: 0.1 * 30 * g / (q.sqrt() + 1e-8), mean, square)) < 1e-12
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_only_rules_that_see_the_spread_are_shown_batches(name: str) -> None:
+    small = LocalTraining(lr=0.1, epochs=4, batch_size=2, optimiser=RULES[name])
+    recipe, whole = coarsened(small, 5, 3), coarsened(replace(small, batch_size=5), 5, 3)
+    assert isinstance(whole.optimiser, Held)
+    assert whole.order(5) == [None] * 3
+    if isinstance(RULES[name], Adam):
+        assert isinstance(recipe.optimiser, Gathered)
+        assert recipe.optimiser.sizes == (2, 2, 1)
+        assert [len(range(5)[rows]) for rows in recipe.order(5)] == [2, 2, 1] * 3  # type: ignore[index]
+    else:
+        assert isinstance(recipe.optimiser, Held)
+        assert recipe.order(5) == [None] * 3
 
 
 def test_a_schedule_that_ends_at_zero_moves_nothing() -> None:
@@ -395,6 +445,9 @@ def test_chunks_are_sized_by_the_graphs_that_are_held() -> None:
     assert Coarse(5).footprint(known) == Coarse(5).footprint(unknown) == Footprint(5, 5)
     assert Coarse(20).footprint(known) == Footprint(12, 12)  # the client makes no more
     assert Coarse(5, recompute=True).footprint(known) == Footprint(1, 5)
+    adam = observed(EPOCHS, training=replace(EPOCHS, optimiser=Adam()))[0]
+    assert Coarse(5).footprint(adam) == Footprint(5, 15)  # gradients of three batches of one example
+    assert Coarse(5, recompute=True).footprint(adam) == Footprint(1 / 3, 15)
 
 
 def test_rounds_have_totals_of_their_own() -> None:
@@ -540,6 +593,7 @@ def attacked(attack: gl.Attack, training: LocalTraining, known: LocalTraining | 
 
 PLAIN = LocalTraining(lr=0.05, epochs=20, batch_size=5)
 SWIFT = LocalTraining(lr=0.005, epochs=20, batch_size=5, optimiser=SGD(momentum=0.9))
+ADAM = LocalTraining(lr=0.001, epochs=8, batch_size=2, optimiser=Adam())
 SEARCH = {"steps": 300, "lr": 0.3, "tv": 0.03}
 
 
@@ -571,6 +625,13 @@ def test_momentum_that_is_known_explains_more() -> None:
     known = at_the_truth(SWIFT, SWIFT, Coarse(10), {})
     for other in (replace(SWIFT, optimiser=SGD()), replace(SWIFT, optimiser=SGD(), lr=0.05)):  # 0.005 / (1 - 0.9)
         assert (known < 0.5 * at_the_truth(SWIFT, other, Coarse(10), {})).all()
+
+
+def test_an_adam_client_is_explained_by_batches_and_not_by_all_examples_at_once() -> None:
+    """Its denominator is mostly the spread of small batches, which a gradient of all examples does not have."""
+    known = at_the_truth(ADAM, ADAM, Coarse(10), {})
+    whole = replace(ADAM, batch_size=None, epochs=None, steps=len(ADAM.order(10)))
+    assert (known < 0.6 * at_the_truth(ADAM, whole, Coarse(10), {})).all()
 
 
 # Single clients differ by 2 dB either way, by where the search began: three of them decide nothing, six do.

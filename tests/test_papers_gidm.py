@@ -121,7 +121,7 @@ def test_a_known_row_compares_methods_and_a_training_is_found_again(
 def test_an_unknown_row_stands_beside_the_prior_alone(paper: ModuleType, effort: Any) -> None:
     own = replace(effort, methods="dlg-dm")
     row = paper.rows()["unknown, cifar10 32, r0, t 10"].measure(own)
-    assert row["cells"].keys() == {"dlg-dm", "prior only", "x_t itself"}
+    assert row["cells"].keys() == {"dlg-dm", "prior only", "mid-grey", "x_t itself"}
     assert row["cells"]["dlg-dm"]["granted"] == []
     assert row["cells"]["dlg-dm"]["t"]["right"] == 1
     assert abs(row["cells"]["dlg-dm"]["noise_cosine"]) < 0.9

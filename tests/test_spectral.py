@@ -76,6 +76,7 @@ def test_of_a_denoiser_it_finds_more_than_adam_on_pixels_in_as_many_evaluations(
         )
 
     theirs = psnr("invg-dm", "t", "noise", lr=0.1, decay=True)
+    assert psnr("spectral-dm", "t", "noise", noise="unknown", restarts=1) > theirs + 3  # what is given is used
     assert psnr("spectral-dm", "t", "noise", t="given", restarts=1) > theirs + 3
     assert psnr("spectral-dm", "noise", t="analytic", restarts=1) > theirs + 3
 
@@ -92,3 +93,17 @@ def test_what_is_no_image_has_no_cosine_coefficients() -> None:
 def test_other_ways_to_the_step_are_refused() -> None:
     with pytest.raises(ValueError, match=r"t cannot be 'soft': spectral-dm has the step 'given', or reads it"):
         gl.attacks.get("spectral-dm", t="soft")
+    with pytest.raises(ValueError, match=r"noise cannot be 'random': spectral-dm has it 'given', or searches for it"):
+        gl.attacks.get("spectral-dm", noise="random")
+
+
+def test_of_a_denoiser_image_and_noise_are_found_where_nothing_is_given(double: gl.Engine) -> None:
+    task, batch = toy(), drawn(1)
+    seen = gl.observe(task, batch, GRADIENT)
+    attack = gl.attacks.get("spectral-dm", noise="unknown", t="analytic", steps=250, restarts=1, waves=3, solved=1e-6)
+    found = attack.run(task, seen, gl.Knowledge(training=GRADIENT), engine=double)
+    truth = {name: value[None] for name, value in batch.items()}
+    assert found.batch["t"][0].tolist() == batch["t"].tolist()
+    assert float(gl.metrics.compare(found, truth).psnr) > 40
+    noise = (found.batch["noise"][0].flatten(), batch["noise"].flatten().double())
+    assert float(torch.cosine_similarity(*noise, dim=0)) > 0.99

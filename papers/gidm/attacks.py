@@ -104,6 +104,10 @@ UNKNOWN: dict[str, Method] = {
         "dlg-dm",
         lambda e: {**_on_pixels(noise="unknown", t="analytic", param="xt_q")(e), "restarts": e.restarts},
     ),
+    "spectral-dm": Method(
+        "spectral-dm",
+        lambda e: {"noise": "unknown", "t": "analytic", "steps": e.baseline, "restarts": e.starts, "waves": e.waves},
+    ),
     "dlg-dm, blind": Method("dlg-dm", _on_pixels(noise="random", t="random")),
     "gidm": Method("gidm", _gidm(noise="unknown", t="analytic"), prior=True),
     "gidm, x_t and residual": Method("gidm", _gidm(noise="unknown", t="analytic", param="xt_q"), prior=True),
@@ -194,10 +198,11 @@ class Bench:
         self.pictures[label] = task.fields["x"].unit(images[:SHOWN, 0]).clamp(0, 1)
 
     def controls(self) -> None:
-        """A random sample of the prior; x_t, which no server sees either."""
+        """A random sample of the prior; plain grey, often nearer than that; x_t, which no server sees either."""
         count, examples = self.truth["x"].shape[:2]
         sampled = self.setting.sampled(self.effort, count * examples)
         self.control("prior only", sampled.reshape(self.truth["x"].shape))
+        self.control("mid-grey", torch.zeros_like(self.truth["x"]))
         self.control("x_t itself", self.setting.noised(self.effort, self.truth))
 
     # --- what the cells say -----------------------------------------------------------------------------------------

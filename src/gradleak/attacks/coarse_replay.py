@@ -36,7 +36,9 @@ def coarse_replay(
     what momentum, weight decay, a schedule or Adam make of it; Adam, box and rates of `sme`, and half of its total
     variation (by trial, on a client that is in no table). With the client's recipe in Knowledge(training=...) nothing
     else is learned; without it the total way is, at the rate `total_lr` of its logarithm, as of a plain SGD. The order
-    of the client's batches is not needed. A step costs K gradients.
+    of the client's batches is not needed. A step costs K gradients. Of an Adam client they are taken in batches of its
+    size, whose spread is most of Adam's denominator (`parts.coarse.Gathered`): as many examples, more passes over the
+    weights.
 
     path, early     the share `early` of the steps goes to coarser replays, as many steps for each, of these K; every
                     stage starts from the last, and the rates fall over the whole run. It saves time; too coarse or

@@ -14,11 +14,12 @@ from gradleak.cascade import Waves
 from gradleak.draws import Draws
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
-from gradleak.parts.matches import Cosine
+from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
+from gradleak.parts.residual import image_and_noise
 from gradleak.parts.steps import SettledSteps
 from gradleak.registry import named
-from gradleak.scene import Now, Scene, resumed
+from gradleak.scene import Match, Now, Scene, Space, resumed
 from gradleak.task import Batch, TaskError
 from gradleak.tree import Tree
 
@@ -79,6 +80,34 @@ def cosines(places: Tensor) -> Tensor:
     return torch.where(places[:, None] == 0, math.sqrt(1 / count), waves)
 
 
+@dataclass(frozen=True)
+class SpectralResidual:
+    """Of a denoiser: the noised image x_t by its coefficients and the residual q, decoded to image and noise.
+
+    As `NoisedResidual`, for a search by curvature. q starts as N(0, I): what is left to an untrained network. Where the
+    threat model gives the noise there is no q, and the coefficients are the image's own.
+    """
+
+    image: Spectral = Spectral()
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        unknowns = self.image.variables(scene, draws.child(1 << 8), before)
+        if "noise" in scene.fields:
+            return unknowns
+        q = draws.child(1 << 9).normal(tuple(unknowns["z"].shape), dtype=unknowns["z"].dtype)
+        return {**unknowns, **resumed({"q": q}, before)}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        shown = self.image.decode(v, scene, now)
+        return image_and_noise(shown["x"], v["q"], scene.fields["t"], scene) if "q" in v else shown
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
 @named("spectral", kind="attack", paper="gradleak's own")
 def spectral(
     *,
@@ -96,7 +125,10 @@ def spectral(
     classifiers it has been run on toys only; `spectral-dm` has been measured (papers/gidm).
     """
     return Composed(
-        "spectral", (_stage(steps, history, start, power, chroma),), Labels(label_rule(labels)), restarts=restarts
+        "spectral",
+        (_stage(Spectral(start, power, chroma), Cosine(), steps, history),),
+        Labels(label_rule(labels)),
+        restarts=restarts,
     )
 
 
@@ -108,28 +140,36 @@ def spectral_dm(
     start: float = 0.1,
     power: float = 0.5,
     chroma: float = 0.6,
+    noise: str = "given",
     t: str = "given",
     restarts: int = 2,
     waves: int = 1,
     solved: float = 1e-5,
 ) -> Attack:
-    """`spectral` on a denoiser, at the client's noise (Knowledge.given) and step: t="given", or "analytic", read off.
+    """`spectral` on a denoiser, at a step that is given or read off (t="analytic"); the noise given, or unknown.
 
-    Beside `invg-dm`, whose objective it has without total variation: Adam on pixels is slow in the coarse
-    coefficients where little noise is known to start from. The settings were chosen on a thin U-Net and four images
-    that are in no table.
+    noise="given" (Knowledge.given): the objective of `invg-dm` without total variation. Adam on pixels is slow in the
+    coarse coefficients where little noise is known to start from. The settings were chosen on a thin U-Net and four
+    images that are in no table.
+
+    noise="unknown": min over x_t and q of ||J(x_t)^T q - observed||^2 / ||observed||^2, x_t by coefficients, q the
+    residual output - target in pixels (`SpectralResidual`). A network has far more weights than an image has pixels, so
+    that the gradient determines both, and with them image AND noise. A start either arrives or is stuck: use waves.
 
     waves, solved   search again, from twice as many starts each time, where no match is below `solved` (`Waves`)
     """
     if t not in ("given", "analytic"):
         raise ValueError(f"t cannot be {t!r}: spectral-dm has the step 'given', or reads it: 'analytic'.")
-    plan = Plan("given", t)
-    stage = _stage(steps, history, start, power, chroma, plan)
+    if noise not in ("given", "unknown"):
+        raise ValueError(f"noise cannot be {noise!r}: spectral-dm has it 'given', or searches for it: 'unknown'.")
+    plan, image = Plan(noise, t), Spectral(start, power, chroma)
+    free = noise == "unknown"
+    space: Space = SpectralResidual(image) if free else plan.space(image, SettledSteps())
+    # The size of the gradient says how large q is: the direction alone leaves that free.
+    stage = _stage(space, Relative(whole=True) if free else Cosine(), steps, history)
     once = Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
     return once if waves == 1 else Waves(once, waves, solved)
 
 
-def _stage(steps: int, history: int, start: float, power: float, chroma: float, plan: Plan | None = None) -> Stage:
-    image = Spectral(start, power, chroma)
-    space = image if plan is None else plan.space(image, SettledSteps())
-    return Stage(space, Replay(), Cosine(), (), LBFGS(steps=steps, history=history))
+def _stage(space: Space, match: Match, steps: int, history: int) -> Stage:
+    return Stage(space, Replay(), match, (), LBFGS(steps=steps, history=history))

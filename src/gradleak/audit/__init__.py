@@ -395,8 +395,9 @@ DEFAULT_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the 
 DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 32 there; a minute on two cores
 
 
-DEFAULT_OF_DENOISERS = tuple(
-    f"dlg-dm:noise=unknown,t=analytic,param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q")
+DEFAULT_OF_DENOISERS = (
+    *(f"dlg-dm:noise=unknown,t=analytic,param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q")),
+    "spectral-dm:noise=unknown,t=analytic,steps=800,restarts=4",
 )  # granted fields are used, not searched for
 
 

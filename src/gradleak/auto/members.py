@@ -173,6 +173,11 @@ MEMBERS: tuple[Member, ...] = (
         ),
         label="dlg-dm, noised image and residual",
     ),
+    Member(
+        "spectral-dm",
+        lambda case: case.denoiser,
+        _of(*({"steps": n, "noise": "unknown", "t": "analytic", "restarts": 4} for n in (300, 800, 1500))),
+    ),
     Member("gidm", lambda case: case.sampler, _of(None, {"steps": 500, "fine_steps": 500}, {})),
     # Whatever was found last, to the last digit. An unfollowed client would only be fitted with its errors.
     Member(

@@ -9,6 +9,10 @@ For plain SGD that is v_k - (lr T / K) g(v_k; x). The order of the batches does 
 nothing is free: what matches, matches by the images. K = 1 is the gradient at w0 (`surrogates.Sent`); K = T is the
 client itself (`predictions.Replay`) where it trains on full batches.
 
+A rule that divides by the size of its gradients, Adam, also sees how far those of single batches lie apart: with small
+batches that is most of its denominator. `Gathered` takes the K gradients in batches of the client's size. It also makes
+the match smoother: without, the step is close to the sign of a gradient, and its slope turns within a small move.
+
 Where the recipe is not known one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
 the client's learning rates, taken for a plain SGD. It belongs to the space `Total`, whose start is a small search, and
 is carried from stage to stage.
@@ -89,6 +93,53 @@ class Held:
         return decrease, {**own, **kept, "interval": number + 1}
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """A coarse rule that is shown the examples batch by batch (a `Rule` itself), all of them at the same weights.
+
+    The last batch makes the step, with the mean gradient and, in the rule's state as `spread`, the variance of the
+    batches' gradients about it, entry by entry. Which examples share a batch is not known; the variance depends little
+    on it.
+
+    sizes   examples in each batch
+    """
+
+    rule: Held
+    sizes: tuple[int, ...]
+
+    def init(self, weights: Params) -> Tree:
+        return {"rule": self.rule.init(weights), "batch": 0}
+
+    def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
+        # One by one, as Welford does: a mean square less the square of the mean would lose its sign to rounding.
+        number: int = state["batch"]
+        share = self.sizes[number] / sum(self.sizes[: number + 1])
+        mean, spread = gradient, None
+        if number:
+            apart = tree.subtract(gradient, state["mean"])
+            mean = tree.add(state["mean"], apart, share)
+            spread = tree.map(lambda d: share * (1 - share) * d * d, apart)
+            if "spread" in state:
+                spread = tree.add(spread, state["spread"], 1 - share)
+        if number + 1 < len(self.sizes):
+            kept = {} if spread is None else {"spread": spread}
+            return tree.zeros_like(weights), {"rule": state["rule"], "batch": number + 1, "mean": mean, **kept}
+        own = state["rule"] if spread is None else {**state["rule"], "spread": spread}
+        decrease, own = self.rule.step(weights, mean, own, lr)
+        return decrease, {"rule": own, "batch": 0}
+
+
+@singledispatch
+def sees_spread(rule: Any) -> bool:
+    """Whether `over` makes use of a `spread` in the state of the rule. Register the rules of your own."""
+    return False
+
+
+@sees_spread.register
+def _adam_sees(rule: Adam) -> bool:
+    return True
+
+
 @singledispatch
 def over(
     rule: Any,
@@ -148,6 +199,9 @@ def _adam(
 ) -> tuple[Params, Tree]:
     """Both moments after the steps, and the sum of their bias-corrected first ones, are exact for a held gradient.
 
+    With a `spread` in the state the second moment is of the gradients of single batches: E g^2 = (E g)^2 + spread. The
+    first one averages over several, and is taken for that of their mean.
+
     Approximated: the steps share one denominator, from the mean of their bias-corrected second moments; an extrapolated
     gradient counts by its mean; weight decay sees the weights that the interval began with.
     """
@@ -156,16 +210,19 @@ def _adam(
         gradient = tree.add(gradient, weights, rule.weight_decay)
     (b1, b2), count = rule.betas, len(steps)
     old, new, old_square, new_square = _adam_factors(rule.betas, steps)
+    square = tree.multiply(gradient, gradient)
+    if "spread" in state:
+        square = tree.add(square, state["spread"])
 
-    def move(m: Tensor, v: Tensor, g: Tensor) -> Tensor:
-        return lr * (old * m + new * g) / (tree.safe_sqrt(old_square * v + new_square * g * g) + rule.eps)
+    def move(m: Tensor, v: Tensor, g: Tensor, gg: Tensor) -> Tensor:
+        return lr * (old * m + new * g) / (tree.safe_sqrt(old_square * v + new_square * gg) + rule.eps)
 
-    decrease = tree.map(move, state["first"], state["second"], gradient)
+    decrease = tree.map(move, state["first"], state["second"], gradient, square)
     if rule.weight_decay and rule.decoupled:
         decrease = tree.add(decrease, weights, lr * sum(steps.factors) * rule.weight_decay)
     return decrease, {
         "first": tree.map(lambda m, g: b1**count * m + (1 - b1**count) * g, state["first"], gradient),
-        "second": tree.map(lambda v, g: b2**count * v + (1 - b2**count) * g * g, state["second"], gradient),
+        "second": tree.map(lambda v, gg: b2**count * v + (1 - b2**count) * gg, state["second"], square),
         "count": state["count"] + count,
     }
 
@@ -219,7 +276,10 @@ def _combined(factors: Sequence[Any], terms: Sequence[Params | None]) -> Params:
 
 
 def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: bool = False) -> LocalTraining:
-    """The recipe in so many coarse steps on all examples, none shorter than one of the client's."""
+    """The recipe in so many coarse steps on all examples, none shorter than one of the client's.
+
+    Where the rule sees the spread of batches, each coarse step is as many steps of the result as an epoch has batches.
+    """
     fine = len(training.order(examples))
     steps = min(steps, fine)
     cuts = [number * fine // steps for number in range(steps + 1)]
@@ -227,7 +287,18 @@ def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: b
         Interval(tuple(training.schedule(step, fine) for step in range(begin, end)), begin)
         for begin, end in zip(cuts, cuts[1:])
     )
-    return LocalTraining(lr=training.lr, steps=steps, optimiser=Held(training.optimiser, plan, extrapolate))
+    held, sizes = Held(training.optimiser, plan, extrapolate), batches(training, examples)
+    if len(sizes) == 1:
+        return LocalTraining(lr=training.lr, steps=steps, optimiser=held)
+    return LocalTraining(lr=training.lr, steps=steps * len(sizes), batch_size=sizes[0], optimiser=Gathered(held, sizes))
+
+
+def batches(training: LocalTraining, examples: int) -> tuple[int, ...]:
+    """The sizes of the batches in which a coarse step takes the examples: one, or the client's where its rule cares."""
+    size = examples
+    if sees_spread(training.optimiser):
+        size = min(training.batch_size or examples, examples)
+    return tuple(min(size, examples - start) for start in range(0, examples, size))
 
 
 # --- the prediction, and its unknown ----------------------------------------------------------------------------------
@@ -260,8 +331,9 @@ class Coarse:
     def footprint(self, scene: Scene) -> Footprint:
         known = self.training or scene.knows.training
         steps = self.steps if known is None else min(self.steps, len(known.order(scene.num_examples)))
+        parts = 1 if known is None else len(batches(known, scene.num_examples))
         # Recomputed: one graph at a time, and the points of the path, each with its adjoint.
-        return Footprint(passes=1 if self.recompute else steps, gradients=steps)
+        return Footprint(passes=1 / parts if self.recompute else steps, gradients=steps * parts)
 
     def target(self, scene: Scene) -> Params:
         return Replay().target(scene)
