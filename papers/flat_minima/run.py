@@ -100,6 +100,8 @@ class Table:
         wanted = effort.methods.split(",") if effort.methods else list(self.names)
         if unknown := sorted(set(wanted) - set(METHODS)):
             raise ValueError(f"--methods has {', '.join(unknown)}; the paper's are {', '.join(METHODS)}.")
+        if not set(wanted) & set(self.names):
+            raise ValueError(f"--methods has {', '.join(wanted)}; this table is of {', '.join(self.names)}.")
         courses = {name: Course(name, self.rate) for name in self.names if name in ("FedAvg", *wanted)}
         found = bench.cells([(course, number) for course in courses.values()], attacks)
         cells = dict(zip(courses, found, strict=True))

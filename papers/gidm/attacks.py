@@ -106,7 +106,7 @@ UNKNOWN: dict[str, Method] = {
     ),
     "spectral-dm": Method(
         "spectral-dm",
-        lambda e: {"noise": "unknown", "t": "analytic", "steps": e.baseline, "restarts": e.starts, "waves": e.waves},
+        lambda e: {"noise": "unknown", "t": "analytic", "steps": e.baseline, "restarts": e.restarts, "waves": e.waves},
     ),
     "dlg-dm, blind": Method("dlg-dm", _on_pixels(noise="random", t="random")),
     "gidm": Method("gidm", _gidm(noise="unknown", t="analytic"), prior=True),
@@ -147,6 +147,9 @@ class Bench:
     def run(self, methods: Mapping[str, Method]) -> None:
         """Every method that is asked for; what cannot be run says why."""
         wanted = [name.strip() for name in self.effort.methods.split(";") if name.strip()]
+        known = {**KNOWN, **UNKNOWN, **MODES}
+        if unknown := [name for name in wanted if name not in known]:
+            raise ValueError(f"--methods has {'; '.join(unknown)}; there are {'; '.join(known)}.")
         chosen = {label: each for label, each in methods.items() if not wanted or label in wanted}
         seen = self.setting.observed(self.effort, self.victim, self.truth) if chosen else []
         for label, method in chosen.items():
@@ -178,6 +181,7 @@ class Bench:
             **scored(scores),
             **drawn(found.batch, self.truth, scores.assignment),
             "match": summary(match.nan_to_num(torch.inf).clamp_max(1e30)),
+            "match_of_each": match.nan_to_num(torch.inf).clamp_max(1e30).tolist(),
             "granted": list(method.given),
             "attack": re.sub(r" at 0x[0-9a-f]+", "", repr(attack))[:400],
             "restarts": found.match.shape[1],

@@ -50,7 +50,7 @@ class Effort:
     sampler: int = 16  # DDIM steps
     steps: int = 0  # iterations of the baselines; 0: as many forward-equivalents as GIDM takes
     restarts: int = 4  # where the noise is unknown
-    starts: int = 1  # of the baselines where it is known; `forward_equivalents` are of one
+    starts: int = 1  # of attacks on pixels where it is known; `forward_equivalents` are of one
     waves: int = 1  # of `spectral-dm`: again on what is not solved, from twice as many starts each time
     rate: float = 0.1  # of all attacks' Adam; the paper's is 0.01
     decay: int = 1  # it falls to zero by half a cosine; 0, as in the paper: it stays

@@ -272,12 +272,10 @@ def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: 
         if not isinstance(value, Tensor):
             raise MissingKnowledge(f"Knowledge.given[{name!r}] must be a tensor; given {type(value).__name__}.")
         known = task.fields[name]
-        rank = 1 + len(known.shape) + (known.classes is not None and value.is_floating_point())
-        several = value.dim() == rank + 1 and value.shape[0] == targets
         # Targets of fewer examples than others are padded, as in a Reconstruction: with -1 or NaN, which end here.
-        own = value[position][: scene.num_examples] if several else value
+        own = value[position][: scene.num_examples] if of_each(known, value, targets) else value
         filled = bool(own.isfinite().all()) if own.is_floating_point() else bool((own >= 0).all())
-        if own.dim() != rank or own.shape[0] != scene.num_examples or not filled:
+        if own.dim() != _rank(known, value) or own.shape[0] != scene.num_examples or not filled:
             raise MissingKnowledge(
                 f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one "
                 f"such per target ({targets}, {scene.num_examples}, ...), with no padding among the examples."
@@ -288,6 +286,16 @@ def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: 
             )
         given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
     return replace(scene, fields=given)
+
+
+def of_each(field: Field, value: Tensor, targets: int) -> bool:
+    """Is a given field one value for each target, (targets, examples, ...)? Else it is one for all, (examples, ...)."""
+    return value.dim() == _rank(field, value) + 1 and value.shape[0] == targets
+
+
+def _rank(field: Field, value: Tensor) -> int:
+    """Dimensions of the field of a batch; categories may be shares, with one dimension more."""
+    return 1 + len(field.shape) + (field.classes is not None and value.is_floating_point())
 
 
 def _configuration(attack: Composed) -> str:

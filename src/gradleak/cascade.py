@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, Progress, Reconstruction
+from gradleak.attack import Composed, Progress, Reconstruction, of_each
 from gradleak.observation import Knowledge, Seen, as_targets
 from gradleak.scene import Needs
 from gradleak.task import Task
@@ -20,8 +20,8 @@ class Waves:
     """The same attack again, from other starts, on the targets that it has not solved.
 
     A search that either finds the image or is stuck needs many starts for few targets. Every wave has twice the starts
-    of the one before, so that there are no more lanes in it where half of the targets were solved; what a target gets
-    does not depend on the others. The lowest match is kept, as among restarts.
+    of the one before: no more lanes, as long as every wave solves half of what is left, and up to twice as many where
+    it solves nothing. What a target gets does not depend on the others. The lowest match is kept, as among restarts.
 
     waves    at most, the first included
     solved   a match below this is taken for the image, and its target for done
@@ -67,7 +67,7 @@ class Waves:
             if not (rows := unsolved(best, self.solved)):
                 break
             again = replace(self.attack, restarts=self.attack.restarts << wave)
-            some, own = [targets[row] for row in rows], given_of(knows, rows, len(targets))
+            some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
             # Far from every seed that a user may give, so that no wave is another run's first.
             other = seed + (wave << 40)
             found = again.run(task, some, own, other, engine=engine, progress=part(progress, wave, self.waves))
@@ -145,10 +145,10 @@ def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins
     )
 
 
-def given_of(knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
+def given_of(task: Task, knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
     """The same knowledge about some of the targets: fields given per target are picked, one given for all stays."""
 
-    def own(value: Tensor) -> Tensor:
-        return value[list(rows)] if targets > 1 and value.dim() > 1 and value.shape[0] == targets else value
+    def own(name: str, value: Tensor) -> Tensor:
+        return value[list(rows)] if of_each(task.fields[name], value, targets) else value
 
-    return replace(knows, given={name: own(value) for name, value in knows.given.items()})
+    return replace(knows, given={name: own(name, value) for name, value in knows.given.items()})

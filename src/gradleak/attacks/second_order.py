@@ -129,7 +129,7 @@ class SecondOrder:
         for done, order in enumerate(orders[1:], start=1):
             rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], given_of(knows, rows, len(targets))
+                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
                 found = one._cascade(task, some, own, seed, engine, order, part(progress, done, len(orders)))
                 lower = matches(found) < matches(best)[rows]
                 best = taken(best, found, rows, lower)
@@ -162,7 +162,7 @@ class SecondOrder:
         for done, way in enumerate(ways[1:], start=1):
             rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], given_of(knows, rows, len(targets))
+                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
                 found = way.run(task, some, own, seed, engine=engine, progress=part(progress, done, len(ways)))
                 best = taken(best, found, rows, matches(found) < SOLVED)
         if progress is not None:

@@ -154,7 +154,9 @@ def spectral_dm(
 
     noise="unknown": min over x_t and q of ||J(x_t)^T q - observed||^2 / ||observed||^2, x_t by coefficients, q the
     residual output - target in pixels (`SpectralResidual`). A network has far more weights than an image has pixels, so
-    that the gradient determines both, and with them image AND noise. A start either arrives or is stuck: use waves.
+    that the gradient can determine both, and with them image AND noise; an error of x_t reaches the image divided by
+    sqrt(alpha-bar). A start either arrives or is stuck: use waves. None of the settings was chosen for this. Where
+    Knowledge grants the noise it is used, and not searched for.
 
     waves, solved   search again, from twice as many starts each time, where no match is below `solved` (`Waves`)
     """
@@ -168,7 +170,8 @@ def spectral_dm(
     # The size of the gradient says how large q is: the direction alone leaves that free.
     stage = _stage(space, Relative(whole=True) if free else Cosine(), steps, history)
     once = Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
-    return once if waves == 1 else Waves(once, waves, solved)
+    several = Waves(once, waves, solved)
+    return several if waves > 1 else once
 
 
 def _stage(space: Space, match: Match, steps: int, history: int) -> Stage:

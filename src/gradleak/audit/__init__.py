@@ -398,7 +398,7 @@ DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 3
 DEFAULT_OF_DENOISERS = (
     *(f"dlg-dm:noise=unknown,t=analytic,param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q")),
     "spectral-dm:noise=unknown,t=analytic,steps=800,restarts=4",
-)  # granted fields are used, not searched for
+)  # granted fields are used, not searched for; restarts and not waves, whose cost cannot be told beforehand
 
 
 def default_attacks(engine: Engine, task: Task | None = None) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ client itself (`predictions.Replay`) where it trains on full batches.
 A rule that divides by the size of its gradients, Adam, also sees how far those of single batches lie apart: with small
 batches that is most of its denominator. `Gathered` takes the K gradients in batches of the client's size. It also makes
 the match smoother: without, the step is close to the sign of a gradient, and its slope turns within a small move.
+Lion's sign, which is taken batch by batch too, is not treated so.
 
 Where the recipe is not known one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
 the client's learning rates, taken for a plain SGD. It belongs to the space `Total`, whose start is a small search, and
