@@ -104,3 +104,17 @@ def test_moving_changes_the_type_of_floating_point_tensors_only() -> None:
 def test_finite_sees_every_tensor() -> None:
     assert tree.finite(nested())
     assert not tree.finite({"fine": torch.ones(1), "deep": {"odd": torch.tensor([1.0, math.inf])}})
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 2, 2), (1, 2, 5)], ids=["one", "equal", "unequal"])
+def test_the_mean_weighs_every_tree_by_its_size(sizes: tuple[int, ...]) -> None:
+    trees = [tree.scale(nested(), number + 1.0) for number in range(len(sizes))]
+    factor = sum((number + 1) * size for number, size in enumerate(sizes)) / sum(sizes)
+    torch.testing.assert_close(tree.mean(trees, sizes), tree.scale(nested(), factor))
+
+
+def test_a_mean_of_other_names_or_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="differ in their names"):
+        tree.mean([nested(), {"w": torch.ones(1)}], (1, 1))
+    with pytest.raises(ValueError, match="longer"):
+        tree.mean([nested(), nested()], (1, 1, 1))

@@ -103,12 +103,7 @@ class Defence:
 
     def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
         """What the server can compute from the uploads; server and attacker share it. Default: the weighted mean."""
-        total = sum(sizes)
-        parts = [tree.scale(u.payload["update"], n / total) for u, n in zip(uploads, sizes, strict=True)]
-        mean = parts[0]
-        for part in parts[1:]:
-            mean = tree.add(mean, part)
-        return mean
+        return tree.mean([upload.payload["update"] for upload in uploads], sizes)
 
     def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
         """The step the server takes (subtracted from the weights)."""

@@ -6,7 +6,7 @@ Every function works for one lane and, under vmap, for many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +68,17 @@ def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
         return torch.ops.aten.mul.Scalar(x, factor) if plain else x * factor
 
     return map(scaled, a)
+
+
+def mean(trees: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> Tree:
+    """The mean, weighted by `sizes`. Of equal ones all trees are summed at once, not one after the other."""
+    total = sum(sizes)
+    if len(trees) == len(sizes) > 1 and len(set(sizes)) == 1:
+        return scale(map(lambda *values: torch.stack(values).sum(0), *trees), 1 / len(trees))
+    found, *rest = (scale(own, size / total) for own, size in zip(trees, sizes, strict=True))
+    for part in rest:
+        found = add(found, part)
+    return found
 
 
 def where(condition: Tensor, a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:

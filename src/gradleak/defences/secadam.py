@@ -33,16 +33,8 @@ def sole_update(upload: Upload, name: str) -> Params:
 
 def means(uploads: Sequence[Upload], sizes: Sequence[int]) -> tuple[Params, Params]:
     """The weighted means of both trees over the clients."""
-    total = sum(sizes)
-
-    def mean(name: str) -> Params:
-        parts = [tree.scale(u.payload[name], n / total) for u, n in zip(uploads, sizes, strict=True)]
-        found = parts[0]
-        for part in parts[1:]:
-            found = tree.add(found, part)
-        return found
-
-    return mean(FIRST), mean(SECOND)
+    first, second = (tree.mean([upload.payload[name] for upload in uploads], sizes) for name in (FIRST, SECOND))
+    return first, second
 
 
 def soft_ratio(first: Tensor, second: Tensor, width: float | Tensor) -> Tensor:

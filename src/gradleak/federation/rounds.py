@@ -205,12 +205,20 @@ class Rounds:
     def _loss(self, work: list[Work], state: State) -> Tensor | None:
         if self._evaluating is None or not work:
             return None
-        seed, where = self.federation.seed, self.engine.where
-        total = []
-        for own in work:
-            key = randomness.key("federation", seed, "loss", own.client, state.round).to(where)
-            total.append(measured(self._evaluating, state.snapshot, own.batch, Draws(key))[0])
-        return torch.stack(total).sum() / sum(len(next(iter(own.batch.values()))) for own in work)
+        batches = [self._completed(own, state.round) for own in work]
+        together = max(1, at_once(self._evaluating) // max(map(_size, batches)))  # clients in one forward pass
+        groups = [batches[start : start + together] for start in range(0, len(batches), together)]
+        total = [
+            measured(self._evaluating, state.snapshot, tree.map(lambda *values: torch.cat(values), *group))[0]
+            for group in groups
+        ]
+        return torch.stack(total).sum() / sum(map(_size, batches))
+
+    def _completed(self, own: Work, number: int) -> Batch:
+        """With what the client would draw itself, for the loss that is told."""
+        assert self._evaluating is not None
+        key = randomness.key("federation", self.federation.seed, "loss", own.client, number).to(self.engine.where)
+        return self._evaluating.completed(own.batch, Draws(key))
 
     def evaluate(self, state: State, data: Examples) -> dict[str, float]:
         """Loss and, for a classification, accuracy on these data, the model in evaluation mode.
@@ -226,6 +234,10 @@ class Rounds:
             found.append(torch.stack(measured(task, state.snapshot, moved(data.batch(rows), state.weights), drawn)))
         loss, hits = (torch.stack(found).double().sum(0) / len(data)).tolist()
         return {"test_loss": loss, **({} if hits != hits else {"test_accuracy": hits})}
+
+
+def _size(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def at_once(task: Task) -> int:

@@ -101,7 +101,6 @@ def _all_finite(uploads: Sequence[Upload]) -> list[bool]:
     flags = []
     for upload in uploads:
         leaves = [leaf for params in (*upload.payload.values(), upload.buffers or {}) for leaf in tree.leaves(params)]
-        # The largest magnitude of a tensor is finite exactly where all of it is: NaN passes through a maximum.
-        sizes = [leaf.abs().amax().double() for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
-        flags.append(torch.stack(sizes).isfinite().all() if sizes else torch.ones((), dtype=torch.bool))
+        values = [leaf.flatten() for leaf in leaves if leaf.is_floating_point()]
+        flags.append(torch.cat(values).isfinite().all() if values else torch.ones((), dtype=torch.bool))
     return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
