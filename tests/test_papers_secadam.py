@@ -355,10 +355,19 @@ def lines_of_tables(held: dict[str, Any]) -> Iterator[str]:
             uniform = tables["gradients FMNIST, lenet"]["cells"][f"{attack}, {name}"]["s004_compat"]
             of_class = started[f"{attack}, {name}"]["s004_compat"]
             yield f"| {pair(uniform, *own)} | {pair(of_class, *own)} |"
-    performance = held["cpu-small-performance"]["figures"]["performance FMNIST, lenet"]["cells"]
-    accuracy = {name: f"{cell['accuracy']:.1f} %" for name, cell in performance.items()}
-    yield f"FedAVG with the same rate 0.001: {accuracy['FedAVG']}; SecAdam {accuracy['SecAdam']}"
-    yield f"FedAVG with a rate of 0.1: {accuracy['FedAVG, lr 0.1']}"
+    small, large = (
+        held[f"{name}-performance"]["figures"]["performance FMNIST, lenet"]["cells"] for name in ("cpu-small", "h200")
+    )
+    for words, name in (
+        ("FedAVG, rate 0.001", "FedAVG"),
+        ("SecAdam, rate 0.001", "SecAdam"),
+        ("FedAVG, rate 0.1 (ours)", "FedAVG, lr 0.1"),
+        ("SecLion (ours)", "SecLion"),
+    ):
+        cell, printed = large[name], large[name]["paper"]
+        said = f" {printed['accuracy']:.1f}, {printed['loss']:.3f}" if printed else ""
+        now = f"{cell['accuracy']:.1f} | {cell['loss']:.3f}"
+        yield f"| {words} | {now} |{said} | {small[name]['accuracy']:.1f} |"
     colour = held["cpu-small-performance-colour"]["figures"]
     accuracy = {n: f"{c['accuracy']:.1f} %" for n, c in colour["performance CIFAR-10, convnext"]["cells"].items()}
     yield f"CIFAR-10: FedAVG {accuracy['FedAVG']}, SecAdam {accuracy['SecAdam']}"
@@ -366,10 +375,29 @@ def lines_of_tables(held: dict[str, Any]) -> Iterator[str]:
     assert {cell["accuracy"] for cell in colour["performance Tiny-ImageNet, convnext"]["cells"].values()} == {0.5}
     for name in ("DP-FedAVG", "DP-SecAdam"):
         for clip in (1, 5, 10):
-            cells = held["cpu-small-grid"]["figures"][f"grid FMNIST, cnn, clip {clip}"]["cells"]
-            each = [cells[f"{name}, clip {clip}, noise {noise}"] for noise in (0.001, 0.005, 0.01)]
-            told = [f"{cell['accuracy']:.1f} ({cell['paper']['accuracy']:.1f})" for cell in each]
+            names = [f"{name}, clip {clip}, noise {noise}" for noise in (0.001, 0.005, 0.01)]
+            few, all_ = (
+                [held[f"{file}-grid"]["figures"][f"grid FMNIST, cnn, clip {clip}"]["cells"][each] for each in names]
+                for file in ("cpu-small", "h200")
+            )
+            told = [
+                f"{cell['accuracy']:.1f} ({cell['paper']['accuracy']:.1f}; {small['accuracy']:.1f})"
+                for cell, small in zip(all_, few, strict=True)
+            ]
             yield f"| {name}, C = {clip} | {' | '.join(told)} |"
+
+
+def ablation_on_a_gpu() -> Iterator[tuple[str, str, str]]:
+    """How a row is called in the README, its name, its file."""
+    files = {"no pool": ("none", "none-more"), "max 3": ("max-3", "max-3"), "avg 3": ("avg-3", "avg-3")}
+    files |= {"max 2": ("max-2", "max-2-single"), "avg 2": ("avg-2", "avg-2-single")}
+    starts = {"uniform": "uniform", "mosaic-8": "repeated pattern", "red": "red"}
+    for pool, (first, second) in files.items():
+        for start, told in starts.items():
+            for size in (8, 1):
+                later = size == 1 or (pool == "no pool" and start != "uniform")
+                words = f"{pool.replace('no pool', 'none').replace('avg', 'average')}, {told}, B {size}"
+                yield words, f"{pool}, {start}, B {size}", f"h200-ablation-{second if later else first}"
 
 
 def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
@@ -381,13 +409,7 @@ def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
         ("average 2, uniform, 8", "avg 2, uniform, B 8", "cpu-small-ablation"),
         ("average 2, repeated pattern, 8", "avg 2, mosaic-8, B 8", "cpu-small-ablation"),
         ("none, uniform, 1", "no pool, uniform, B 1", "cpu-small-ablation"),
-        ("none, uniform", "no pool, uniform, B 8", "h200-ablation-none"),
-        ("max 2, uniform", "max 2, uniform, B 8", "h200-ablation-max-2"),
-        ("max 2, repeated pattern", "max 2, mosaic-8, B 8", "h200-ablation-max-2"),
-        ("max 2, red", "max 2, red, B 8", "h200-ablation-max-2"),
-        ("average 2, uniform", "avg 2, uniform, B 8", "h200-ablation-avg-2"),
-        ("average 2, repeated pattern", "avg 2, mosaic-8, B 8", "h200-ablation-avg-2"),
-        ("average 2, red", "avg 2, red, B 8", "h200-ablation-avg-2"),
+        *ablation_on_a_gpu(),
     ):
         figures = held[file]["figures"][f"ablation {row}"]
         told = [
@@ -429,8 +451,23 @@ def lines_of_tables_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
         held[f"h200-inversion-{name.lower().replace('-', '')}"]["figures"][f"inversion {name}, convnext"]["cells"]
         for name in ("CIFAR-10", "CIFAR-100", "SVHN")
     ]
-    found = held["h200-gradients"]["figures"]
-    uniform, of_class = (found[f"gradients FMNIST, cnn{start}"]["cells"] for start in ("", ", from class images"))
+    others = [
+        held[f"h200-inversion-{file}"]["figures"][f"inversion {row}"]
+        for row, file in (
+            ("Tiny-ImageNet, convnext", "tiny"),
+            ("CIFAR-10, resnetv2", "cifar10-resnetv2"),
+            ("CIFAR-100, resnetv2", "cifar100-resnetv2"),
+            ("SVHN, resnetv2", "svhn-resnetv2"),
+            ("Tiny-ImageNet, resnetv2", "tiny-resnetv2"),
+        )
+    ]
+
+    def of(cell: Any) -> str:
+        printed = cell["paper"]
+        said = f" / {printed['psnr']:.1f} {short(printed['ssim'])}" if printed else ""
+        return f"{pair(cell['s004_compat'], *own).replace(' /', '')}{said}; {pair(cell).replace(' /', '')}"
+
+    yield "| mid-grey, one to one | " + " | ".join(pair(r["no update"]["mid-grey"]).replace(" /", "") for r in others)
     for name in ("FedAVG", "SecAdam", "DP-FedAVG", "DP-SecAdam"):
         first, second = lenet[name], cnn[name]
         printed = f"{first['paper']['psnr']:.1f} / {short(first['paper']['ssim'])}"
@@ -438,17 +475,25 @@ def lines_of_tables_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
             f"| {name} | {pair(first['s004_compat'], *own)} | {printed} | {pair(second['s004_compat'], *own)} "
             f"| {pair(first)} | {pair(second)} |"
         )
-        parts = [
-            f"{pair(cells[name]['s004_compat'], *own).replace(' /', '')} / {cells[name]['paper']['psnr']:.1f} "
-            f"{short(cells[name]['paper']['ssim'])}; {pair(cells[name]).replace(' /', '')}"
-            for cells in colour
-        ]
-        yield f"| {name} | {' | '.join(parts)} |"
-        for attack in ("iDLG", "CPL"):
-            cells = [held_[f"{attack}, {name}"] for held_ in (uniform, of_class)]
-            ours = " | ".join(pair(cell["s004_compat"], *own) for cell in cells)
-            printed = f"{cells[0]['paper']['psnr']:.1f} / {short(cells[0]['paper']['ssim'])}"
-            yield f"| {attack}, {name} | {ours} | {printed} |"
+        yield f"| {name} | {' | '.join(of(cells[name]) for cells in colour)} |"
+        yield f"| {name} | {' | '.join(of(row['cells'][name]) for row in others)} |"
+        for file, model in (("h200-gradients", "cnn"), ("h200-gradients-lenet", "lenet")):
+            found = held[file]["figures"]
+            starts = [found[f"gradients FMNIST, {model}{start}"]["cells"] for start in ("", ", from class images")]
+            for attack in ("iDLG", "CPL"):
+                cells = [start[f"{attack}, {name}"] for start in starts]
+                ours = " | ".join(pair(cell["s004_compat"], *own) for cell in cells)
+                printed = f"{cells[0]['paper']['psnr']:.1f} / {short(cells[0]['paper']['ssim'])}"
+                yield f"| {attack}, {name} | {ours} | {printed} |"
+
+
+def lines_of_exactness_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
+    cells = held["h200-exact"]["figures"]["exact cifar10"]["cells"]
+    for clients in (1, 2, 3, 4, 8):
+        views = [cells[f"{view}, n {clients}"] for view in ("sum", "ratio")]
+        found = " | ".join(f"{cell['psnr']['mean']:.1f}, {cell['psnr']['lowest']:.1f}" for cell in views)
+        exact = " and ".join(f"{8 * cell['all_exact']:.0f}" for cell in views)
+        yield f"| {clients} | {found} | {exact} of 8 |"
 
 
 @pytest.mark.parametrize(
@@ -461,6 +506,7 @@ def lines_of_tables_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
         lines_of_the_ablation,
         lines_of_cohorts_on_a_gpu,
         lines_of_tables_on_a_gpu,
+        lines_of_exactness_on_a_gpu,
     ],
 )
 def test_figures_of_the_readme_are_those_that_are_stored(lines: Callable[[dict[str, Any]], Iterator[str]]) -> None:
