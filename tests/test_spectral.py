@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import gradleak as gl
-from conftest import normal, private, tiny
-from gradleak.attacks.spectral import Spectral, cosines
+from conftest import moment, normal, private, scene_of, tiny
+from gradleak.attacks.spectral import Spectral, SpectralPair, cosines, pixels
+from gradleak.draws import Draws, key
+from gradleak.parts.steps import denoising
 from gradleak.task import TaskError
 from test_steps import drawn, toy
 
@@ -95,6 +97,27 @@ def test_other_ways_to_the_step_are_refused() -> None:
         gl.attacks.get("spectral-dm", t="soft")
     with pytest.raises(ValueError, match=r"noise cannot be 'random': spectral-dm has it 'given', or searches for it"):
         gl.attacks.get("spectral-dm", noise="random")
+
+
+@pytest.mark.parametrize("t", [0, 30, 99])
+def test_half_of_the_unknowns_of_image_and_noise_is_what_the_network_sees(t: int) -> None:
+    task, space, batch = toy(), SpectralPair(Spectral(chroma=0.5)), drawn(t, t)
+    knows = gl.Knowledge(training=GRADIENT)
+    scene = scene_of(task, gl.observe(task, batch, GRADIENT), knows, t=batch["t"])
+    objective, shape = denoising(task), (2, *task.fields["x"].shape)
+    v = {"z": normal(*shape), "w": normal(*shape, seed=1)}
+    batch = {"t": scene.fields["t"], **space.decode(v, scene, moment())}
+    s = space.image.units(v["z"])
+    a, b = objective.schedule.scales(batch["t"], v["z"])
+    torch.testing.assert_close(objective.noised(batch), pixels((a.square() * s.square() + b.square()).sqrt() * v["z"]))
+    other = {**batch, **space.decode({**v, "w": normal(*shape, seed=2)}, scene, moment())}
+    torch.testing.assert_close(objective.noised(other), objective.noised(batch))
+    assert (other["x"] - batch["x"]).abs().max() > 1e-3
+    start = space.variables(scene, Draws(key("start")), None)
+    assert set(start) == {"z", "w"}
+    assert not start["w"].any()
+    given = scene_of(task, gl.observe(task, drawn(t, t), GRADIENT), knows, t=batch["t"], noise=batch["noise"])
+    assert set(space.variables(given, Draws(key("start")), None)) == {"z"}
 
 
 def test_of_a_denoiser_image_and_noise_are_found_where_nothing_is_given(double: gl.Engine) -> None:

@@ -16,8 +16,7 @@ from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
-from gradleak.parts.residual import image_and_noise
-from gradleak.parts.steps import SettledSteps
+from gradleak.parts.steps import SettledSteps, denoising
 from gradleak.registry import named
 from gradleak.scene import Match, Now, Scene, Space, resumed
 from gradleak.task import Batch, TaskError
@@ -59,18 +58,30 @@ class Spectral:
 
     def image(self, z: Tensor) -> Tensor:
         """(..., C, H, W) -> the same, in units of half the range."""
-        channels, height, width = z.shape[-3:]
-        down, across = (torch.arange(side, dtype=z.dtype, device=z.device) for side in (height, width))
+        return pixels(self.units(z) * z)
+
+    def units(self, like: Tensor) -> Tensor:
+        """s, (C, H, W): z of one in every place makes pixels of one half."""
+        channels, height, width = like.shape[-3:]
+        down, across = (torch.arange(side, dtype=like.dtype, device=like.device) for side in (height, width))
         s = (down[:, None].square() + across.square()).clamp_min(1.0).pow(-0.5 * self.power)
-        s = s * (0.5 * math.sqrt(height * width) / torch.linalg.vector_norm(s))  # z of one: pixels of one half
-        planes = cosines(down).T @ (s * z) @ cosines(across)
-        if channels != 3:
-            return planes
-        length = math.sqrt((1 + 2 * self.chroma**2) / 3)
-        grey, first, second = planes.unbind(-3)
-        grey, first, second = grey / length, first * (self.chroma / length), second * (self.chroma / length)
-        grey, first, second = grey / math.sqrt(3), first / math.sqrt(2), second / math.sqrt(6)
-        return torch.stack([grey + first + second, grey - 2 * second, grey - first + second], dim=-3)
+        s = s * (0.5 * math.sqrt(height * width) / torch.linalg.vector_norm(s))
+        colours = [1.0, self.chroma, self.chroma] if channels == 3 else [1.0] * channels
+        length = math.sqrt(sum(own * own for own in colours) / channels)
+        return torch.stack([s * (own / length) for own in colours])
+
+
+def pixels(coefficients: Tensor) -> Tensor:
+    """(..., C, H, W): from cosine coefficients, of three channels those of opponent colours; both are rotations."""
+    height, width = (
+        torch.arange(side, dtype=coefficients.dtype, device=coefficients.device) for side in coefficients.shape[-2:]
+    )
+    planes = cosines(height).T @ coefficients @ cosines(width)
+    if planes.shape[-3] != 3:
+        return planes
+    grey, first, second = planes.unbind(-3)
+    grey, first, second = grey / math.sqrt(3), first / math.sqrt(2), second / math.sqrt(6)
+    return torch.stack([grey + first + second, grey - 2 * second, grey - first + second], dim=-3)
 
 
 def cosines(places: Tensor) -> Tensor:
@@ -81,34 +92,37 @@ def cosines(places: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SpectralResidual:
-    """Of a denoiser: the noised image x_t by its coefficients and the residual q, decoded to image and noise.
+class SpectralPair:
+    """Of a denoiser: image and noise by their coefficients, turned into each other so that z alone makes x_t.
 
-    As `NoisedResidual`, for a search by curvature. Where the threat model gives the noise there is no q, and the
-    coefficients are the image's own.
+    With a = sqrt(alpha-bar), b = sqrt(1 - alpha-bar), s the units of an image, sigma^2 = (a s)^2 + b^2, frequency by
+    frequency: image / s = (a s z + b w) / sigma and noise = (b z - a s w) / sigma, a rotation, so that x_t = sigma z.
+    Were images Gaussian with deviations s, then z and w would be independent and of unit size: z is what the network
+    sees, w what is still open once x_t is known. That is little of the image where x_t shows it, and little of the
+    noise where x_t is mostly noise. w begins at 0, the best guess.
 
-    unit    the unknown is q / unit
-    start   standard deviation of the first q. Small: the first steps then choose q for the x_t at hand, where one of
-            its own would draw x_t away. Both were looked for on three images of 16 x 16 and an untrained thin U-Net
+    Where the threat model gives the noise there is no w, and the coefficients are the image's own.
     """
 
     image: Spectral = Spectral()
-    unit: float = 3.0
-    start: float = 0.1
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
-        unknowns = self.image.variables(scene, draws.child(1 << 8), before)
+        unknowns = self.image.variables(scene, draws, before)
         if "noise" in scene.fields:
             return unknowns
-        drawn = draws.child(1 << 9).normal(tuple(unknowns["z"].shape), dtype=unknowns["z"].dtype)
-        return {**unknowns, **resumed({"q": self.start / self.unit * drawn}, before)}
+        return {**unknowns, **resumed({"w": torch.zeros_like(unknowns["z"])}, before)}
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
     def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
-        shown = self.image.decode(v, scene, now)
-        return image_and_noise(shown["x"], self.unit * v["q"], scene.fields["t"], scene) if "q" in v else shown
+        if "w" not in v:
+            return self.image.decode(v, scene, now)
+        z, w, s = v["z"], v["w"], self.image.units(v["z"])
+        a, b = denoising(scene.task).schedule.scales(scene.fields["t"], z)
+        sigma = (a.square() * s.square() + b.square()).sqrt()
+        own = self.image.decode({"z": (a * s * z + b * w) / sigma}, scene, now)
+        return {**own, "noise": pixels((b * z - a * s * w) / sigma)}
 
     def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
         return v
@@ -158,11 +172,10 @@ def spectral_dm(
     coarse coefficients where little noise is known to start from. The settings were chosen on a thin U-Net and four
     images that are in no table.
 
-    noise="unknown": min over x_t and q of ||J(x_t)^T q - observed||^2 / ||observed||^2, x_t by coefficients, q the
-    residual output - target in pixels (`SpectralResidual`). A network has far more weights than an image has pixels, so
-    that the gradient can determine both, and with them image AND noise; an error of x_t reaches the image divided by
-    sqrt(alpha-bar). A start either arrives or is stuck: use waves. Where Knowledge grants the noise it is used, and not
-    searched for.
+    noise="unknown": min over image and noise of ||grad - observed||^2 / ||observed||^2, both by coefficients and turned
+    so that half of the unknowns are x_t (`SpectralPair`). The gradient sees them through x_t and the residual, two
+    images' worth of numbers; a network has far more weights, so that it can determine both. A start either arrives or
+    is stuck: use waves. Where Knowledge grants the noise it is used, and not searched for.
 
     waves, solved   search again, from twice as many starts each time, where no match is below `solved` (`Waves`)
     """
@@ -172,8 +185,8 @@ def spectral_dm(
         raise ValueError(f"noise cannot be {noise!r}: spectral-dm has it 'given', or searches for it: 'unknown'.")
     plan, image = Plan(noise, t), Spectral(start, power, chroma)
     free = noise == "unknown"
-    space: Space = SpectralResidual(image) if free else plan.space(image, SettledSteps())
-    # The size of the gradient says how large q is: the direction alone leaves that free.
+    space: Space = SpectralPair(image) if free else plan.space(image, SettledSteps())
+    # The size of the gradient says how large the residual is: the direction alone leaves that free.
     stage = _stage(space, Relative(whole=True) if free else Cosine(), steps, history)
     once = Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
     several = Waves(once, waves, solved)
