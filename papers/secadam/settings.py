@@ -180,8 +180,9 @@ def _repeated(step: Callable[[], None], count: int, captured: bool) -> None:
     with torch.cuda.stream(torch.cuda.Stream()) if captured else nullcontext():
         for _ in range(by_hand):
             step()
-    if by_hand < count:
+    if captured:
         torch.cuda.synchronize()
+    if by_hand < count:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()

@@ -71,10 +71,10 @@ def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
 
 
 def mean(trees: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> Tree:
-    """The mean, weighted by `sizes`. Of equal ones all trees are summed at once, not one after the other."""
+    """The mean, weighted by `sizes`. Of equal ones all trees are taken at once, not one after the other."""
     total = sum(sizes)
     if len(trees) == len(sizes) > 1 and len(set(sizes)) == 1:
-        return scale(map(lambda *values: torch.stack(values).sum(0), *trees), 1 / len(trees))
+        return map(lambda *values: torch.stack(values).mean(0), *trees)
     found, *rest = (scale(own, size / total) for own, size in zip(trees, sizes, strict=True))
     for part in rest:
         found = add(found, part)

@@ -205,14 +205,14 @@ class Rounds:
     def _loss(self, work: list[Work], state: State) -> Tensor | None:
         if self._evaluating is None or not work:
             return None
-        batches = [self._completed(own, state.round) for own in work]
-        together = max(1, at_once(self._evaluating) // max(map(_size, batches)))  # clients in one forward pass
-        groups = [batches[start : start + together] for start in range(0, len(batches), together)]
-        total = [
-            measured(self._evaluating, state.snapshot, tree.map(lambda *values: torch.cat(values), *group))[0]
-            for group in groups
-        ]
-        return torch.stack(total).sum() / sum(map(_size, batches))
+        sizes = [_size(own.batch) for own in work]
+        together = max(1, at_once(self._evaluating) // max(sizes))  # clients in one forward pass
+        total = []
+        for start in range(0, len(work), together):
+            batches = [self._completed(own, state.round) for own in work[start : start + together]]
+            whole = tree.map(lambda *values: torch.cat(values), *batches) if len(batches) > 1 else batches[0]
+            total.append(measured(self._evaluating, state.snapshot, whole)[0])
+        return torch.stack(total).sum() / sum(sizes)
 
     def _completed(self, own: Work, number: int) -> Batch:
         """With what the client would draw itself, for the loss that is told."""
