@@ -422,6 +422,17 @@ def lines_of_the_ablation(held: dict[str, Any]) -> Iterator[str]:
         yield f"| {words} | {' | '.join(told)} | {short(figures['correlation_of_ssim_and_psnr'], 2)} |"
 
 
+def lines_of_the_longer_training(held: dict[str, Any]) -> Iterator[str]:
+    figures = held["cpu-ablation-sigmoid"]["figures"]["ablation sigmoid, 30 epochs"]
+    cells = [figures["cells"][f"sigmoid, {norm}"] for norm in ("none", "layer")]
+    found = " / ".join(short(cell["s004_compat"]["oracle_ssim"]["mean"], 2) for cell in cells)
+    right = " / ".join(f"{100 * cell['test_accuracy']:.0f}" for cell in cells)
+    paper = figures["paper"]
+    printed = short(paper["ssim"]["sigmoid, 30 epochs"], 2), f"{paper['accuracy']['sigmoid, 30 epochs']:.0f}"
+    yield f"{found}, accuracy {right} % (the paper {printed[0]} and {printed[1]} %)"
+    yield f"correlation {short(figures['correlation_of_ssim_and_psnr'], 2)}"
+
+
 def lines_of_cohorts_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
     for file, row in (("h200-clients", "clients cifar10"), ("h200-clients-fmnist", "clients fashion-mnist")):
         for size in ("1", "2", "4", "8"):
@@ -504,6 +515,7 @@ def lines_of_exactness_on_a_gpu(held: dict[str, Any]) -> Iterator[str]:
         lines_of_state,
         lines_of_tables,
         lines_of_the_ablation,
+        lines_of_the_longer_training,
         lines_of_cohorts_on_a_gpu,
         lines_of_tables_on_a_gpu,
         lines_of_exactness_on_a_gpu,

@@ -99,7 +99,8 @@ class SpectralPair:
     frequency: image / s = (a s z + b w) / sigma and noise = (b z - a s w) / sigma, a rotation, so that x_t = sigma z.
     Were images Gaussian with deviations s, then z and w would be independent and of unit size: z is what the network
     sees, w what is still open once x_t is known. That is little of the image where x_t shows it, and little of the
-    noise where x_t is mostly noise. w begins at 0, the best guess.
+    noise where x_t is mostly noise. w begins at 0, the best guess. Of images from -1 to 1; of another range z and w
+    are as good unknowns, only not exactly these two.
 
     Where the threat model gives the noise there is no w, and the coefficients are the image's own.
     """
