@@ -23,7 +23,7 @@ from test_steps import TRAINING as DIFFUSION
 from test_steps import drawn, toy
 
 NAMES = gl.attacks.names()
-DENOISERS = {"dlg-dm", "gidm", "invg-dm", "spectral-dm"}  # attacks on those; all others are on classifiers
+DENOISERS = {"dlg-dm", "gidm", "invg-dm", "span-dm", "spectral-dm"}  # attacks on those; all others are on classifiers
 FEW: dict[str, int] = {"steps": 5, "weight_steps": 4, "fine_steps": 4, "sampler_steps": 2, "features": 2}
 TRACED = ("objective", "match")
 CLOSE = {"second-order": 1e-6}  # relative; else 1e-8

@@ -52,6 +52,7 @@ class Effort:
     restarts: int = 4  # where the noise is unknown
     starts: int = 1  # of attacks on pixels where it is known; `forward_equivalents` are of one
     waves: int = 1  # of `spectral-dm`: again on what is not solved, from twice as many starts each time
+    last: int = 200  # evaluations of the search for the noise, of `span-dm`
     rate: float = 0.1  # of all attacks' Adam; the paper's is 0.01
     decay: int = 1  # it falls to zero by half a cosine; 0, as in the paper: it stays
     methods: str = ""  # only these, separated by semicolons, since names have commas; all if empty

@@ -172,8 +172,12 @@ class Composed:
         *,
         engine: Any = None,
         progress: Progress | None = None,
+        begin: Batch | None = None,
     ) -> Reconstruction:
-        """Attack one target or several independent ones. Nothing here, or below, has ever seen the private batch."""
+        """Attack one target or several independent ones. Nothing here, or below, has ever seen the private batch.
+
+        begin   what another attack found, (targets, examples, ...): the first stage goes on from there
+        """
         from gradleak.engine import Engine, solve
 
         engine = engine or Engine()
@@ -192,7 +196,7 @@ class Composed:
                 [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
                 for target in targets
             ]
-            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output))
+            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output, begin))
         return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
 
 

@@ -111,10 +111,12 @@ def solve(
     engine: Engine,
     progress: Progress | None = None,
     output: str = "last_stage",
+    begin: Batch | None = None,
 ) -> Iterator[Solved]:
     """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk.
 
     Scenes may wait where they were recorded (`Scene.waiting`): those of a chunk are on the device while it is solved.
+    `begin`: a batch for each target, which the first stage finds as if a stage before had left it.
     """
     restarts = len(keys[0])
     largest = max(scenes, key=lambda scene: scene.num_examples)
@@ -125,7 +127,19 @@ def solve(
     for done, rows in enumerate(chunks):
         report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
         chosen = [scenes[row] for row in rows]
-        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows), output)
+        left = None if begin is None else _left(begin, rows, chosen[0], restarts)
+        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows), output, left)
+
+
+def _left(begin: Batch, rows: Sequence[int], scene: Scene, restarts: int) -> Tree:
+    """The batches of these targets, each for all of its restarts: (lanes, examples, ...)."""
+    like = next(scene.task.model.parameters())
+
+    def own(value: Tensor) -> Tensor:
+        chosen = value[list(rows), : scene.num_examples].repeat_interleave(restarts, dim=0)
+        return chosen.to(like.device, like.dtype if value.is_floating_point() else None)
+
+    return {name: own(value) for name, value in begin.items()}
 
 
 def _buckets(scenes: Sequence[Scene], own_weights: int = 0) -> list[list[int]]:
@@ -312,13 +326,13 @@ def _solve_chunk(
     progress: Progress | None,
     rows: tuple[int, ...],
     output: str,
+    before: Tree | None,
 ) -> Solved:
     groups = (len(scenes), len(keys[0]))
     template, lane = lanes_of(scenes, keys)
     device = next(tree.leaves(template.weights)).device
     total = sum(stage.optimiser.steps for stage in stages)
     stages = sized(stages, template, engine, groups[0] * groups[1])
-    before: Tree | None = None
     diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
     trace: list[dict[str, Tensor]] = []
     moments, snapshots = moments_of(total, engine.snapshots), []

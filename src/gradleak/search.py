@@ -397,8 +397,13 @@ def _own(values: Tree) -> Tree:
 
 
 def _laid_out_like(value: Tensor, other: Tensor) -> Tensor:
-    """The same values in the memory order of `other`: comparing two orders costs a GPU several times the bandwidth."""
-    return value if value.stride() == other.stride() else torch.empty_like(other).copy_(value)
+    """The same values in the memory order of `other`: comparing two orders costs a GPU several times the bandwidth.
+
+    What a match compares otherwise than entry by entry may have another shape, and stays as it is.
+    """
+    if value.shape != other.shape or value.stride() == other.stride():
+        return value
+    return torch.empty_like(other).copy_(value)
 
 
 def _assign(held: Tree, values: Tree) -> None:

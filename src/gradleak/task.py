@@ -27,6 +27,10 @@ Batch: TypeAlias = dict[str, Tensor]
 Objective: TypeAlias = Callable[[Callable[..., Any], Batch], Tensor]
 
 
+class _AllCaught(Exception):  # noqa: N818  (no error: the rest of a pass is not needed)
+    """Ends a forward pass."""
+
+
 class TaskError(ValueError):
     """The model, the shapes or the bounds do not fit together."""
 
@@ -211,15 +215,34 @@ class Task:
         """The gradient of the loss, and the buffers after the forward pass."""
         return grad(self.loss, has_aux=True)(weights, batch, buffers)
 
-    def inputs_of(self, modules: Sequence[str], weights: Params, batch: Batch, buffers: Params | None = None) -> Batch:
-        """The input of each named submodule in one forward pass of the objective."""
+    def inputs_of(
+        self,
+        modules: Sequence[str],
+        weights: Params,
+        batch: Batch,
+        buffers: Params | None = None,
+        *,
+        whole: bool = True,
+    ) -> Batch:
+        """The input of each named submodule in one forward pass of the objective.
+
+        whole   to its end; else only until all are caught, which must then be modules that run once
+        """
         caught: Batch = {}
         handles = []
+
+        def catch(name: str, given: Any) -> None:
+            caught[name] = given
+            if not whole and len(caught) == len(modules):
+                raise _AllCaught
+
         try:
             for name in modules:
-                catch = lambda _, args, name=name: caught.__setitem__(name, args[0])  # noqa: E731
-                handles.append(self.model.get_submodule(name).register_forward_pre_hook(catch))
+                hook = lambda _, args, name=name: catch(name, args[0])  # noqa: E731
+                handles.append(self.model.get_submodule(name).register_forward_pre_hook(hook))
             self.loss(weights, batch, buffers)
+        except _AllCaught:
+            pass
         finally:
             for handle in handles:
                 handle.remove()

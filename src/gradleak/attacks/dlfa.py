@@ -34,7 +34,7 @@ from gradleak.parts.priors import Box, CircularVariation
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.registry import did_you_mean, named
 from gradleak.scene import Space
-from gradleak.task import Task
+from gradleak.task import Batch, Task
 
 PAPER = "Dimitrov, Balunovic, Konstantinov, Vechev, Data Leakage in Federated Averaging (DLFA), TMLR 10/2022"
 
@@ -161,8 +161,9 @@ class Settled(Composed):
         *,
         engine: Any = None,
         progress: Progress | None = None,
+        begin: Batch | None = None,
     ) -> Reconstruction:
-        found = super().run(task, seen, knows, seed, engine=engine, progress=progress)
+        found = super().run(task, seen, knows, seed, engine=engine, progress=progress, begin=begin)
         assert knows.training is not None  # the search needed it
         whole = [epochs(knows.training, examples)[1] for examples in found.examples]
 

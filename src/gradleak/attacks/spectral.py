@@ -63,8 +63,7 @@ class Spectral:
     def units(self, like: Tensor) -> Tensor:
         """s, (C, H, W): z of one in every place makes pixels of one half."""
         channels, height, width = like.shape[-3:]
-        down, across = (torch.arange(side, dtype=like.dtype, device=like.device) for side in (height, width))
-        s = (down[:, None].square() + across.square()).clamp_min(1.0).pow(-0.5 * self.power)
+        s = frequencies(like).pow(-self.power)
         s = s * (0.5 * math.sqrt(height * width) / torch.linalg.vector_norm(s))
         colours = [1.0, self.chroma, self.chroma] if channels == 3 else [1.0] * channels
         length = math.sqrt(sum(own * own for own in colours) / channels)
@@ -82,6 +81,23 @@ def pixels(coefficients: Tensor) -> Tensor:
     grey, first, second = planes.unbind(-3)
     grey, first, second = grey / math.sqrt(3), first / math.sqrt(2), second / math.sqrt(6)
     return torch.stack([grey + first + second, grey - 2 * second, grey - first + second], dim=-3)
+
+
+def frequencies(like: Tensor) -> Tensor:
+    """Of each coefficient, (H, W); that of the mean counts as 1."""
+    down, across = (torch.arange(side, dtype=like.dtype, device=like.device) for side in like.shape[-2:])
+    return (down[:, None].square() + across.square()).clamp_min(1.0).sqrt()
+
+
+def coefficients(image: Tensor) -> Tensor:
+    """The inverse of `pixels`."""
+    height, width = (torch.arange(side, dtype=image.dtype, device=image.device) for side in image.shape[-2:])
+    planes = cosines(height) @ image @ cosines(width).T
+    if planes.shape[-3] != 3:
+        return planes
+    red, green, blue = planes.unbind(-3)
+    grey, first, second = red + green + blue, red - blue, red - 2 * green + blue
+    return torch.stack([grey / math.sqrt(3), first / math.sqrt(2), second / math.sqrt(6)], dim=-3)
 
 
 def cosines(places: Tensor) -> Tensor:
@@ -108,10 +124,23 @@ class SpectralPair:
     image: Spectral = Spectral()
 
     def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        if before is not None and "x" in before:
+            return self._turned(before, scene)
         unknowns = self.image.variables(scene, draws, before)
         if "noise" in scene.fields:
             return unknowns
         return {**unknowns, **resumed({"w": torch.zeros_like(unknowns["z"])}, before)}
+
+    def _turned(self, batch: Tree, scene: Scene) -> Tree:
+        """The unknowns that stand for an image and a noise."""
+        low, high = scene.limits["x"]
+        s = self.image.units(batch["x"])
+        image = coefficients((batch["x"] - (low + high) / 2) * 2 / (high - low)) / s
+        if "noise" in scene.fields:
+            return {"z": image}
+        a, b = denoising(scene.task).schedule.scales(scene.fields["t"], image)
+        noise, sigma = coefficients(batch["noise"]), (a.square() * s.square() + b.square()).sqrt()
+        return {"z": (a * s * image + b * noise) / sigma, "w": (b * image - a * s * noise) / sigma}
 
     def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
         return {}

@@ -1,0 +1,189 @@
+"""The noised image from the span of a layer's inputs, then the noise: gradleak's own, for denoisers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
+from gradleak.attacks.gidm import Plan
+from gradleak.attacks.spectral import Spectral, SpectralPair, frequencies, pixels
+from gradleak.cascade import Waves, matches, part
+from gradleak.diffusion import Denoising
+from gradleak.draws import Draws
+from gradleak.engine import Engine
+from gradleak.observation import Knowledge, Seen, as_targets
+from gradleak.parts.lbfgs import LBFGS
+from gradleak.parts.matches import Relative
+from gradleak.parts.optimisers import require_positive
+from gradleak.parts.predictions import Replay
+from gradleak.parts.spans import Layer, Outside, Spans, telling
+from gradleak.parts.steps import denoising
+from gradleak.registry import named
+from gradleak.scene import Match, Needs, Now, Prediction, Scene, Space
+from gradleak.task import Batch, Task, TaskError
+from gradleak.tree import Tree
+
+
+class Shown(Denoising):
+    """The objective with x_t in the batch: the noise is only what the network should say, the gradient linear in it."""
+
+    def noised(self, batch: Batch) -> Tensor:
+        return batch["x_t"]
+
+
+def with_x_t(scene: Scene) -> Scene:
+    """The scene of such a client."""
+    own = denoising(scene.task)
+    held = {field.name: getattr(own, field.name) for field in fields(own)}
+    return replace(scene, task=replace(scene.task, objective=Shown(**held)))
+
+
+@dataclass(frozen=True)
+class NoiseBehind:
+    """The noise as the unknown, by its coefficients, behind an x_t that is known; the image is what x_t leaves then.
+
+    power   a coefficient is measured in its frequency to this power: the gradient tells the coarse ones best
+    """
+
+    power: float = 0.4
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        assert before is not None  # there is no such search without an x_t
+        return {"e": torch.zeros_like(before["x"])}
+
+    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        assert before is not None
+        batch = {**scene.fields, "x": before["x"], "noise": before["noise"]}
+        image, noise = denoising(scene.task).schedule.scales(batch["t"], batch["x"])
+        return {"x_t": image * batch["x"] + noise * batch["noise"], "noise": batch["noise"]}
+
+    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+        x_t, guess = scene.constants["x_t"], scene.constants["noise"]
+        image, noise = denoising(scene.task).schedule.scales(scene.fields["t"], x_t)
+        own = guess + pixels(frequencies(x_t).pow(self.power) * v["e"])
+        return {"x": (x_t - noise * own) / image, "noise": own, "x_t": x_t}
+
+    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+        return v
+
+
+@named("span-dm", kind="attack", paper="gradleak's own")
+@dataclass(frozen=True)
+class SpanDM:
+    """A denoiser's x_t from the span of a layer's inputs, which the gradient tells whatever the noise; then the noise.
+
+    At the lowest resolution of a U-Net a convolution has fewer places than outputs, and its gradient tells the span of
+    its inputs (`parts.spans`). x_t is sought there, by passes through the first layers alone. Behind a known x_t the
+    gradient is linear in the noise, which is found last, and the image with it. The step is read off. Where Knowledge
+    grants the step or the noise, they are used.
+
+    steps      evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
+    last       evaluations of the search for the noise
+    layers     how many of those that tell, from the first on
+    start, power, chroma   of the unknowns (`Spectral`)
+    restarts, waves, solved   starts of the search for x_t: again, from twice as many, where no match is below `solved`
+    """
+
+    steps: int = 300
+    last: int = 200
+    layers: int = 1
+    start: float = 0.5
+    power: float = 0.5
+    chroma: float = 0.6
+    history: int = 100
+    restarts: int = 2
+    waves: int = 4
+    solved: float = 1e-4
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "last", "layers", "history", "restarts", "waves"), real=("solved",))
+
+    @property
+    def name(self) -> str:
+        return "span-dm"
+
+    @property
+    def needs(self) -> Needs:
+        return self._behind.needs
+
+    def run(
+        self,
+        task: Task,
+        seen: Seen,
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Engine | None = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction:
+        """`settings`: the layers, how many starts each target got, and the match of its x_t (`Outside`)."""
+        require(self, knows)
+        targets = as_targets(seen)
+        layers = self._telling(task, max(target.num_examples for target in targets))
+        first = self._shown(layers).run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, 2))
+        begin = {name: first.batch[name] for name in ("x", "noise")}
+        last = self._image if "noise" in knows.given else self._behind
+        found = last.run(task, targets, knows, seed, engine=engine, progress=part(progress, 1, 2), begin=begin)
+        told = {
+            "attack": repr(self),
+            "layers": [layer.name for layer in layers],
+            "starts": first.settings["starts"],
+            "outside": matches(first).tolist(),
+        }
+        return replace(
+            found,
+            batch={name: found.batch[name] for name in task.fields},
+            candidates={name: found.candidates[name] for name in task.fields},
+            settings={**found.settings, **told},
+            seconds=first.seconds + found.seconds,
+            evaluations=first.evaluations + found.evaluations,
+        )
+
+    def _telling(self, task: Task, examples: int) -> tuple[Layer, ...]:
+        denoising(task)
+        if examples > 1:
+            raise TaskError(
+                f"span-dm is for gradients of one example; given one of {examples}. Images of several lie in the same "
+                "span, and a search may find one of them twice. Use spectral-dm with noise='unknown'."
+            )
+        found = telling(task, examples)
+        if not found:
+            raise TaskError(
+                "No layer of this network tells the span of its inputs: all that see the image have more places than "
+                "outputs, or see fewer numbers than it has. Use spectral-dm with noise='unknown'."
+            )
+        return found[: self.layers]
+
+    def _shown(self, layers: tuple[Layer, ...]) -> Waves:
+        """The search for x_t. What that leaves open of image and noise stays at the best guess, w = 0."""
+        return Waves(self._search(self._pair, Spans(layers), Outside(), self.restarts), self.waves, self.solved)
+
+    @property
+    def _behind(self) -> Composed:
+        """The search for the noise behind that x_t."""
+        return self._search(NoiseBehind(), Replay(), Relative(whole=True), view=with_x_t)
+
+    @property
+    def _image(self) -> Composed:
+        """Where the noise is given the image is there already: the search goes on from it, with the whole gradient."""
+        return self._search(self._pair, Replay(), Relative(whole=True))
+
+    @property
+    def _pair(self) -> SpectralPair:
+        return SpectralPair(Spectral(self.start, self.power, self.chroma))
+
+    def _search(
+        self,
+        space: Space,
+        predict: Prediction,
+        match: Match,
+        restarts: int = 1,
+        view: Callable[[Scene], Scene] | None = None,
+    ) -> Composed:
+        steps = self.steps if isinstance(match, Outside) else self.last
+        stage = Stage(space, predict, match, (), LBFGS(steps=steps, history=self.history), view=view)
+        return Composed(self.name, (stage,), Plan("unknown", "analytic").fields(), restarts=restarts)

@@ -1,0 +1,152 @@
+"""Where a layer's gradient tells which inputs it had: few rows of input, many outputs.
+
+A layer that sees rows a_p (the places of a convolution, the tokens of a linear layer) has dL/dW = sum_p delta_p a_p^T
+and dL/db = sum_p delta_p. With no more rows than outputs and independent delta_p, the rows of dL/dW span what the a_p
+span, whatever the delta_p are: whatever the loss, the labels, or the noise of a denoiser. An image is then sought whose
+own rows lie there, by passes through the part of the network before that layer alone.
+
+For tokens of language models: Petrov et al., "DAGER", NeurIPS 2024. The same of a denoiser's steps: `steps.ReadSteps`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from gradleak import draws as randomness
+from gradleak.draws import Draws
+from gradleak.parts.matches import Difference
+from gradleak.parts.predictions import assumed_in
+from gradleak.scene import Now, Scene
+from gradleak.task import Batch, Task
+from gradleak.tree import Params, Tree
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose gradient tells the span of its inputs, and how many rows of them an example has."""
+
+    name: str
+    places: int
+
+
+def telling(task: Task, examples: int) -> tuple[Layer, ...]:
+    """The layers whose gradient tells the span of their inputs, in the order of the forward pass.
+
+    Convolutions and linear layers, run once, whose input moves with the image, with at most as many rows as outputs and
+    fewer than inputs: else the span is only a part of that of the inputs, or is everything. And with an input of no
+    fewer numbers than the image has, which could not be found from it else.
+    """
+    entries = math.prod(task.fields["x"].shape)
+    first, second = _inputs(task, examples, 0), _inputs(task, examples, 1)
+
+    found = []
+    for name, own in first.items():
+        layer: Any = task.model.get_submodule(name)
+        if len(own) > 1 or not layer.weight.requires_grad or not _plain(layer) or torch.equal(own[0], second[name][0]):
+            continue
+        if own[0].numel() < examples * entries:
+            continue
+        count, inputs = rows(layer, own[0]).shape
+        if count <= layer.weight.shape[0] and count < inputs:
+            found.append(Layer(name, count // examples))
+    return tuple(found)
+
+
+def _inputs(task: Task, examples: int, number: int) -> dict[str, list[Tensor]]:
+    """What every convolution and linear layer is given in one pass over images of noise, in the order of the calls."""
+    names = {module: name for name, module in task.model.named_modules()}
+    caught: dict[str, list[Tensor]] = {}
+
+    def note(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Conv2d | nn.Linear) and module in names and args:
+            caught.setdefault(names[module], []).append(args[0])
+
+    batch = task.blank(examples)
+    moved = Draws(randomness.key("spans", number).to(batch["x"].device)).normal(tuple(batch["x"].shape))
+    handle = register_module_forward_pre_hook(note)
+    try:
+        with torch.no_grad():
+            task.loss(task.weights(), {**batch, "x": batch["x"] + moved.to(batch["x"].dtype)})
+    finally:
+        handle.remove()
+    return caught
+
+
+def _plain(layer: nn.Module) -> bool:
+    """Is it a linear layer, or a convolution whose rows are patches as `unfold` cuts them?"""
+    if not isinstance(layer, nn.Conv2d):
+        return True
+    return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """What the outputs of a layer are made from, (rows, inputs): patches of a convolution, tokens of a linear layer."""
+    if isinstance(layer, nn.Conv2d):
+        assert not isinstance(layer.padding, str)
+        patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        return patches.transpose(1, 2).flatten(0, 1)
+    return inputs.flatten(0, -2)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The rows that layers see, to be compared with where their observed gradients say that these lie (`Outside`).
+
+    Of a layer with a bias not only the span is known but the flat through the a_p: rows of dL/dW in combinations for
+    which dL/db vanishes span the differences of the a_p, and dL/dW^T dL/db / |dL/db|^2 is a point of the flat.
+    """
+
+    layers: tuple[Layer, ...]
+
+    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def target(self, scene: Scene) -> Params:
+        """For each layer (1 + rows, inputs): a point, and orthonormal directions from it, at right angles to it.
+
+        Without a bias the point is zero; with one there is one direction fewer, and the last is zero.
+        """
+        update = assumed_in(scene).visible(scene.update, scene)
+        return {layer.name: _flat(layer, scene.num_examples, update) for layer in self.layers}
+
+    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        names = [layer.name for layer in self.layers]
+        caught = scene.task.inputs_of(names, scene.weights, batch, scene.buffers, whole=False)
+        return {name: rows(scene.task.model.get_submodule(name), inputs) for name, inputs in caught.items()}
+
+
+def _flat(layer: Layer, examples: int, update: Params) -> Tensor:
+    count = layer.places * examples
+    weight, bias = update[f"{layer.name}.weight"], update.get(f"{layer.name}.bias")
+    by_input = weight.flatten(1).double()  # (outputs, inputs); in float32 the smallest directions would be lost
+    if bias is None:
+        directions = torch.linalg.svd(by_input, full_matrices=False)[2][:count]
+        return torch.cat([torch.zeros_like(directions[:1]), directions]).to(weight.dtype)
+    to_bias = bias.double() / torch.linalg.vector_norm(bias.double()).square()
+    point = to_bias @ by_input
+    differences = by_input - torch.outer(bias.double(), point)
+    directions = torch.linalg.svd(differences, full_matrices=False)[2][: count - 1]
+    point = point - (point @ directions.T) @ directions
+    return torch.cat([point[None], directions, torch.zeros_like(point)[None]]).to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class Outside(Difference):
+    """sum over layers of the share of the rows' energy that lies outside of where their gradient says they are."""
+
+    scale_free = True
+
+    def residual(self, predicted: Params, observed: Params) -> Params:
+        def outside(seen: Tensor, flat: Tensor) -> Tensor:
+            point, directions = flat[:1], flat[1:]
+            beside = seen - (seen @ directions.T) @ directions - point
+            return beside / torch.linalg.vector_norm(seen)
+
+        return {name: outside(seen, observed[name]) for name, seen in predicted.items()}
