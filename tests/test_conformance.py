@@ -43,6 +43,7 @@ from gradleak.task import Batch, Field, TaskError
 from test_defences_table import NAMES as DEFENCES
 from test_defences_table import made
 from test_latent import Toy
+from test_spans import net
 from test_steps import Small, drawn, toy
 
 SOURCE = Path(gl.__file__).parent
@@ -204,8 +205,8 @@ RECIPES = {
     "adam": LocalTraining(lr=0.1, steps=2, optimiser=Adam()),
 }
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
-FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
-DENOISING = ("dlg-dm", "invg-dm", "gidm", "spectral-dm")
+FEW = {"steps": 4, "last": 2, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
+DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,8 +237,9 @@ class World:
         return World(task, batch, other, Knowledge(training=training))
 
     @staticmethod
-    def denoising() -> World:
-        return World(toy(), drawn(30), drawn(60, seed=9), Knowledge(training=TRAINING, generator=Small(seed=1)))
+    def denoising(name: str = "") -> World:
+        task = net() if name == "span-dm" else toy()  # which needs a lower level
+        return World(task, drawn(30), drawn(60, seed=9), Knowledge(training=TRAINING, generator=Small(seed=1)))
 
     def granting(self, attack: gl.Attack) -> World:
         """With what the attack needs, copied: known steps and noise are not swapped with the client's."""
@@ -248,7 +250,7 @@ class World:
 
 def world_of(name: str, training: LocalTraining = TRAINING) -> World:
     """Where this attack applies. One that needs more than there is here is no reason to skip: give it a world."""
-    made = World.denoising() if name in DENOISING else World.classifying(training)
+    made = World.denoising(name) if name in DENOISING else World.classifying(training)
     return made.granting(short(name))
 
 
@@ -638,7 +640,7 @@ def test_no_attack_changes_what_it_is_given(name: str, norm: str | None) -> None
     """Neither the observation nor the model nor the knowledge, nor the global random state; in the model's own type."""
     attack = short(name, **{**FEW, "steps": 3, "certify": False})
     if name in DENOISING:
-        world = World.denoising().granting(attack)
+        world = World.denoising(name).granting(attack)
     else:
         task = tiny(norm=norm, dtype=torch.float32) if norm else perceptron(dtype=torch.float32)
         world = World.classifying(task=task).granting(attack)
@@ -658,7 +660,7 @@ def test_no_attack_changes_what_it_is_given(name: str, norm: str | None) -> None
 def test_a_result_shares_no_memory_with_the_observation(name: str) -> None:
     attack = short(name, **{**FEW, "steps": 2, "certify": False})
     if name in DENOISING:
-        world = World.denoising().granting(attack)
+        world = World.denoising(name).granting(attack)
     else:
         world = World.classifying(task=perceptron(dtype=torch.float32), examples=1).granting(attack)
         world.knows.given["y"] = torch.tensor([1])

@@ -145,6 +145,7 @@ class Bench:
     effort: Effort
     truth: Batch
     untrained: bool = False  # the prior too: where only time and memory count
+    defence: gl.Defence | None = None  # of the client; the attacker knows it
     cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
 
@@ -155,7 +156,7 @@ class Bench:
         if unknown := [name for name in wanted if name not in known]:
             raise ValueError(f"--methods has {'; '.join(unknown)}; there are {'; '.join(known)}.")
         chosen = {label: each for label, each in methods.items() if not wanted or label in wanted}
-        seen = self.setting.observed(self.effort, self.victim, self.truth) if chosen else []
+        seen = self.setting.observed(self.effort, self.victim, self.truth, self.defence) if chosen else []
         for label, method in chosen.items():
             self.cells[label] = self._cell(label, method, seen)
 
@@ -167,6 +168,7 @@ class Bench:
         knows = gl.Knowledge(
             given={name: self.truth[name] for name in method.given},
             training=GRADIENT,
+            defence=self.defence,
             generator=prior if method.prior else None,
         )
         where = effort.engine.where

@@ -115,14 +115,19 @@ def _images(name: str, split: str, size: int, limit: int | None) -> Images:
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set at a size, and what its denoiser predicts."""
+    """A data set at a size, what its denoiser predicts, and how many levels that has."""
 
     data: str = "cifar10"
     size: int = 32
     target: str = "eps"
+    levels: int = 3  # so that 32 x 32 is looked at as 8 x 8 on the lowest
 
     def __str__(self) -> str:
-        return f"{self.data} {self.size}" + ("" if self.target == "eps" else f", {self.target}")
+        more = [
+            *([] if self.target == "eps" else [self.target]),
+            *([] if self.levels == 3 else [f"{self.levels} levels"]),
+        ]
+        return ", ".join([f"{self.data} {self.size}", *more])
 
     def images(self, effort: Effort, split: str = "train") -> Images:
         """Bedrooms alone, of the houses: the stand-in for LSUN's."""
@@ -147,8 +152,8 @@ class Setting:
             return gl.models.unet(
                 shape=shape, base=8, multipliers=(1, 2), blocks=1, groups=4, steps=steps, generator=seed
             )
-        levels = (1, 2, 4) if self.size < 128 else (1, 2, 4, 8)
-        return gl.models.unet(shape=shape, base=64, multipliers=levels, steps=steps, generator=seed)
+        widths = (1, 2, 4, 4 if self.size < 128 else 8)[: self.levels if self.size < 128 else 4]
+        return gl.models.unet(shape=shape, base=64, multipliers=widths, steps=steps, generator=seed)
 
     def task(self, effort: Effort) -> Task:
         return _task(self, replace(effort.training, work=""))
@@ -211,7 +216,9 @@ class Setting:
         whole = task.completed({"x": x, "t": t}, draws.Draws(draws.key("gidm", effort.seed, "noise")))
         return {name: value.unflatten(0, (count, examples)) for name, value in whole.items()}
 
-    def observed(self, effort: Effort, victim: str, truth: Batch) -> list[gl.Observation]:
+    def observed(
+        self, effort: Effort, victim: str, truth: Batch, defence: gl.Defence | None = None
+    ) -> list[gl.Observation]:
         """One gradient of each target."""
         task, sent = self.task(effort), self.sent(effort, victim)
         return [
@@ -219,6 +226,7 @@ class Setting:
                 task,
                 {name: value[row] for name, value in truth.items()},
                 GRADIENT,
+                defence,
                 weights=dict(sent.weights),
                 key=f"target {row}",
                 seed=effort.seed,

@@ -1,9 +1,9 @@
 """GIDM: what a server sees in one gradient of a federated diffusion model, by step, round and what it is granted.
 
 Rows by the first word of their names: `train` (denoisers, kept in --work), `known` (noise and step are granted),
-`steps` (steps read off the time MLP), `unknown` (noise is not granted, the step is read), `modes` (the paper's
-knowledge modes), `figure` (images on the way), `budget` (what an iteration costs) and `cost` (GIDM on 32 lanes; 128 x
-128). Rows are written one by one. The paper: see README.md.
+`steps` (steps read off the time MLP), `unknown` (noise is not granted, the step is read), `defended` (nor is the
+gradient what it was), `modes` (the paper's knowledge modes), `figure` (images on the way), `budget` (what an iteration
+costs) and `cost` (GIDM on 32 lanes; 128 x 128). Rows are written one by one. The paper: see README.md.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
 from record import lpips_note, reproduce
 
 import gradleak as gl
+from gradleak import registry
 from gradleak.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")
 CIFAR, FACES, FACES64, ROOMS64 = Setting(), Setting("celeba64", 32), Setting("celeba64", 64), Setting("houses64", 64)
 ROOMS = Setting("houses64", 32)
 VELOCITY = Setting(target="v")
+DEEPER = (Setting("celeba64", 64, levels=4), Setting("houses64", 64, levels=4))
 SETTINGS = (CIFAR, FACES, ROOMS, FACES64, ROOMS64)
 SMALL = {"images": 2, "rounds": 2, "generative": 4, "fine": 20, "sampler": 3, "restarts": 1, "lpips": 0}
 SMALL |= {"rate": 0.05, "decay": 0}
@@ -95,6 +97,40 @@ class Inversion:
             "phases": bench.phases(),
             "above_prior": bench.above("prior only"),
             "picture": bench.draw(title),
+        }
+
+
+DEFENCES = (
+    "clipping:norm=0.01",
+    "withholding:layer=down.1.smaller",
+    *(f"local-gaussian:clip=0.01,noise_multiplier={share}" for share in (1e-7, 1e-6, 1e-5, 1e-4)),
+    *(f"pruning:keep={keep}" for keep in (0.9, 0.5, 0.1)),
+)
+
+
+@dataclass(frozen=True)
+class Defended:
+    """`span-dm` on what a defence leaves of a gradient, by an attacker who knows the defence."""
+
+    setting: Setting
+    victim: str
+    t: int  # of 1,000
+
+    def measure(self, effort: Effort) -> dict[str, Any]:
+        t = effort.at(self.t)
+        truth = self.setting.truth(effort, [t])
+        cells: dict[str, Any] = {}
+        for spelled in ("", *DEFENCES):
+            defence = registry.parse("defence", spelled) if spelled else None
+            bench = Bench(self.setting, self.victim, effort, truth, defence=defence)
+            bench.run({"span-dm": UNKNOWN["span-dm"]})
+            cells[spelled or "none"] = bench.cells["span-dm"]
+        bench.control("mid-grey", torch.zeros_like(truth["x"]))
+        return {
+            **self.setting.described(effort, self.victim),
+            "t": t,
+            "targets": len(truth["x"]),
+            "cells": {**cells, "mid-grey": bench.cells["mid-grey"]},
         }
 
 
@@ -266,16 +302,18 @@ class Cost:
 
 def rows() -> dict[str, Row]:
     """Everything by name, in the order in which it is worth having."""
-    found: dict[str, Row] = {f"train {setting}": Training(setting) for setting in (*SETTINGS, VELOCITY)}
+    found: dict[str, Row] = {f"train {setting}": Training(setting) for setting in (*SETTINGS, VELOCITY, *DEEPER)}
     found |= {f"steps, {CIFAR}, {victim}": Read(CIFAR, victim) for victim in VICTIMS}
-    for setting in (*SETTINGS, VELOCITY):
+    for setting in (*SETTINGS, VELOCITY, *DEEPER):
         for victim in VICTIMS:
             for t in STEPS:
                 found[f"known, {setting}, {victim}, t {t}"] = Inversion(setting, victim, t, KNOWN)
-    for setting in (*SETTINGS, VELOCITY):
+    for setting in (*SETTINGS, VELOCITY, *DEEPER):
         for victim in VICTIMS:
             for t in STEPS:
                 found[f"unknown, {setting}, {victim}, t {t}"] = Inversion(setting, victim, t, UNKNOWN, True)
+    for victim in VICTIMS:
+        found[f"defended, {CIFAR}, {victim}, t 50"] = Defended(CIFAR, victim, 50)
     found |= {f"modes, {setting}, trained": Modes(setting, "trained") for setting in SETTINGS}
     found |= {f"figure, {setting}, trained, t 200": Figure(setting, "trained", 200) for setting in SETTINGS}
     found |= {f"budget, {setting}": Budget(setting) for setting in (CIFAR, FACES64)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -15,17 +15,20 @@ from gradleak.cascade import Waves, matches, part
 from gradleak.diffusion import Denoising
 from gradleak.draws import Draws
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Seen, as_targets
+from gradleak.observation import Knowledge, Seen, Track, as_targets
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay
+from gradleak.parts.residual import NoiseShell
 from gradleak.parts.spans import Layer, Outside, Spans, telling
 from gradleak.parts.steps import denoising
 from gradleak.registry import named
-from gradleak.scene import Match, Needs, Now, Prediction, Scene, Space
+from gradleak.scene import Match, Needs, Now, Prediction, Prior, Scene, Space
 from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Tree
+
+SHELL = 1e-4  # weight of the length of the noise
 
 
 class Shown(Denoising):
@@ -108,7 +111,7 @@ class SpanDM:
 
     @property
     def needs(self) -> Needs:
-        return self._behind.needs
+        return self._behind().needs
 
     def run(
         self,
@@ -123,10 +126,10 @@ class SpanDM:
         """`settings`: the layers, how many starts each target got, and the match of its x_t (`Outside`)."""
         require(self, knows)
         targets = as_targets(seen)
-        layers = self._telling(task, max(target.num_examples for target in targets))
+        layers = self._telling(task, targets)
         first = self._shown(layers).run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, 2))
         begin = {name: first.batch[name] for name in ("x", "noise")}
-        last = self._image if "noise" in knows.given else self._behind
+        last = self._image if "noise" in knows.given else self._behind(shell=knows.defence is not None)
         found = last.run(task, targets, knows, seed, engine=engine, progress=part(progress, 1, 2), begin=begin)
         told = {
             "attack": repr(self),
@@ -143,18 +146,22 @@ class SpanDM:
             evaluations=first.evaluations + found.evaluations,
         )
 
-    def _telling(self, task: Task, examples: int) -> tuple[Layer, ...]:
+    def _telling(self, task: Task, targets: Sequence[Track]) -> tuple[Layer, ...]:
+        """The first layers that tell, of those whose gradient was sent."""
         denoising(task)
+        examples = max(target.num_examples for target in targets)
         if examples > 1:
             raise TaskError(
                 f"span-dm is for gradients of one example; given one of {examples}. Images of several lie in the same "
                 "span, and a search may find one of them twice. Use spectral-dm with noise='unknown'."
             )
-        found = telling(task, examples)
+        sent = lambda layer: all(bool(each.last.update[f"{layer.name}.weight"].any()) for each in targets)  # noqa: E731
+        found = tuple(layer for layer in telling(task, examples) if sent(layer))
         if not found:
             raise TaskError(
                 "No layer of this network tells the span of its inputs: all that see the image have more places than "
-                "outputs, or see fewer numbers than it has. Use spectral-dm with noise='unknown'."
+                "outputs, or see fewer numbers than it has, or their gradient was not sent. Use spectral-dm with "
+                "noise='unknown'."
             )
         return found[: self.layers]
 
@@ -162,10 +169,14 @@ class SpanDM:
         """The search for x_t. What that leaves open of image and noise stays at the best guess, w = 0."""
         return Waves(self._search(self._pair, Spans(layers), Outside(), self.restarts), self.waves, self.solved)
 
-    @property
-    def _behind(self) -> Composed:
-        """The search for the noise behind that x_t."""
-        return self._search(NoiseBehind(), Replay(), Relative(whole=True), view=with_x_t)
+    def _behind(self, shell: bool = False) -> Composed:
+        """The search for the noise behind that x_t.
+
+        shell   a defence may have taken the gradient's length (clipping), and with it that of the residual: then the
+                noise is the one of the length that noise has. Where the length is known this weight changes nothing
+        """
+        priors = (NoiseShell(SHELL),) if shell else ()
+        return self._search(NoiseBehind(), Replay(), Relative(whole=True), priors=priors, view=with_x_t)
 
     @property
     def _image(self) -> Composed:
@@ -182,8 +193,9 @@ class SpanDM:
         predict: Prediction,
         match: Match,
         restarts: int = 1,
+        priors: tuple[Prior, ...] = (),
         view: Callable[[Scene], Scene] | None = None,
     ) -> Composed:
         steps = self.steps if isinstance(match, Outside) else self.last
-        stage = Stage(space, predict, match, (), LBFGS(steps=steps, history=self.history), view=view)
+        stage = Stage(space, predict, match, priors, LBFGS(steps=steps, history=self.history), view=view)
         return Composed(self.name, (stage,), Plan("unknown", "analytic").fields(), restarts=restarts)
