@@ -58,6 +58,7 @@ class Effort:
     methods: str = ""  # only these, separated by semicolons, since names have commas; all if empty
     seed: int = 0
     small: int = 0
+    channels: int = 64  # of the U-Net's first level; fewer for a CPU
     lpips: int = 1
     data: str = ""  # an .npz or a name, instead of each row's own
     work: str = "runs/gidm"  # trainings are kept here and used again
@@ -77,7 +78,7 @@ class Effort:
     @property
     def training(self) -> Effort:
         """What a training depends on, and nothing else."""
-        names = ("rounds", "seed", "small", "data", "work", "device")
+        names = ("rounds", "seed", "small", "channels", "data", "work", "device")
         precision = self.training_precision or self.precision
         return Effort(precision=precision, **{name: getattr(self, name) for name in names})
 
@@ -153,7 +154,7 @@ class Setting:
                 shape=shape, base=8, multipliers=(1, 2), blocks=1, groups=4, steps=steps, generator=seed
             )
         widths = (1, 2, 4, 4 if self.size < 128 else 8)[: self.levels if self.size < 128 else 4]
-        return gl.models.unet(shape=shape, base=64, multipliers=widths, steps=steps, generator=seed)
+        return gl.models.unet(shape=shape, base=effort.channels, multipliers=widths, steps=steps, generator=seed)
 
     def task(self, effort: Effort) -> Task:
         return _task(self, replace(effort.training, work=""))
