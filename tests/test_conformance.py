@@ -205,7 +205,7 @@ RECIPES = {
     "adam": LocalTraining(lr=0.1, steps=2, optimiser=Adam()),
 }
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
-FEW = {"steps": 4, "last": 2, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
+FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
 
 

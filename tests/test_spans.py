@@ -233,7 +233,7 @@ def test_behind_a_known_x_t_the_gradient_is_linear_in_the_noise(target: str) -> 
 
 def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None:
     task, batch = net(), drawn(20)
-    found = gl.attacks.get("span-dm", steps=100, last=80, restarts=1).run(task, seen(task, batch), KNOWS, engine=double)
+    found = gl.attacks.get("span-dm", steps=100, fine_steps=80, restarts=1).run(task, seen(task, batch), KNOWS, engine=double)
     assert scored(found, batch) > 60
     assert found.batch["t"][0].tolist() == [20]
     noise = (found.batch["noise"][0].flatten(), batch["noise"].flatten().double())
@@ -247,7 +247,7 @@ def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None
 def test_noise_that_is_given_is_used(double: gl.Engine) -> None:
     task, batch = net(), drawn(60)
     knows = gl.Knowledge(training=GRADIENT, given={"noise": batch["noise"]})
-    found = gl.attacks.get("span-dm", steps=100, last=20).run(task, seen(task, batch), knows, engine=double)
+    found = gl.attacks.get("span-dm", steps=100, fine_steps=20).run(task, seen(task, batch), knows, engine=double)
     assert scored(found, batch) > 60
     torch.testing.assert_close(found.batch["noise"][0], batch["noise"])
 

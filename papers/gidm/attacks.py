@@ -110,7 +110,7 @@ UNKNOWN: dict[str, Method] = {
     ),
     "span-dm": Method(
         "span-dm",
-        lambda e: {"steps": e.baseline, "last": e.last, "restarts": e.restarts, "waves": e.waves},
+        lambda e: {"steps": e.baseline, "fine_steps": e.last, "restarts": e.restarts, "waves": e.waves},
     ),
     "dlg-dm, blind": Method("dlg-dm", _on_pixels(noise="random", t="random")),
     "gidm": Method("gidm", _gidm(noise="unknown", t="analytic"), prior=True),

@@ -85,14 +85,14 @@ class SpanDM:
     grants the step or the noise, they are used.
 
     steps      evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
-    last       evaluations of the search for the noise
+    fine_steps   evaluations of the search for the noise
     layers     how many of those that tell, from the first on
     start, power, chroma   of the unknowns (`Spectral`)
     restarts, waves, solved   starts of the search for x_t: again, from twice as many, where no match is below `solved`
     """
 
     steps: int = 300
-    last: int = 200
+    fine_steps: int = 200
     layers: int = 1
     start: float = 0.5
     power: float = 0.5
@@ -103,7 +103,7 @@ class SpanDM:
     solved: float = 1e-4
 
     def __post_init__(self) -> None:
-        require_positive(self, whole=("steps", "last", "layers", "history", "restarts", "waves"), real=("solved",))
+        require_positive(self, whole=("steps", "fine_steps", "layers", "history", "restarts", "waves"), real=("solved",))
 
     @property
     def name(self) -> str:
@@ -196,6 +196,6 @@ class SpanDM:
         priors: tuple[Prior, ...] = (),
         view: Callable[[Scene], Scene] | None = None,
     ) -> Composed:
-        steps = self.steps if isinstance(match, Outside) else self.last
+        steps = self.steps if isinstance(match, Outside) else self.fine_steps
         stage = Stage(space, predict, match, priors, LBFGS(steps=steps, history=self.history), view=view)
         return Composed(self.name, (stage,), Plan("unknown", "analytic").fields(), restarts=restarts)
