@@ -405,6 +405,21 @@ def test_a_denoiser_has_members_of_its_own() -> None:
     assert {"second-order", "dlg-dm", "dlg-dm, noised image and residual"} <= tried
     assert not {"ig", "cpl", "sme"} & tried
     assert float(found.match) < float(found.trace["match"][0])
+    assert "span-dm" in tried
+    two = gl.observe(task, drawn(20, 30), DENOISING, key="two")
+    assert "span-dm" not in picked(Case(task, tuple(as_targets(two)), Knowledge(training=DENOISING), CPU), "quick")
+
+
+def test_steps_of_several_gradients_add_up_and_are_searched_for() -> None:
+    task, training = toy(width=4, dim=16), replace(DENOISING, lr=0.1, steps=2)
+    seen = gl.observe(task, {"x": drawn(20)["x"]}, training, key="two steps")
+    found = Auto(preset="quick", steps=1).run(task, seen, Knowledge(training=training), engine=CPU)
+    tried = {each["member"]: each for each in found.settings["tried"]}
+    assert tried["second-order"]["outcome"] == "refused"
+    assert "add up in the update" in tried["second-order"]["why"]
+    assert tried["dlg-dm"]["settings"]["t"] == "soft"
+    assert tried["dlg-dm"]["outcome"] == "ran"
+    assert not {"spectral-dm", "span-dm"} & tried.keys()
 
 
 def test_a_generator_brings_its_members(monkeypatch: pytest.MonkeyPatch) -> None:

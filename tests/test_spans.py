@@ -16,6 +16,7 @@ from gradleak.attack import Composed, Stage
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.span import NoiseBehind, Shown, with_x_t
 from gradleak.attacks.spectral import Spectral, SpectralPair, coefficients, frequencies, pixels
+from gradleak.audit import default_attacks
 from gradleak.diffusion import Schedule, denoising
 from gradleak.draws import Draws, key
 from gradleak.observation import Observation
@@ -233,7 +234,9 @@ def test_behind_a_known_x_t_the_gradient_is_linear_in_the_noise(target: str) -> 
 
 def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None:
     task, batch = net(), drawn(20)
-    found = gl.attacks.get("span-dm", steps=100, fine_steps=80, restarts=1).run(task, seen(task, batch), KNOWS, engine=double)
+    found = gl.attacks.get("span-dm", steps=100, fine_steps=80, restarts=1).run(
+        task, seen(task, batch), KNOWS, engine=double
+    )
     assert scored(found, batch) > 60
     assert found.batch["t"][0].tolist() == [20]
     noise = (found.batch["noise"][0].flatten(), batch["noise"].flatten().double())
@@ -250,6 +253,17 @@ def test_noise_that_is_given_is_used(double: gl.Engine) -> None:
     found = gl.attacks.get("span-dm", steps=100, fine_steps=20).run(task, seen(task, batch), knows, engine=double)
     assert scored(found, batch) > 60
     torch.testing.assert_close(found.batch["noise"][0], batch["noise"])
+
+
+def test_audits_run_it_where_a_layer_tells() -> None:
+    def named(*how: Any) -> list[str]:
+        return [method.partition(":")[0] for method in default_attacks(gl.Engine("cpu"), *how)]
+
+    usual = ["dlg-dm", "dlg-dm", "spectral-dm"]
+    assert named(net()) == named(net(), 1, GRADIENT) == [*usual, "span-dm"]
+    assert named(toy()) == named(net(), 2) == usual
+    assert named(net(), 1, replace(GRADIENT, steps=3)) == ["dlg-dm", "dlg-dm"]
+    assert "span-dm" not in named()
 
 
 def test_what_it_cannot_attack_it_refuses_with_what_to_use_instead() -> None:

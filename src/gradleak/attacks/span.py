@@ -103,7 +103,9 @@ class SpanDM:
     solved: float = 1e-4
 
     def __post_init__(self) -> None:
-        require_positive(self, whole=("steps", "fine_steps", "layers", "history", "restarts", "waves"), real=("solved",))
+        require_positive(
+            self, whole=("steps", "fine_steps", "layers", "history", "restarts", "waves"), real=("solved",)
+        )
 
     @property
     def name(self) -> str:

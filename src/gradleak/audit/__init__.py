@@ -29,6 +29,7 @@ from gradleak.federation import Federation, network_of
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.generators import load as load_generator
 from gradleak.local import LocalTraining
+from gradleak.parts.spans import telling
 from gradleak.results import AuditResult
 from gradleak.results.configuration import digest
 from gradleak.results.resumable import FolderInUse, Interrupted
@@ -395,17 +396,31 @@ DEFAULT_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the 
 DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 32 there; a minute on two cores
 
 
-DEFAULT_OF_DENOISERS = (
-    *(f"dlg-dm:noise=unknown,t=analytic,param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q")),
-    "spectral-dm:noise=unknown,t=analytic,steps=800,restarts=4",
-)  # granted fields are used, not searched for; restarts and not waves, whose cost cannot be told beforehand
+def default_attacks(
+    engine: Engine, task: Task | None = None, examples: int = 1, training: LocalTraining | None = None
+) -> tuple[str, ...]:
+    """What an audit runs that names no attack, on this engine.
 
-
-def default_attacks(engine: Engine, task: Task | None = None) -> tuple[str, ...]:
-    """What an audit runs that names no attack, on this engine; `task`: of a classification where none is given."""
+    task       of a classification where none is given
+    examples   of an update; training: the clients' recipe, one gradient where none is given
+    """
     if task is not None and {"t", "noise"} <= task.drawn:
-        return DEFAULT_OF_DENOISERS
+        return _default_of_denoisers(task, examples, training)
     return DEFAULT_ATTACKS + (DEFAULT_ON_GPU if engine.where.type == "cuda" else ())
+
+
+def _default_of_denoisers(task: Task, examples: int, training: LocalTraining | None) -> tuple[str, ...]:
+    """Granted fields are used, not searched for; steps of several gradients add up, and cannot be read off.
+
+    Restarts, not waves, whose cost cannot be told beforehand; but for `span-dm`, whose starts are cheap.
+    """
+    single = training is None or len(training.order(examples)) == 1
+    t = "analytic" if single else "soft"
+    plain = tuple(f"dlg-dm:noise=unknown,t={t},param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q"))
+    if not single:
+        return plain
+    spectral = (*plain, f"spectral-dm:noise=unknown,t={t},steps=800,restarts=4")
+    return (*spectral, "span-dm") if examples == 1 and telling(task, examples) else spectral
 
 
 # A demonstration, not a measurement: picked, with the scores in view, so that the exact attack fits some two minutes on

@@ -30,12 +30,14 @@ from gradleak.checks import Check, Checks, checks_of
 from gradleak.defence import overrides
 from gradleak.engine import Engine, EngineError, memory_of
 from gradleak.observation import Knowledge, MissingKnowledge, Seen, as_targets
+from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.registry import did_you_mean, named
 from gradleak.scene import Needs
 from gradleak.task import Batch, Task, TaskError
 
 VERSION = "auto-2026.1"
 CERTIFIED = {"quick": 1024, "standard": 4096, "thorough": 12_288}  # unknowns up to which the answer is certified
+REFUSALS = (MissingKnowledge, TaskError, RuleDoesNotApply, EngineError)  # a member that cannot attack this says so
 
 __all__ = ["MEMBERS", "PRESETS", "VERSION", "Auto", "Case", "Ensemble", "Member", "OutOfTime"]
 
@@ -197,7 +199,7 @@ class _Search:
             settings = self._settings(member)
             told |= {"settings": settings}
             parts = self._run(member, settings, rows, case.taking(form), self._share(*turn))
-        except (MissingKnowledge, TaskError, EngineError) as refusal:
+        except REFUSALS as refusal:
             self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
             return
         except OutOfTime:
@@ -253,7 +255,7 @@ class _Search:
                         self.best[row] = _Best(guess, now, "second look", found, own.knows)
                         break
                 reached.append(now.value)
-        except (MissingKnowledge, TaskError, EngineError) as refusal:  # what was found before stays
+        except REFUSALS as refusal:  # what was found before stays
             self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
             return
         except OutOfTime:

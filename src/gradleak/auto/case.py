@@ -83,6 +83,16 @@ class Case:
         return self.steps in (None, 1)
 
     @property
+    def examples(self) -> int:
+        """The most of all targets."""
+        return max(each.num_examples for each in self.targets)
+
+    @property
+    def step_rule(self) -> str:
+        """How a denoiser's steps are found: read off one gradient; those of several add up, and are searched for."""
+        return "analytic" if self.single else "soft"
+
+    @property
     def several(self) -> bool:
         """May it be the sum of several steps?"""
         return self.steps is None or self.steps > 1
@@ -152,7 +162,7 @@ class Case:
     @property
     def unknowns(self) -> int:
         """Entries of the largest target's continuous fields."""
-        return unknowns_of(self.task, max(target.num_examples for target in self.targets))
+        return unknowns_of(self.task, self.examples)
 
     @property
     def equations(self) -> int:

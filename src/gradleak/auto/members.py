@@ -158,27 +158,34 @@ MEMBERS: tuple[Member, ...] = (
     ),
     # Denoisers; what Knowledge gives is used instead of searched for.
     Member(
+        "span-dm",
+        lambda case: case.denoiser and case.single and case.examples == 1,
+        _of({"steps": 100, "fine_steps": 100, "waves": 2}, {}, {"steps": 700, "fine_steps": 1500}),
+    ),
+    Member(
         "dlg-dm",
         lambda case: case.denoiser,
-        _of(*({"steps": n, "noise": "unknown", "t": "analytic", "restarts": 4} for n in (300, 1000, 6500))),
+        _of(*({"steps": n, "noise": "unknown", "restarts": 4} for n in (300, 1000, 6500))),
+        read=lambda case: {"t": case.step_rule},
     ),
     Member(
         "dlg-dm",
         lambda case: case.denoiser and "noise" not in case.knows.given,
-        _of(
-            *(
-                {"steps": n, "noise": "unknown", "t": "analytic", "param": "xt_q", "restarts": 4}
-                for n in (300, 1000, 6500)
-            )
-        ),
+        _of(*({"steps": n, "noise": "unknown", "param": "xt_q", "restarts": 4} for n in (300, 1000, 6500))),
+        read=lambda case: {"t": case.step_rule},
         label="dlg-dm, noised image and residual",
     ),
     Member(
         "spectral-dm",
-        lambda case: case.denoiser,
+        lambda case: case.denoiser and case.single,
         _of(*({"steps": n, "noise": "unknown", "t": "analytic", "restarts": 4} for n in (300, 800, 1500))),
     ),
-    Member("gidm", lambda case: case.sampler, _of(None, {"steps": 500, "fine_steps": 500}, {})),
+    Member(
+        "gidm",
+        lambda case: case.sampler,
+        _of(None, {"steps": 500, "fine_steps": 500}, {}),
+        read=lambda case: {"t": case.step_rule},
+    ),
     # Whatever was found last, to the last digit. An unfollowed client would only be fitted with its errors.
     Member(
         POLISH,

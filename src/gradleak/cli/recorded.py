@@ -76,8 +76,9 @@ class RecordedRequest:
     def read(self, task: Task) -> list[Recorded]:
         return read(self.observations, task, self.truth, self.rounds)
 
-    def methods(self, task: Task) -> tuple[str, ...]:
-        return self.attacks or default_attacks(self.engine, task)
+    def methods(self, task: Task, recorded: Sequence[Recorded]) -> tuple[str, ...]:
+        examples = max(one.seen.num_examples for one in recorded)
+        return self.attacks or default_attacks(self.engine, task, examples, self.training)
 
     def audit(self, task: Task, recorded: Sequence[Recorded]) -> RecordedAudit:
         """Of the observations whose examples are known."""
@@ -85,7 +86,7 @@ class RecordedRequest:
         return RecordedAudit.of(
             task,
             recorded,
-            self.methods(task),
+            self.methods(task, recorded),
             self.training,
             images(self.data),
             defence=self.defences[0] if self.defences else None,
@@ -101,7 +102,7 @@ class RecordedRequest:
         home = out or self.folder
         seed = self.seeds[0] if self.seeds else 0
         return blind(
-            task, recorded, self.methods(task), knows, home, seed=seed, engine=self.engine, progress=progress
+            task, recorded, self.methods(task, recorded), knows, home, seed=seed, engine=self.engine, progress=progress
         ), home
 
     def run(self, planned: RecordedAudit, out: Path | None, progress: Progress, **how: Any) -> Any:

@@ -118,7 +118,8 @@ class Request:
 
     def _plain(self, task: Task, data: Any) -> Audit:
         origin = {"task": self.reference or BUILTIN, "data": self.data}
-        return Audit(task, data, audit.default_attacks(self._engine(), task), origin=origin)
+        attacks = audit.default_attacks(self._engine(), task, self.examples or 1, self.training)
+        return Audit(task, data, attacks, origin=origin)
 
     def _engine(self) -> Engine:
         """Where it will run: the default attacks depend on it."""
@@ -147,7 +148,8 @@ class Request:
             )
         found = {"task": reference, "data": origin["data"], "trained": str(folder)}
         task = task_of(reference, held)
-        attacks = audit.default_attacks(self._engine(), task)
+        recipe = self.training or federation.training
+        attacks = audit.default_attacks(self._engine(), task, self.examples or 1, recipe)
         rounds = self.rounds or tuple(trained.rounds)
         return Audit(task, held, attacks, federation=federation, rounds=rounds, trained=trained, origin=found)
 
