@@ -406,8 +406,6 @@ def test_a_denoiser_has_members_of_its_own() -> None:
     assert not {"ig", "cpl", "sme"} & tried
     assert float(found.match) < float(found.trace["match"][0])
     assert "span-dm" in tried
-    two = gl.observe(task, drawn(20, 30), DENOISING, key="two")
-    assert "span-dm" not in picked(Case(task, tuple(as_targets(two)), Knowledge(training=DENOISING), CPU), "quick")
 
 
 def test_steps_of_several_gradients_add_up_and_are_searched_for() -> None:

@@ -20,6 +20,7 @@ from gradleak.audit import default_attacks
 from gradleak.diffusion import Schedule, denoising
 from gradleak.draws import Draws, key
 from gradleak.observation import Observation
+from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.predictions import Replay
@@ -47,7 +48,7 @@ def seen(task: Task, batch: Batch, name: str = "target") -> Observation:
 
 
 def scored(found: Any, batch: Batch) -> float:
-    return float(gl.metrics.compare(found, {name: value[None] for name, value in batch.items()}).psnr)
+    return float(gl.metrics.compare(found, {name: value[None] for name, value in batch.items()}).psnr.min())
 
 
 # --- which layers tell ------------------------------------------------------------------------------------------------
@@ -57,7 +58,8 @@ def test_layers_tell_that_have_few_places_and_see_the_whole_image() -> None:
     names = [layer.name for layer in telling(net(), 1)]
     assert names[0] == "down.1.blocks.0.before.2"  # 8 channels on 16 places, 16 outputs
     assert "down.0.smaller" not in names  # 16 places, 8 outputs
-    assert all(layer.places == 16 for layer in telling(net(), 1))
+    assert all(layer.rows == 16 for layer in telling(net(), 1))
+    assert {layer.rows for layer in telling(net(16), 2)} == {32}
     assert not any(name.startswith(("time", "stem", "down.0", "up.1", "out")) for name in names)
     assert not any(".time." in name for name in names)  # told the step, which no image moves
     assert [layer.name for layer in telling(net(16), 1)][0] == "down.0.smaller"  # 16 outputs
@@ -247,6 +249,16 @@ def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None
     assert found.evaluations >= 160
 
 
+def test_images_and_noise_of_a_batch_come_out_one_by_one(double: gl.Engine) -> None:
+    task, batch = net(16), drawn(20, 60)
+    found = gl.attacks.get("span-dm", steps=60, fine_steps=80, restarts=1).run(
+        task, seen(task, batch), KNOWS, engine=double
+    )
+    assert scored(found, batch) > 60
+    assert found.batch["t"][0].tolist() == [20, 60]
+    assert len(found.settings["starts"]) == len(found.settings["outside"]) == 2
+
+
 def test_noise_that_is_given_is_used(double: gl.Engine) -> None:
     task, batch = net(), drawn(60)
     knows = gl.Knowledge(training=GRADIENT, given={"noise": batch["noise"]})
@@ -262,16 +274,22 @@ def test_audits_run_it_where_a_layer_tells() -> None:
     usual = ["dlg-dm", "dlg-dm", "spectral-dm"]
     assert named(net()) == named(net(), 1, GRADIENT) == [*usual, "span-dm"]
     assert named(toy()) == named(net(), 2) == usual
+    assert named(net(16), 2) == [*usual, "span-dm"]
     assert named(net(), 1, replace(GRADIENT, steps=3)) == ["dlg-dm", "dlg-dm"]
     assert "span-dm" not in named()
 
 
 def test_what_it_cannot_attack_it_refuses_with_what_to_use_instead() -> None:
     attack = gl.attacks.get("span-dm")
-    with pytest.raises(TaskError, match=r"for gradients of one example; given one of 2.*spectral-dm"):
+    with pytest.raises(TaskError, match=r"as many examples each; given \[1, 2\]"):
+        attack.run(net(), [seen(net(), drawn(3), "one"), seen(net(), drawn(3, 60), "two")], KNOWS)
+    with pytest.raises(TaskError, match=r"No layer of this network tells.*an update: 2.*spectral-dm"):
         attack.run(net(), seen(net(), drawn(3, 60)), KNOWS)
     with pytest.raises(TaskError, match=r"No layer of this network tells.*spectral-dm"):
         attack.run(toy(), seen(toy(), drawn(3)), KNOWS)
+    two = gl.Knowledge(training=GRADIENT, given={"noise": drawn(3, 60)["noise"]})
+    with pytest.raises(RuleDoesNotApply, match="steps are read off in none"):
+        attack.run(net(16), seen(net(16), drawn(3, 60)), two)
     with pytest.raises(ValueError, match="layers"):
         gl.attacks.get("span-dm", layers=0)
     assert Layer("a", 3) != Layer("a", 4)

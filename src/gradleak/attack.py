@@ -187,11 +187,7 @@ class Composed:
         began = time.perf_counter()
         with engine.settings():
             work = task.to(engine.where, engine.dtype)
-            scenes = [_scene(work, target, knows, position, len(targets)) for position, target in enumerate(targets)]
-            scenes = [
-                replace(scene, fields={**self.fields(_averaged(there)), **scene.fields})
-                for scene, there in zip(scenes, in_turn(scenes), strict=True)
-            ]
+            scenes = scenes_of(work, targets, knows, self.fields)
             keys = [
                 [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
                 for target in targets
@@ -256,6 +252,15 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
                 f"Observation {target.key!r} says {target.num_examples} examples: {target.num_examples * entries:.1e} "
                 f"unknowns are more than the {MOST_ENTRIES:.0e} that one attack takes on. Is the number right?"
             )
+
+
+def scenes_of(task: Task, targets: Sequence[Track], knows: Knowledge, fields: FieldRule) -> list[Scene]:
+    """The targets as parts look at them, with what Knowledge gives of their fields and what the rule reads off."""
+    scenes = [_scene(task, target, knows, position, len(targets)) for position, target in enumerate(targets)]
+    return [
+        replace(scene, fields={**fields(_averaged(there)), **scene.fields})
+        for scene, there in zip(scenes, in_turn(scenes), strict=True)
+    ]
 
 
 def _averaged(scene: Scene) -> Scene:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
+from gradleak.attack import Composed, Progress, Reconstruction, Stage, fits, require, scenes_of
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.spectral import Spectral, SpectralPair, frequencies, pixels
 from gradleak.cascade import Waves, matches, part
 from gradleak.diffusion import Denoising
 from gradleak.draws import Draws
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Seen, Track, as_targets
+from gradleak.observation import Knowledge, Observation, Seen, Track, as_targets
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.optimisers import require_positive
@@ -74,15 +74,39 @@ class NoiseBehind:
         return v
 
 
+def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engine) -> tuple[list[Track], Batch]:
+    """Each example of each target as a target of its own; and their fields, read off or given.
+
+    A layer's rows of one example lie in the span of those of all.
+    """
+    fields = Plan("unknown", "analytic").fields()
+    with engine.settings():
+        scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, fields)
+    given = {name: torch.cat([scene.fields[name] for scene in scenes])[:, None] for name in scenes[0].fields}
+
+    def one(seen: Observation, example: int) -> Observation:
+        key = seen.key if seen.num_examples == 1 else f"{seen.key}, example {example}"
+        return replace(seen, num_examples=1, key=key)
+
+    alone = [
+        Track(tuple(one(seen, example) for seen in target.observations))
+        for target in targets
+        for example in range(target.num_examples)
+    ]
+    return alone, given
+
+
 @named("span-dm", kind="attack", paper="gradleak's own")
 @dataclass(frozen=True)
 class SpanDM:
     """A denoiser's x_t from the span of a layer's inputs, which the gradient tells whatever the noise; then the noise.
 
     At the lowest resolution of a U-Net a convolution has fewer places than outputs, and its gradient tells the span of
-    its inputs (`parts.spans`). x_t is sought there, by passes through the first layers alone. Behind a known x_t the
-    gradient is linear in the noise, which is found last, and the image with it. The step is read off. Where Knowledge
-    grants the step or the noise, they are used.
+    its inputs (`parts.spans`). The x_t of each example is sought there by itself, by passes through the first layers
+    alone. Behind all of these the gradient is linear in the noise, which is found last, and the images with it. Steps
+    are read off. What Knowledge grants of steps and noise is used.
+
+    Of two examples at the same step one may be found twice, and the search for the noise then fails.
 
     steps      evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
     fine_steps   evaluations of the search for the noise
@@ -125,12 +149,15 @@ class SpanDM:
         engine: Engine | None = None,
         progress: Progress | None = None,
     ) -> Reconstruction:
-        """`settings`: the layers, how many starts each target got, and the match of its x_t (`Outside`)."""
+        """`settings`: the layers; of one example after the other, its starts and the match of its x_t (`Outside`)."""
         require(self, knows)
         targets = as_targets(seen)
+        fits(task, [seen for target in targets for seen in target.observations])
         layers = self._telling(task, targets)
-        first = self._shown(layers).run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, 2))
-        begin = {name: first.batch[name] for name in ("x", "noise")}
+        alone, given = _alone(task, targets, knows, engine or Engine())
+        own = replace(knows, given=given)
+        first = self._shown(layers).run(task, alone, own, seed, engine=engine, progress=part(progress, 0, 2))
+        begin = {name: first.batch[name].unflatten(0, (len(targets), -1)).squeeze(2) for name in ("x", "noise")}
         last = self._image if "noise" in knows.given else self._behind(shell=knows.defence is not None)
         found = last.run(task, targets, knows, seed, engine=engine, progress=part(progress, 1, 2), begin=begin)
         told = {
@@ -151,19 +178,17 @@ class SpanDM:
     def _telling(self, task: Task, targets: Sequence[Track]) -> tuple[Layer, ...]:
         """The first layers that tell, of those whose gradient was sent."""
         denoising(task)
-        examples = max(target.num_examples for target in targets)
-        if examples > 1:
-            raise TaskError(
-                f"span-dm is for gradients of one example; given one of {examples}. Images of several lie in the same "
-                "span, and a search may find one of them twice. Use spectral-dm with noise='unknown'."
-            )
+        counts = {target.num_examples for target in targets}
+        if len(counts) > 1:
+            raise TaskError(f"span-dm attacks targets of as many examples each; given {sorted(counts)}. Split them.")
+        [examples] = counts
         sent = lambda layer: all(bool(each.last.update[f"{layer.name}.weight"].any()) for each in targets)  # noqa: E731
         found = tuple(layer for layer in telling(task, examples) if sent(layer))
         if not found:
             raise TaskError(
-                "No layer of this network tells the span of its inputs: all that see the image have more places than "
-                "outputs, or see fewer numbers than it has, or their gradient was not sent. Use spectral-dm with "
-                "noise='unknown'."
+                f"No layer of this network tells the span of its inputs (examples in an update: {examples}): all that "
+                "see the images have more places than outputs, or see fewer numbers than these have, or their gradient "
+                "was not sent. Use spectral-dm with noise='unknown'."
             )
         return found[: self.layers]
 

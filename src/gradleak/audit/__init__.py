@@ -420,7 +420,7 @@ def _default_of_denoisers(task: Task, examples: int, training: LocalTraining | N
     if not single:
         return plain
     spectral = (*plain, f"spectral-dm:noise=unknown,t={t},steps=800,restarts=4")
-    return (*spectral, "span-dm") if examples == 1 and telling(task, examples) else spectral
+    return (*spectral, "span-dm") if telling(task, examples) else spectral
 
 
 # A demonstration, not a measurement: picked, with the scores in view, so that the exact attack fits some two minutes on

@@ -159,7 +159,7 @@ MEMBERS: tuple[Member, ...] = (
     # Denoisers; what Knowledge gives is used instead of searched for.
     Member(
         "span-dm",
-        lambda case: case.denoiser and case.single and case.examples == 1,
+        lambda case: case.denoiser and case.single,
         _of({"steps": 100, "fine_steps": 100, "waves": 2}, {}, {"steps": 700, "fine_steps": 1500}),
     ),
     Member(

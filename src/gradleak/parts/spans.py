@@ -3,7 +3,8 @@
 A layer that sees rows a_p (the places of a convolution, the tokens of a linear layer) has dL/dW = sum_p delta_p a_p^T
 and dL/db = sum_p delta_p. With no more rows than outputs and independent delta_p, the rows of dL/dW span what the a_p
 span, whatever the delta_p are: whatever the loss, the labels, or the noise of a denoiser. An image is then sought whose
-own rows lie there, by passes through the part of the network before that layer alone.
+own rows lie there, by passes through the part of the network before that layer alone. The rows of several examples lie
+in one span, and each of them can be sought there by itself.
 
 For tokens of language models: Petrov et al., "DAGER", NeurIPS 2024. The same of a denoiser's steps: `steps.ReadSteps`.
 """
@@ -30,10 +31,10 @@ from gradleak.tree import Params, Tree
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose gradient tells the span of its inputs, and how many rows of them an example has."""
+    """A layer whose gradient tells the span of its inputs, and how many rows of them the examples have together."""
 
     name: str
-    places: int
+    rows: int
 
 
 def telling(task: Task, examples: int) -> tuple[Layer, ...]:
@@ -55,7 +56,7 @@ def telling(task: Task, examples: int) -> tuple[Layer, ...]:
             continue
         count, inputs = rows(layer, own[0]).shape
         if count <= layer.weight.shape[0] and count < inputs:
-            found.append(Layer(name, count // examples))
+            found.append(Layer(name, count))
     return tuple(found)
 
 
@@ -114,7 +115,7 @@ class Spans:
         Without a bias the point is zero; with one there is one direction fewer, and the last is zero.
         """
         update = assumed_in(scene).visible(scene.update, scene)
-        return {layer.name: _flat(layer, scene.num_examples, update) for layer in self.layers}
+        return {layer.name: _flat(layer, update) for layer in self.layers}
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
         names = [layer.name for layer in self.layers]
@@ -122,17 +123,16 @@ class Spans:
         return {name: rows(scene.task.model.get_submodule(name), inputs) for name, inputs in caught.items()}
 
 
-def _flat(layer: Layer, examples: int, update: Params) -> Tensor:
-    count = layer.places * examples
+def _flat(layer: Layer, update: Params) -> Tensor:
     weight, bias = update[f"{layer.name}.weight"], update.get(f"{layer.name}.bias")
     by_input = weight.flatten(1).double()  # (outputs, inputs); in float32 the smallest directions would be lost
     if bias is None:
-        directions = torch.linalg.svd(by_input, full_matrices=False)[2][:count]
+        directions = torch.linalg.svd(by_input, full_matrices=False)[2][: layer.rows]
         return torch.cat([torch.zeros_like(directions[:1]), directions]).to(weight.dtype)
     to_bias = bias.double() / torch.linalg.vector_norm(bias.double()).square()
     point = to_bias @ by_input
     differences = by_input - torch.outer(bias.double(), point)
-    directions = torch.linalg.svd(differences, full_matrices=False)[2][: count - 1]
+    directions = torch.linalg.svd(differences, full_matrices=False)[2][: layer.rows - 1]
     point = point - (point @ directions.T) @ directions
     return torch.cat([point[None], directions, torch.zeros_like(point)[None]]).to(weight.dtype)
 
