@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import gradleak as gl
-from conftest import CLASSES, perceptron, private, short
+from conftest import CLASSES, DENOISERS, perceptron, private, short
 from gradleak.attack import Reconstruction
 from gradleak.engine import Engine
 from gradleak.observation import Knowledge, Observation
 from test_latent import TRAINING, Toy, knowing, observed
+from test_spans import net
 from test_steps import TRAINING as DIFFUSION
 from test_steps import drawn, toy
 
 NAMES = gl.attacks.names()
-DENOISERS = {"dlg-dm", "gidm", "invg-dm", "span-dm", "spectral-dm"}  # attacks on those; all others are on classifiers
 FEW: dict[str, int] = {"steps": 5, "weight_steps": 4, "fine_steps": 4, "sampler_steps": 2, "features": 2}
 TRACED = ("objective", "match")
 CLOSE = {"second-order": 1e-6}  # relative; else 1e-8
@@ -32,7 +32,7 @@ CLOSE = {"second-order": 1e-6}  # relative; else 1e-8
 def case(name: str) -> tuple[gl.Task, list[Observation], Knowledge]:
     """Two targets of one example, and all that the attack may need to know."""
     if name in DENOISERS:
-        task, had = toy(), [drawn(t, seed=place) for place, t in enumerate((30, 60))]
+        task, had = net() if name == "span-dm" else toy(), [drawn(t, seed=place) for place, t in enumerate((30, 60))]
         seen = [gl.observe(task, batch, DIFFUSION, key=f"t{place}") for place, batch in enumerate(had)]
         given = {field: torch.stack([batch[field] for batch in had]) for field in ("noise", "t")}
         return task, seen, Knowledge(training=DIFFUSION, generator=task.model, given=given)

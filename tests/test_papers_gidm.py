@@ -48,6 +48,7 @@ def test_the_rows_are_those_that_were_asked_for(paper: ModuleType) -> None:
                 assert (known.controlled, unknown.controlled) == (False, True)
     assert rows["unknown, houses64 64, 4 levels, trained, t 50"].setting.levels == 4
     assert {"defended, cifar10 32, r0, t 50", "train celeba64 64, 4 levels"} <= rows.keys()
+    assert rows["batch, cifar10 32, trained, 2 images"].examples == 2
     assert rows["known, cifar10 32, v, r0, t 900"].setting.target == "v"
     assert {"cost, gidm, 32 lanes", "cost, 128 x 128", "budget, cifar10 32"} <= rows.keys()
     modes = rows["modes, cifar10 32, trained"]

@@ -269,6 +269,7 @@ def scored(scores: Any) -> dict[str, Any]:
         **{name: summary(values) for name, values in each.items()},
         "psnr_interval": interval(scores.psnr.mean(1)),
         "psnr_of_each": scores.psnr.mean(1).tolist(),
+        **({"psnr_of_examples": scores.psnr.tolist()} if scores.psnr.shape[1] > 1 else {}),
         "above_40": (scores.psnr >= CLEAR).double().mean().item(),
         "diverged": scores.diverged.double().mean().item(),
     }

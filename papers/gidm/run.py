@@ -1,8 +1,8 @@
 """GIDM: what a server sees in one gradient of a federated diffusion model, by step, round and what it is granted.
 
 Rows by the first word of their names: `train` (denoisers, kept in --work), `known` (noise and step are granted),
-`steps` (steps read off the time MLP), `unknown` (noise is not granted, the step is read), `defended` (nor is the
-gradient what it was), `modes` (the paper's knowledge modes), `figure` (images on the way), `budget` (what an iteration
+`steps` (steps read off the time MLP), `unknown` (noise is not granted, the step is read), `batch` (the same of several
+images), `defended` (nor is the gradient what it was), `modes` (the paper's knowledge modes), `figure` (images on the way), `budget` (what an iteration
 costs) and `cost` (GIDM on 32 lanes; 128 x 128). Rows are written one by one. The paper: see README.md.
 """
 
@@ -131,6 +131,29 @@ class Defended:
             "t": t,
             "targets": len(truth["x"]),
             "cells": {**cells, "mid-grey": bench.cells["mid-grey"]},
+        }
+
+
+@dataclass(frozen=True)
+class Batched:
+    """`span-dm` on gradients of several images, each at a step of its own."""
+
+    setting: Setting
+    victim: str
+    examples: int
+
+    def measure(self, effort: Effort) -> dict[str, Any]:
+        steps = [effort.at(t) for t in STEPS[1 : 1 + self.examples]]
+        truth = self.setting.truth(effort, steps, self.examples)
+        bench = Bench(self.setting, self.victim, effort, truth)
+        bench.run({"span-dm": UNKNOWN["span-dm"]})
+        bench.control("mid-grey", torch.zeros_like(truth["x"]))
+        return {
+            **self.setting.described(effort, self.victim),
+            "t": steps,
+            "targets": len(truth["x"]),
+            "examples": self.examples,
+            "cells": bench.cells,
         }
 
 
@@ -313,6 +336,7 @@ def rows() -> dict[str, Row]:
             for t in STEPS:
                 found[f"unknown, {setting}, {victim}, t {t}"] = Inversion(setting, victim, t, UNKNOWN, True)
     for victim in VICTIMS:
+        found |= {f"batch, {CIFAR}, {victim}, {count} images": Batched(CIFAR, victim, count) for count in (2, 3, 4)}
         found[f"defended, {CIFAR}, {victim}, t 50"] = Defended(CIFAR, victim, 50)
     found |= {f"modes, {setting}, trained": Modes(setting, "trained") for setting in SETTINGS}
     found |= {f"figure, {setting}, trained, t 200": Figure(setting, "trained", 200) for setting in SETTINGS}
