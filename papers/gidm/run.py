@@ -2,8 +2,9 @@
 
 Rows by the first word of their names: `train` (denoisers, kept in --work), `known` (noise and step are granted),
 `steps` (steps read off the time MLP), `unknown` (noise is not granted, the step is read), `batch` (the same of several
-images), `defended` (nor is the gradient what it was), `modes` (the paper's knowledge modes), `figure` (images on the way), `budget` (what an iteration
-costs) and `cost` (GIDM on 32 lanes; 128 x 128). Rows are written one by one. The paper: see README.md.
+images), `defended` (nor is the gradient what it was), `modes` (the paper's knowledge modes), `figure` (images on the
+way), `budget` (what an iteration costs) and `cost` (GIDM on 32 lanes; 128 x 128). Rows are written one by one. The
+paper: see README.md.
 """
 
 from __future__ import annotations
