@@ -14,17 +14,18 @@ import gradleak as gl
 from conftest import moment, normal, scene_of
 from gradleak.attack import Composed, Stage
 from gradleak.attacks.gidm import Plan
-from gradleak.attacks.span import NoiseBehind, Shown, with_x_t
+from gradleak.attacks.span import NoiseBehind, SpanDM
 from gradleak.attacks.spectral import Spectral, SpectralPair, coefficients, frequencies, pixels
 from gradleak.audit import default_attacks
-from gradleak.diffusion import Schedule, denoising
+from gradleak.diffusion import Denoising, Schedule, denoising
 from gradleak.draws import Draws, key
 from gradleak.observation import Observation
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.predictions import Replay
-from gradleak.parts.spans import Layer, Outside, Spans, rows, telling
+from gradleak.parts.spans import Outside, Spans, rows, shown, telling
+from gradleak.rules import SGD, Adam
 from gradleak.task import Batch, Task, TaskError
 from test_steps import drawn, toy
 
@@ -94,7 +95,67 @@ def test_layers_that_run_twice_are_frozen_or_are_cut_into_groups_tell_nothing() 
 
     like = (torch.zeros(2, 1, 2, 2), torch.zeros(2, dtype=torch.long))
     task = gl.Task.supervised(Net(), nn.functional.cross_entropy, like=like)
-    assert [layer.name for layer in telling(task, 2)] == ["plain", "head"]
+    assert [layer.name for layer in telling(task, 1)] == ["plain", "head"]
+    assert [layer.name for layer in telling(task, 2)] == [
+        "head"
+    ]  # four numbers of each image, in a flat of one dimension
+
+
+def test_a_layer_that_leaves_more_open_than_the_image_has_tells_too_little() -> None:
+    class Patches(nn.Module):
+        """Four patches of 4 x 4: 16 numbers each, in a flat of 3 dimensions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix, self.head = nn.Conv2d(1, 64, 4, 4), nn.Linear(64, 64), nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.mix(self.embed(x).flatten(2).transpose(1, 2).sigmoid()).sigmoid()
+            out: Tensor = self.head(tokens.mean(1))
+            return out
+
+    like = (torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))
+    task = gl.Task.supervised(Patches(), nn.functional.cross_entropy, like=like)
+    assert telling(task, 1)[0].name == "mix"  # at embed 52 equations, for an image of 64 numbers
+
+
+def test_only_plain_layers_with_a_weight_of_their_own_tell() -> None:
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.square())
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 9))
+            self.other, self.tied, self.again, self.head = (
+                Other(9, 9),
+                nn.Linear(9, 9),
+                nn.Linear(9, 9),
+                nn.Linear(9, 9),
+            )
+            self.again.weight = self.tied.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.again(self.tied(self.other(self.normed(x.flatten(1))))))
+            return out
+
+    like = (torch.zeros(1, 2, 2, 2), torch.zeros(1, dtype=torch.long))
+    task = gl.Task.supervised(Net(), nn.functional.cross_entropy, like=like)
+    assert [layer.name for layer in telling(task, 1)] == ["head"]
+
+
+def test_what_was_not_sent_is_not_used() -> None:
+    task = net()
+    layer, update = telling(task, 1)[0], seen(task, drawn(40)).update
+    weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
+    assert shown(layer, [update, update]) == layer
+    assert shown(layer, [update, {**update, bias: 0 * update[bias]}]) == replace(layer, bias=False)
+    assert shown(layer, [update, {**update, weight: 0 * update[weight]}]) is None
+    # As behind a norm of each channel, where the delta_p add up to zero.
+    assert shown(layer, [{**update, bias: 1e-9 * update[bias]}]) is None
+    less = update[weight] - update[weight].mean(0)
+    assert shown(replace(layer, bias=False), [{**update, weight: less}]) is None
 
 
 @pytest.mark.parametrize(
@@ -119,8 +180,7 @@ def test_the_private_image_and_no_other_lies_in_the_span(t: int, bias: bool) -> 
     task, batch = net(), drawn(t)
     layer = telling(task, 1)[0]
     scene = scene_of(task, seen(task, batch), KNOWS, t=batch["t"])
-    if not bias:
-        scene.update.pop(f"{layer.name}.bias")
+    layer = replace(layer, bias=bias)
     predict, match = Spans((layer,)), Outside()
     flat = match.prepare(predict.target(scene))
     own = flat[layer.name]
@@ -136,6 +196,14 @@ def test_the_private_image_and_no_other_lies_in_the_span(t: int, bias: bool) -> 
 
     assert away(batch["noise"]) < 1e-20
     assert away(batch["noise"] + 0.1 * normal(1, 1, 8, 8, seed=5)) > 1e-6
+
+
+def test_weight_decay_is_taken_off() -> None:
+    task, batch = net(), drawn(40)
+    layer, training = telling(task, 1)[0], replace(GRADIENT, optimiser=SGD(weight_decay=0.01))
+    scene = scene_of(task, gl.observe(task, batch, training), gl.Knowledge(training=training), t=batch["t"])
+    flat = Outside().prepare(Spans((layer,)).target(scene))
+    assert float(Outside().distance(Spans((layer,))(batch, {}, scene, moment()), flat)) < 1e-20
 
 
 def test_a_span_does_not_depend_on_what_the_network_should_have_said() -> None:
@@ -211,18 +279,17 @@ def test_behind_a_known_x_t_the_gradient_is_linear_in_the_noise(target: str) -> 
     plain = scene_of(task, seen(task, batch), KNOWS, t=batch["t"])
     before = {"x": batch["x"], "noise": batch["noise"]}
     space = NoiseBehind()
-    scene = with_x_t(scene_of(task, seen(task, batch), KNOWS, t=batch["t"]))
-    assert isinstance(scene.task.objective, Shown)
-    held = space.constants(scene, Draws(key("")), before)
-    scene = replace(scene, constants=held)
+    held = space.constants(plain, Draws(key("")), before)
+    scene = replace(plain, constants=held)
     x_t = task.objective.noised(batch)
     torch.testing.assert_close(held["x_t"], x_t)
 
     def gradient(e: Tensor) -> Tensor:
         made = {**scene.fields, **space.decode({"e": e}, scene, moment())}
-        torch.testing.assert_close(task.objective.noised(made), x_t)
+        alone = {name: made[name] for name in task.fields}
+        torch.testing.assert_close(task.objective.noised(alone), x_t)
         update = Replay()(made, {}, scene, moment())
-        other = Replay()({name: made[name] for name in task.fields}, {}, plain, moment())
+        other = Replay()(alone, {}, plain, moment())
         torch.testing.assert_close(update, other)  # the client's own gradient of that image and noise
         return torch.cat([value.flatten() for value in update.values()])
 
@@ -259,6 +326,34 @@ def test_images_and_noise_of_a_batch_come_out_one_by_one(double: gl.Engine) -> N
     assert len(found.settings["starts"]) == len(found.settings["outside"]) == 2
 
 
+def behind(task: Task, batch: Batch, upload: Observation, knows: gl.Knowledge, engine: gl.Engine) -> float:
+    """PSNR of the search for the noise alone, from another noise behind the same x_t."""
+    image, noise = SCHEDULE.scales(batch["t"], batch["x"])
+    other = normal(1, 1, 8, 8, seed=3)
+    begin = {"x": batch["x"] - noise / image * (other - batch["noise"]), "noise": other}
+    attack = SpanDM(fine_steps=60)._behind(shell=knows.defence is not None)
+    begun = {name: value[None] for name, value in begin.items()}
+    return scored(attack.run(task, upload, knows, engine=engine, begin=begun), batch)
+
+
+def test_an_objective_of_ones_own_is_used_as_it_is(double: gl.Engine) -> None:
+    class Weighted(Denoising):
+        def weight(self, batch: Batch) -> Tensor:
+            return 5 * self.schedule.at(batch["t"], batch["x"])
+
+    task, batch = replace(net(), objective=Weighted(SCHEDULE, table=net().model.table)), drawn(20)
+    assert behind(task, batch, seen(task, batch), KNOWS, double) > 60
+
+
+def test_the_length_that_clipping_took_is_that_of_noise(double: gl.Engine) -> None:
+    """The residual's length is lost with the gradient's; that of the noise is known, about."""
+    task, batch, clipping = net(), drawn(60), gl.defences.Clipping(norm=0.01)
+    clipped = gl.observe(task, batch, GRADIENT, clipping, key="target")
+    informed = behind(task, batch, clipped, gl.Knowledge(training=GRADIENT, defence=clipping), double)
+    naive = behind(task, batch, clipped, KNOWS, double)
+    assert informed > naive + 3
+
+
 def test_noise_that_is_given_is_used(double: gl.Engine) -> None:
     task, batch = net(), drawn(60)
     knows = gl.Knowledge(training=GRADIENT, given={"noise": batch["noise"]})
@@ -275,6 +370,7 @@ def test_audits_run_it_where_a_layer_tells() -> None:
     assert named(net()) == named(net(), 1, GRADIENT) == [*usual, "span-dm"]
     assert named(toy()) == named(net(), 2) == usual
     assert named(net(16), 2) == [*usual, "span-dm"]
+    assert named(net(), None) == named(net(), 1, replace(GRADIENT, optimiser=Adam())) == usual
     assert named(net(), 1, replace(GRADIENT, steps=3)) == ["dlg-dm", "dlg-dm"]
     assert "span-dm" not in named()
 
@@ -287,9 +383,11 @@ def test_what_it_cannot_attack_it_refuses_with_what_to_use_instead() -> None:
         attack.run(net(), seen(net(), drawn(3, 60)), KNOWS)
     with pytest.raises(TaskError, match=r"No layer of this network tells.*spectral-dm"):
         attack.run(toy(), seen(toy(), drawn(3)), KNOWS)
+    adam = replace(GRADIENT, optimiser=Adam())
+    with pytest.raises(TaskError, match=r"reads a gradient; these clients send what Adam.*dlg-dm"):
+        attack.run(net(), seen(net(), drawn(3)), gl.Knowledge(training=adam))
     two = gl.Knowledge(training=GRADIENT, given={"noise": drawn(3, 60)["noise"]})
     with pytest.raises(RuleDoesNotApply, match="steps are read off in none"):
         attack.run(net(16), seen(net(16), drawn(3, 60)), two)
     with pytest.raises(ValueError, match="layers"):
         gl.attacks.get("span-dm", layers=0)
-    assert Layer("a", 3) != Layer("a", 4)

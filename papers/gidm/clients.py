@@ -1,8 +1,8 @@
-"""What the server sends and what clients hold: denoisers, each trained once and kept, and targets of single images.
+"""What the server sends and what clients hold: denoisers, each trained once and kept, and targets of few images.
 
 Five clients, all in every round, ten local steps of Adam 2e-4 in batches of 64 from the server's weights; an
-exponential average of the global models, which is the prior theta*. Attacked is one gradient of one image at a stated
-step, at the weights that were sent at a round (`r0`: before training; `trained`: the last).
+exponential average of the global models, which is the prior theta*. Attacked is one gradient of one image (or a few) at
+a stated step, at the weights that were sent at a round (`r0`: before training; `trained`: the last).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Effort:
     steps: int = 0  # iterations of the baselines; 0: as many forward-equivalents as GIDM takes
     restarts: int = 4  # where the noise is unknown
     starts: int = 1  # of attacks on pixels where it is known; `forward_equivalents` are of one
-    waves: int = 1  # of `spectral-dm`: again on what is not solved, from twice as many starts each time
+    waves: int = 1  # of `spectral-dm` and `span-dm`: again on what is not solved, from twice as many starts each time
     last: int = 200  # evaluations of the search for the noise, of `span-dm`
     rate: float = 0.1  # of all attacks' Adam; the paper's is 0.01
     decay: int = 1  # it falls to zero by half a cosine; 0, as in the paper: it stays

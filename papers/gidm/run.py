@@ -26,6 +26,7 @@ from record import lpips_note, reproduce
 
 import gradleak as gl
 from gradleak import registry
+from gradleak.parts.spans import telling
 from gradleak.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")
@@ -101,12 +102,15 @@ class Inversion:
         }
 
 
-DEFENCES = (
-    "clipping:norm=0.01",
-    "withholding:layer=down.1.smaller",
-    *(f"local-gaussian:clip=0.01,noise_multiplier={share}" for share in (1e-7, 1e-6, 1e-5, 1e-4)),
-    *(f"pruning:keep={keep}" for keep in (0.9, 0.5, 0.1)),
-)
+def defences(layer: str) -> tuple[str, ...]:
+    """None; clipping; `layer` withheld, the first that tells the span of its inputs; noise; pruning."""
+    return (
+        "",
+        "clipping:norm=0.01",
+        f"withholding:layer={layer}",
+        *(f"local-gaussian:clip=0.01,noise_multiplier={share}" for share in (1e-7, 1e-6, 1e-5, 1e-4)),
+        *(f"pruning:keep={keep}" for keep in (0.9, 0.5, 0.1)),
+    )
 
 
 @dataclass(frozen=True)
@@ -118,21 +122,18 @@ class Defended:
     t: int  # of 1,000
 
     def measure(self, effort: Effort) -> dict[str, Any]:
-        t = effort.at(self.t)
-        truth = self.setting.truth(effort, [t])
-        cells: dict[str, Any] = {}
-        for spelled in ("", *DEFENCES):
+        t, task = effort.at(self.t), self.setting.task(effort)
+        truth, told = self.setting.truth(effort, [t]), {**self.setting.described(effort, self.victim), "t": t}
+        if not (layers := telling(task, 1)):
+            return {**told, "skipped": "no layer of this network tells the span of its inputs"}
+        method, cells = {"span-dm": UNKNOWN["span-dm"]}, {}
+        for spelled in defences(layers[0].name):
             defence = registry.parse("defence", spelled) if spelled else None
-            bench = Bench(self.setting, self.victim, effort, truth, defence=defence)
-            bench.run({"span-dm": UNKNOWN["span-dm"]})
+            bench = Bench(self.setting, self.victim, replace(effort, methods=""), truth, defence=defence)
+            bench.run(method)
             cells[spelled or "none"] = bench.cells["span-dm"]
         bench.control("mid-grey", torch.zeros_like(truth["x"]))
-        return {
-            **self.setting.described(effort, self.victim),
-            "t": t,
-            "targets": len(truth["x"]),
-            "cells": {**cells, "mid-grey": bench.cells["mid-grey"]},
-        }
+        return {**told, "targets": len(truth["x"]), "cells": {**cells, "mid-grey": bench.cells["mid-grey"]}}
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Batched:
     def measure(self, effort: Effort) -> dict[str, Any]:
         steps = [effort.at(t) for t in STEPS[1 : 1 + self.examples]]
         truth = self.setting.truth(effort, steps, self.examples)
-        bench = Bench(self.setting, self.victim, effort, truth)
+        bench = Bench(self.setting, self.victim, replace(effort, methods=""), truth)
         bench.run({"span-dm": UNKNOWN["span-dm"]})
         bench.control("mid-grey", torch.zeros_like(truth["x"]))
         return {

@@ -27,7 +27,7 @@ Batch: TypeAlias = dict[str, Tensor]
 Objective: TypeAlias = Callable[[Callable[..., Any], Batch], Tensor]
 
 
-class _AllCaught(Exception):  # noqa: N818  (no error: the rest of a pass is not needed)
+class _AllCaught(BaseException):  # noqa: N818  (no error, and no model shall catch it: the rest is not needed)
     """Ends a forward pass."""
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from gradleak.attack import Composed, Progress, Reconstruction, Stage, fits, require, scenes_of
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.spectral import Spectral, SpectralPair, frequencies, pixels
 from gradleak.cascade import Waves, matches, part
-from gradleak.diffusion import Denoising
 from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.observation import Knowledge, Observation, Seen, Track, as_targets
@@ -21,33 +19,23 @@ from gradleak.parts.matches import Relative
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay
 from gradleak.parts.residual import NoiseShell
-from gradleak.parts.spans import Layer, Outside, Spans, telling
+from gradleak.parts.spans import Layer, Outside, Spans, shown, telling
 from gradleak.parts.steps import denoising
 from gradleak.registry import named
-from gradleak.scene import Match, Needs, Now, Prediction, Prior, Scene, Space
+from gradleak.rules import SGD
+from gradleak.scene import Needs, Now, Prior, Scene, Space
 from gradleak.task import Batch, Task, TaskError
 from gradleak.tree import Tree
 
+FIELDS = Plan("unknown", "analytic").fields()
 SHELL = 1e-4  # weight of the length of the noise
-
-
-class Shown(Denoising):
-    """The objective with x_t in the batch: the noise is only what the network should say, the gradient linear in it."""
-
-    def noised(self, batch: Batch) -> Tensor:
-        return batch["x_t"]
-
-
-def with_x_t(scene: Scene) -> Scene:
-    """The scene of such a client."""
-    own = denoising(scene.task)
-    held = {field.name: getattr(own, field.name) for field in fields(own)}
-    return replace(scene, task=replace(scene.task, objective=Shown(**held)))
 
 
 @dataclass(frozen=True)
 class NoiseBehind:
     """The noise as the unknown, by its coefficients, behind an x_t that is known; the image is what x_t leaves then.
+
+    The noise is only what the network should have said there: the gradient is linear in it.
 
     power   a coefficient is measured in its frequency to this power: the gradient tells the coarse ones best
     """
@@ -79,9 +67,8 @@ def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engin
 
     A layer's rows of one example lie in the span of those of all.
     """
-    fields = Plan("unknown", "analytic").fields()
     with engine.settings():
-        scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, fields)
+        scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, FIELDS)
     given = {name: torch.cat([scene.fields[name] for scene in scenes])[:, None] for name in scenes[0].fields}
 
     def one(seen: Observation, example: int) -> Observation:
@@ -106,11 +93,12 @@ class SpanDM:
     alone. Behind all of these the gradient is linear in the noise, which is found last, and the images with it. Steps
     are read off. What Knowledge grants of steps and noise is used.
 
-    Of two examples at the same step one may be found twice, and the search for the noise then fails.
+    Of two examples at the same step one may be found twice. Where one x_t of a batch is not found, which `outside`
+    tells, the noise of all is wrong, and with it the images. Of several rounds (`Track`) x_t is sought in the last.
 
-    steps      evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
+    steps        evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
     fine_steps   evaluations of the search for the noise
-    layers     how many of those that tell, from the first on
+    layers       how many of those that tell, from the first on
     start, power, chroma   of the unknowns (`Spectral`)
     restarts, waves, solved   starts of the search for x_t: again, from twice as many, where no match is below `solved`
     """
@@ -153,7 +141,7 @@ class SpanDM:
         require(self, knows)
         targets = as_targets(seen)
         fits(task, [seen for target in targets for seen in target.observations])
-        layers = self._telling(task, targets)
+        layers = self._telling(task, targets, knows)
         alone, given = _alone(task, targets, knows, engine or Engine())
         own = replace(knows, given=given)
         first = self._shown(layers).run(task, alone, own, seed, engine=engine, progress=part(progress, 0, 2))
@@ -175,54 +163,55 @@ class SpanDM:
             evaluations=first.evaluations + found.evaluations,
         )
 
-    def _telling(self, task: Task, targets: Sequence[Track]) -> tuple[Layer, ...]:
+    def _telling(self, task: Task, targets: Sequence[Track], knows: Knowledge) -> tuple[Layer, ...]:
         """The first layers that tell, of those whose gradient was sent."""
         denoising(task)
+        if knows.training is not None and not isinstance(knows.training.optimiser, SGD):
+            raise TaskError(
+                f"span-dm reads a gradient; these clients send what {knows.training.optimiser!r} makes of it. "
+                "Use dlg-dm with noise='unknown'."
+            )
         counts = {target.num_examples for target in targets}
         if len(counts) > 1:
             raise TaskError(f"span-dm attacks targets of as many examples each; given {sorted(counts)}. Split them.")
         [examples] = counts
-        sent = lambda layer: all(bool(each.last.update[f"{layer.name}.weight"].any()) for each in targets)  # noqa: E731
-        found = tuple(layer for layer in telling(task, examples) if sent(layer))
+        sent = Scene.of(task, targets[0].last, knows)
+        told = telling(task, examples, sent.weights, sent.buffers)
+        found = [own for layer in told if (own := shown(layer, [target.last.update for target in targets]))]
         if not found:
             raise TaskError(
                 f"No layer of this network tells the span of its inputs (examples in an update: {examples}): all that "
                 "see the images have more places than outputs, or see fewer numbers than these have, or their gradient "
                 "was not sent. Use spectral-dm with noise='unknown'."
             )
-        return found[: self.layers]
+        return tuple(found[: self.layers])
 
     def _shown(self, layers: tuple[Layer, ...]) -> Waves:
         """The search for x_t. What that leaves open of image and noise stays at the best guess, w = 0."""
-        return Waves(self._search(self._pair, Spans(layers), Outside(), self.restarts), self.waves, self.solved)
+        search = Stage(self._pair, Spans(layers), Outside(), (), self._lbfgs(self.steps))
+        return Waves(Composed(self.name, (search,), FIELDS, restarts=self.restarts), self.waves, self.solved)
 
     def _behind(self, shell: bool = False) -> Composed:
         """The search for the noise behind that x_t.
 
         shell   a defence may have taken the gradient's length (clipping), and with it that of the residual: then the
-                noise is the one of the length that noise has. Where the length is known this weight changes nothing
+                noise is the one of the length that noise has. Where the length is known so small a weight hardly counts
         """
         priors = (NoiseShell(SHELL),) if shell else ()
-        return self._search(NoiseBehind(), Replay(), Relative(whole=True), priors=priors, view=with_x_t)
+        return self._whole(NoiseBehind(), *priors)
 
     @property
     def _image(self) -> Composed:
         """Where the noise is given the image is there already: the search goes on from it, with the whole gradient."""
-        return self._search(self._pair, Replay(), Relative(whole=True))
+        return self._whole(self._pair)
+
+    def _whole(self, space: Space, *priors: Prior) -> Composed:
+        stage = Stage(space, Replay(), Relative(whole=True), priors, self._lbfgs(self.fine_steps))
+        return Composed(self.name, (stage,), FIELDS)
 
     @property
     def _pair(self) -> SpectralPair:
         return SpectralPair(Spectral(self.start, self.power, self.chroma))
 
-    def _search(
-        self,
-        space: Space,
-        predict: Prediction,
-        match: Match,
-        restarts: int = 1,
-        priors: tuple[Prior, ...] = (),
-        view: Callable[[Scene], Scene] | None = None,
-    ) -> Composed:
-        steps = self.steps if isinstance(match, Outside) else self.fine_steps
-        stage = Stage(space, predict, match, priors, LBFGS(steps=steps, history=self.history), view=view)
-        return Composed(self.name, (stage,), Plan("unknown", "analytic").fields(), restarts=restarts)
+    def _lbfgs(self, steps: int) -> LBFGS:
+        return LBFGS(steps=steps, history=self.history)

@@ -35,6 +35,7 @@ from gradleak.results.configuration import digest
 from gradleak.results.resumable import FolderInUse, Interrupted
 from gradleak.results.rows import Row
 from gradleak.results.store import Arrays, Folder, Memory, prepare
+from gradleak.rules import SGD
 from gradleak.task import Task
 
 if TYPE_CHECKING:
@@ -397,30 +398,32 @@ DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 3
 
 
 def default_attacks(
-    engine: Engine, task: Task | None = None, examples: int = 1, training: LocalTraining | None = None
+    engine: Engine, task: Task | None = None, examples: int | None = 1, training: LocalTraining | None = None
 ) -> tuple[str, ...]:
     """What an audit runs that names no attack, on this engine.
 
     task       of a classification where none is given
-    examples   of an update; training: the clients' recipe, one gradient where none is given
+    examples   of an update; None: updates have different numbers of them
+    training   the clients' recipe, one gradient where none is given
     """
     if task is not None and {"t", "noise"} <= task.drawn:
         return _default_of_denoisers(task, examples, training)
     return DEFAULT_ATTACKS + (DEFAULT_ON_GPU if engine.where.type == "cuda" else ())
 
 
-def _default_of_denoisers(task: Task, examples: int, training: LocalTraining | None) -> tuple[str, ...]:
+def _default_of_denoisers(task: Task, examples: int | None, training: LocalTraining | None) -> tuple[str, ...]:
     """Granted fields are used, not searched for; steps of several gradients add up, and cannot be read off.
 
     Restarts, not waves, whose cost cannot be told beforehand; but for `span-dm`, whose starts are cheap.
     """
-    single = training is None or len(training.order(examples)) == 1
+    single = training is None or len(training.order(examples or 1)) == 1
+    plain_rule = training is None or isinstance(training.optimiser, SGD)
     t = "analytic" if single else "soft"
     plain = tuple(f"dlg-dm:noise=unknown,t={t},param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q"))
     if not single:
         return plain
     spectral = (*plain, f"spectral-dm:noise=unknown,t={t},steps=800,restarts=4")
-    return (*spectral, "span-dm") if telling(task, examples) else spectral
+    return (*spectral, "span-dm") if examples and plain_rule and telling(task, examples) else spectral
 
 
 # A demonstration, not a measurement: picked, with the scores in view, so that the exact attack fits some two minutes on

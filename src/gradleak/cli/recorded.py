@@ -77,7 +77,8 @@ class RecordedRequest:
         return read(self.observations, task, self.truth, self.rounds)
 
     def methods(self, task: Task, recorded: Sequence[Recorded]) -> tuple[str, ...]:
-        examples = max(one.seen.num_examples for one in recorded)
+        sizes = {one.seen.num_examples for one in recorded}
+        examples = sizes.pop() if len(sizes) == 1 else None
         return self.attacks or default_attacks(self.engine, task, examples, self.training)
 
     def audit(self, task: Task, recorded: Sequence[Recorded]) -> RecordedAudit:

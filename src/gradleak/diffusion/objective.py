@@ -80,7 +80,9 @@ class Denoising:
         return drawn
 
     def noised(self, batch: Batch) -> Tensor:
-        """x_t: what the network is shown."""
+        """x_t: what the network is shown. Where a batch has it, as searches behind a known x_t do, that one."""
+        if "x_t" in batch:
+            return batch["x_t"]
         image, noise = self.schedule.scales(batch["t"], batch["x"])
         return image * batch["x"] + noise * batch["noise"]
 

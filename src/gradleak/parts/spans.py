@@ -12,8 +12,10 @@ For tokens of language models: Petrov et al., "DAGER", NeurIPS 2024. The same of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,44 +25,78 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradleak import draws as randomness
 from gradleak.draws import Draws
 from gradleak.parts.matches import Difference
-from gradleak.parts.predictions import assumed_in
+from gradleak.parts.predictions import assumed_in, gradient
 from gradleak.scene import Now, Scene
 from gradleak.task import Batch, Task
 from gradleak.tree import Params, Tree
 
+ROUNDING = 1e-6  # a share of a gradient below this is the rounding of float32
+
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose gradient tells the span of its inputs, and how many rows of them the examples have together."""
+    """A layer whose gradient tells the span of its inputs.
+
+    rows   of the inputs of all examples together
+    bias   does it have one whose gradient is known?
+    """
 
     name: str
     rows: int
+    bias: bool
 
 
-def telling(task: Task, examples: int) -> tuple[Layer, ...]:
+def telling(
+    task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None
+) -> tuple[Layer, ...]:
     """The layers whose gradient tells the span of their inputs, in the order of the forward pass.
 
-    Convolutions and linear layers, run once, whose input moves with the image, with at most as many rows as outputs and
-    fewer than inputs: else the span is only a part of that of the inputs, or is everything. And with an input of no
-    fewer numbers than the image has, which could not be found from it else.
+    Convolutions and linear layers, run once, whose input moves with the image, with at most as many rows as outputs:
+    else the span is only a part of that of the inputs. With an input of no fewer numbers than the image has, and as
+    many equations: each row may move in a flat, and only what is outside of that is told. (Both are necessary, and
+    patches that overlap make equations depend on each other.)
+
+    weights, buffers   those that were sent, where they are not the task's own
     """
     entries = math.prod(task.fields["x"].shape)
-    first, second = _inputs(task, examples, 0), _inputs(task, examples, 1)
+    first, second = (_inputs(task, examples, number, weights, buffers) for number in (0, 1))
+    holders = Counter(id(held) for _, held in task.model.named_parameters(remove_duplicate=False))
 
     found = []
     for name, own in first.items():
         layer: Any = task.model.get_submodule(name)
-        if len(own) > 1 or not layer.weight.requires_grad or not _plain(layer) or torch.equal(own[0], second[name][0]):
+        if len(own) > 1 or not _plain(layer) or torch.equal(own[0], second[name][0]):
             continue
-        if own[0].numel() < examples * entries:
+        if not layer.weight.requires_grad or holders[id(layer.weight)] > 1 or own[0].numel() < examples * entries:
             continue
+        bias = layer.bias is not None and layer.bias.requires_grad and holders[id(layer.bias)] == 1
         count, inputs = rows(layer, own[0]).shape
-        if count <= layer.weight.shape[0] and count < inputs:
-            found.append(Layer(name, count))
+        equations = count // examples * (inputs - (count - bias))
+        if count <= layer.weight.shape[0] and equations >= entries:
+            found.append(Layer(name, count, bias))
     return tuple(found)
 
 
-def _inputs(task: Task, examples: int, number: int) -> dict[str, list[Tensor]]:
+def shown(layer: Layer, updates: Sequence[Params]) -> Layer | None:
+    """The layer as it is told by these updates: without its bias where that was not sent; None: it is not told.
+
+    Where a norm of each channel follows, the delta_p add up to zero: dL/db is rounding, and the rows of dL/dW span no
+    more than differences of inputs.
+    """
+    weights = [update[f"{layer.name}.weight"] for update in updates]
+    if not all(bool(weight.any()) for weight in weights):
+        return None
+    if layer.bias and all(bool(update[f"{layer.name}.bias"].any()) for update in updates):
+        pairs = zip(weights, (update[f"{layer.name}.bias"] for update in updates), strict=True)
+        return layer if all(float(bias.norm()) > ROUNDING * float(weight.norm()) for weight, bias in pairs) else None
+    spread = [torch.linalg.svdvals(weight.flatten(1).double()) for weight in weights]
+    full = all(float(values[layer.rows - 1]) > ROUNDING * float(values[0]) for values in spread)
+    return replace(layer, bias=False) if full else None
+
+
+def _inputs(
+    task: Task, examples: int, number: int, weights: Params | None, buffers: Params | None
+) -> dict[str, list[Tensor]]:
     """What every convolution and linear layer is given in one pass over images of noise, in the order of the calls."""
     names = {module: name for name, module in task.model.named_modules()}
     caught: dict[str, list[Tensor]] = {}
@@ -74,14 +110,16 @@ def _inputs(task: Task, examples: int, number: int) -> dict[str, list[Tensor]]:
     handle = register_module_forward_pre_hook(note)
     try:
         with torch.no_grad():
-            task.loss(task.weights(), {**batch, "x": batch["x"] + moved.to(batch["x"].dtype)})
+            task.loss(weights or task.weights(), {**batch, "x": batch["x"] + moved.to(batch["x"].dtype)}, buffers)
     finally:
         handle.remove()
     return caught
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Is it a linear layer, or a convolution whose rows are patches as `unfold` cuts them?"""
+    """Is it a linear layer, or a convolution whose rows are patches as `unfold` cuts them, with a weight of its own?"""
+    if type(layer).forward not in (nn.Conv2d.forward, nn.Linear.forward) or "weight" not in layer._parameters:
+        return False  # a weight that is made of others, or used in another way, has another gradient
     if not isinstance(layer, nn.Conv2d):
         return True
     return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
@@ -114,7 +152,7 @@ class Spans:
 
         Without a bias the point is zero; with one there is one direction fewer, and the last is zero.
         """
-        update = assumed_in(scene).visible(scene.update, scene)
+        update = assumed_in(scene).visible(gradient(scene), scene)
         return {layer.name: _flat(layer, update) for layer in self.layers}
 
     def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
@@ -124,14 +162,15 @@ class Spans:
 
 
 def _flat(layer: Layer, update: Params) -> Tensor:
-    weight, bias = update[f"{layer.name}.weight"], update.get(f"{layer.name}.bias")
+    weight = update[f"{layer.name}.weight"]
     by_input = weight.flatten(1).double()  # (outputs, inputs); in float32 the smallest directions would be lost
-    if bias is None:
+    if not layer.bias:
         directions = torch.linalg.svd(by_input, full_matrices=False)[2][: layer.rows]
         return torch.cat([torch.zeros_like(directions[:1]), directions]).to(weight.dtype)
-    to_bias = bias.double() / torch.linalg.vector_norm(bias.double()).square()
+    bias = update[f"{layer.name}.bias"].double()
+    to_bias = bias / torch.linalg.vector_norm(bias).square()
     point = to_bias @ by_input
-    differences = by_input - torch.outer(bias.double(), point)
+    differences = by_input - torch.outer(bias, point)
     directions = torch.linalg.svd(differences, full_matrices=False)[2][: layer.rows - 1]
     point = point - (point @ directions.T) @ directions
     return torch.cat([point[None], directions, torch.zeros_like(point)[None]]).to(weight.dtype)
@@ -141,7 +180,7 @@ def _flat(layer: Layer, update: Params) -> Tensor:
 class Outside(Difference):
     """sum over layers of the share of the rows' energy that lies outside of where their gradient says they are."""
 
-    scale_free = True
+    scale_free: ClassVar[bool] = True
 
     def residual(self, predicted: Params, observed: Params) -> Params:
         def outside(seen: Tensor, flat: Tensor) -> Tensor:
