@@ -7,7 +7,8 @@ PIP_OPTIONS ?=
 ARGS ?=
 
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt
+# --no-compile: of 15,000 modules a third is ever imported, and compiled then; pip would take half a minute for all.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_OPTIONS) -c constraints.txt
 # Written after an install that worked; older than pyproject.toml or constraints.txt means: install again.
 CORE := .venv/.installed-core
 FULL := .venv/.installed-full

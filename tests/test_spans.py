@@ -302,8 +302,8 @@ def test_behind_a_known_x_t_the_gradient_is_linear_in_the_noise(target: str) -> 
 
 
 def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None:
-    task, batch = net(), drawn(20)
-    found = gl.attacks.get("span-dm", steps=100, fine_steps=80, restarts=1).run(
+    task, batch = net(16), drawn(20)
+    found = gl.attacks.get("span-dm", steps=60, fine_steps=60, restarts=1).run(
         task, seen(task, batch), KNOWS, engine=double
     )
     assert scored(found, batch) > 60
@@ -311,14 +311,14 @@ def test_image_and_noise_come_out_of_a_gradient_alone(double: gl.Engine) -> None
     noise = (found.batch["noise"][0].flatten(), batch["noise"].flatten().double())
     assert float(torch.cosine_similarity(*noise, dim=0)) > 0.999
     assert set(found.batch) == set(found.candidates) == set(task.fields)
-    assert found.settings["layers"] == ["down.1.blocks.0.before.2"]
+    assert found.settings["layers"] == ["down.0.smaller"]
     assert found.settings["outside"][0] < 1e-8
-    assert found.evaluations >= 160
+    assert found.evaluations >= 120
 
 
 def test_images_and_noise_of_a_batch_come_out_one_by_one(double: gl.Engine) -> None:
     task, batch = net(16), drawn(20, 60)
-    found = gl.attacks.get("span-dm", steps=60, fine_steps=80, restarts=1).run(
+    found = gl.attacks.get("span-dm", steps=60, fine_steps=50, restarts=1).run(
         task, seen(task, batch), KNOWS, engine=double
     )
     assert scored(found, batch) > 60
@@ -357,7 +357,7 @@ def test_the_length_that_clipping_took_is_that_of_noise(double: gl.Engine) -> No
 def test_noise_that_is_given_is_used(double: gl.Engine) -> None:
     task, batch = net(), drawn(60)
     knows = gl.Knowledge(training=GRADIENT, given={"noise": batch["noise"]})
-    found = gl.attacks.get("span-dm", steps=100, fine_steps=20).run(task, seen(task, batch), knows, engine=double)
+    found = gl.attacks.get("span-dm", steps=60, fine_steps=20).run(task, seen(task, batch), knows, engine=double)
     assert scored(found, batch) > 60
     torch.testing.assert_close(found.batch["noise"][0], batch["noise"])
 
