@@ -684,6 +684,17 @@ def test_a_network_of_diffusers_is_a_denoiser(diffusers: Any) -> None:
     assert isinstance(jvp(lambda x: task.model(x, t[:1]), (images(1),), (noise(1),))[1], Tensor)
 
 
+def test_image_and_noise_of_a_client_of_diffusers_are_found(diffusers: Any) -> None:
+    task = denoising(FromDiffusers(theirs(diffusers)).double(), like=images(1).float())
+    batch = {"x": images(1), "t": torch.tensor([300]), "noise": noise(1)}
+    training = gl.LocalTraining(lr=1.0)
+    attack = gl.attacks.get("span-dm", steps=300, fine_steps=100, restarts=1)
+    engine = gl.Engine("cpu", precision="double")
+    found = attack.run(task, gl.observe(task, batch, training), gl.Knowledge(training=training), engine=engine)
+    assert found.batch["t"].flatten().tolist() == [300]
+    assert float(gl.metrics.compare(found, {name: value[None] for name, value in batch.items()}).psnr) > 60
+
+
 def test_networks_of_diffusers_that_are_no_plain_denoisers_are_refused(diffusers: Any) -> None:
     with pytest.raises(TaskError, match="embeds steps as 'fourier'"):
         FromDiffusers(theirs(diffusers, time_embedding_type="fourier"))
