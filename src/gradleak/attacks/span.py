@@ -88,13 +88,14 @@ def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engin
 class SpanDM:
     """A denoiser's x_t from the span of a layer's inputs, which the gradient tells whatever the noise; then the noise.
 
-    At the lowest resolution of a U-Net a convolution has fewer places than outputs, and its gradient tells the span of
-    its inputs (`parts.spans`). The x_t of each example is sought there by itself, by passes through the first layers
+    At the lowest resolution of a U-Net a convolution has no more places than outputs, and its gradient tells the span
+    of its inputs (`parts.spans`). The x_t of each example is sought there by itself, by passes through the first layers
     alone. Behind all of these the gradient is linear in the noise, which is found last, and the images with it. Steps
-    are read off. What Knowledge grants of steps and noise is used.
+    are read off. What Knowledge grants of steps and noise is used (noise of several examples with their steps only).
 
-    Of two examples at the same step one may be found twice. Where one x_t of a batch is not found, which `outside`
-    tells, the noise of all is wrong, and with it the images. Of several rounds (`Track`) x_t is sought in the last.
+    Of two examples at the same step one may be found twice. Where one x_t of a batch is not found, the noise of all is
+    wrong, and with it the images: the match stays high. `outside` tells of early layers which; of deeper ones it may be
+    below `solved` all the same. Of several rounds (`Track`) x_t is sought in the last.
 
     steps        evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
     fine_steps   evaluations of the search for the noise

@@ -51,10 +51,10 @@ def telling(
 ) -> tuple[Layer, ...]:
     """The layers whose gradient tells the span of their inputs, in the order of the forward pass.
 
-    Convolutions and linear layers, run once, whose input moves with the image, with at most as many rows as outputs:
-    else the span is only a part of that of the inputs. With an input of no fewer numbers than the image has, and as
-    many equations: each row may move in a flat, and only what is outside of that is told. (Both are necessary, and
-    patches that overlap make equations depend on each other.)
+    Convolutions (one group, padded with zeros) and linear layers, trained, with a weight of their own, run once, whose
+    input moves with the image, with at most as many rows as outputs: else the span is only a part of that of the
+    inputs. With an input of no fewer numbers than the image has, and as many equations: rows may move in a flat, and
+    only what is outside of that is told. (Both are necessary; patches that overlap make equations depend on others.)
 
     weights, buffers   those that were sent, where they are not the task's own
     """
