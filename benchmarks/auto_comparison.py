@@ -28,7 +28,7 @@ from torch import nn
 import gradleak as gl
 from gradleak.audit import AuditError
 from gradleak.auto import VERSION
-from gradleak.environment import describe
+from gradleak.core.environment import describe
 
 WITHIN = 0.3  # dB
 EXACT = 60.0  # dB from which two results are the same image

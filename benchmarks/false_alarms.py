@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 import gradleak as gl
-from gradleak.environment import describe
-from gradleak.results.scoring import scores_of
-from gradleak.results.summary import summaries_of
-from gradleak.task import Batch
+from gradleak.audit.scoring import scores_of
+from gradleak.audit.summary import summaries_of
+from gradleak.core.environment import describe
+from gradleak.scenario.task import Batch
 
 CELL = 8
 GALLERY = 50

@@ -20,7 +20,7 @@ import torch
 
 import gradleak as gl
 from gradleak.audit.private import Stored, examples_of
-from gradleak.environment import describe
+from gradleak.core.environment import describe
 from gradleak.federation import Fixed
 
 TESTED = 2_000  # images

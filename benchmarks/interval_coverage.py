@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from gradleak.environment import describe
-from gradleak.results.intervals import Rate, rate
+from gradleak.audit.intervals import Rate, rate
+from gradleak.core.environment import describe
 
 RATES = tuple(round(0.1 * number, 1) for number in range(1, 10))
 BLIND = 0.1  # what the unrelated update recovers, in `difference`

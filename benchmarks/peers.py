@@ -69,8 +69,8 @@ def main() -> None:
 
     import torch
 
-    from gradleak import environment
     from gradleak.bench import peer, suite, timing
+    from gradleak.core import environment
     from gradleak.engine import Engine
 
     if told.threads:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from gradleak import registry
-from gradleak.environment import describe
-from gradleak.generators import Card, recipes  # noqa: F401 (registers them)
-from gradleak.generators.splits import Split
-from gradleak.generators.training import PriorTraining, train
+from gradleak.core import registry
+from gradleak.core.environment import describe
+from gradleak.generators import Card
+from gradleak.priors import recipes  # noqa: F401 (registers them)
+from gradleak.priors.splits import Split
+from gradleak.priors.training import PriorTraining, train
 
 
 def options() -> argparse.Namespace:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import gradleak as gl
-from gradleak.analysis.risk import risk
 from gradleak.audit.cells import defence_of
-from gradleak.environment import describe
+from gradleak.core.environment import describe
+from gradleak.identify.risk import risk
 
 SETTINGS: tuple[tuple[str, int], ...] = tuple(
     (defence, examples)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gradleak import secure
-from gradleak.environment import describe
+from gradleak.core.environment import describe
 from gradleak.secure import Stage
 
 

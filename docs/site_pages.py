@@ -37,7 +37,7 @@ WRITTEN: dict[str, tuple[str, str]] = {}  # page -> its title and its Markdown, 
 
 
 def on_config(config: Any) -> None:
-    from gradleak import registry
+    from gradleak.core import registry
 
     WRITTEN.clear()
     for _, held in sections(config):
@@ -94,9 +94,9 @@ def on_post_build(config: Any) -> None:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Every page that is no file, with its Markdown."""
-    from gradleak import registry
     from gradleak.cli.claims import all_claims, markdown
     from gradleak.cli.scales import PAPERS
+    from gradleak.core import registry
 
     for kind, folder in KINDS.items():
         entries = registry.entries(kind)

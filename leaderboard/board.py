@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import gradleak as gl
-from gradleak.environment import describe
+from gradleak.core.environment import describe
 
 HERE = Path(__file__).parent
 CLAIMS, PAGE = HERE / "claims", HERE / "README.md"

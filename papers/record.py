@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradleak.environment import describe
+from gradleak.core.environment import describe
 from gradleak.generators import Card, Generator, read
 from gradleak.metrics.perceptual import LPIPS, WeightsMissing
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 import gradleak as gl
-from gradleak import draws, tree
-from gradleak.scene import Now, Scene
-from gradleak.task import Batch
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch
 
 torch.set_num_threads(1)  # two test workers share two cores
 
@@ -146,14 +147,14 @@ def clients(training: gl.LocalTraining, side: int, count: int) -> tuple[gl.Task,
     return task, seen, {name: torch.stack([batch[name] for batch in batches]) for name in ("x", "y")}
 
 
-def scene_of(task: gl.Task, seen: gl.Observation, knows: gl.Knowledge | None = None, **fields: Tensor) -> Scene:
+def scene_of(task: gl.Task, seen: gl.Observation, knows: gl.Knowledge | None = None, **fields: Tensor) -> TargetView:
     """What one lane's parts look at, outside the engine."""
-    scene = Scene.of(task, seen, knows or gl.Knowledge())
+    scene = TargetView.of(task, seen, knows or gl.Knowledge())
     return replace(scene, fields=fields, draws=draws.Draws(draws.key("lane", 0)))
 
 
-def moment(step: int = 0, total: int = 10) -> Now:
-    return Now(torch.tensor(float(step)), total)
+def moment(step: int = 0, total: int = 10) -> Step:
+    return Step(torch.tensor(float(step)), total)
 
 
 def largest_difference(a: Any, b: Any) -> float:

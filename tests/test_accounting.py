@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from gradleak import accounting
+from gradleak.scenario import accounting
 
 DELTA = 1e-5
 

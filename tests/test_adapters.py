@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import gradleak as gl
 from conftest import largest_difference, private, tiny
 from gradleak import adapters
-from gradleak.observation import BadObservation
+from gradleak.scenario.observation import BadObservation
 
 LIKE = (torch.zeros(1, 1, 4, 4), torch.zeros(1, dtype=torch.long))
 
@@ -70,7 +70,7 @@ def test_a_torch_client_is_what_the_client_rule_says(make: Any, known: bool) -> 
         assert seen.returned_buffers is not None
         assert seen.returned_buffers.keys() == expected.returned_buffers.keys()
         assert largest_difference(seen.returned_buffers, expected.returned_buffers) < 1e-12
-    found = gl.analysis.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1))
+    found = gl.identify.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1))
     assert found.relative < 1e-9
 
 
@@ -136,7 +136,7 @@ def test_npz_and_names_of_wrappers(tmp_path: Path) -> None:
         for name, state in (("before", before), ("after", after)):
             np.savez(tmp_path / f"{name}.npz", **{prefix + key: value.numpy() for key, value in state.items()})
         seen = adapters.from_npz(tmp_path / "before.npz", tmp_path / "after.npz", 4, task=task)
-        assert gl.analysis.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1)).relative < 1e-9
+        assert gl.identify.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1)).relative < 1e-9
 
 
 def test_lists_of_arrays_are_taken_in_the_order_of_the_model() -> None:
@@ -144,7 +144,7 @@ def test_lists_of_arrays_are_taken_in_the_order_of_the_model() -> None:
     before, after, batch = trained(task)
     numbers = [{str(n): value for n, value in enumerate(state.values())} for state in (before, after)]
     seen = adapters.fitted(adapters.from_state_dicts(*numbers, 4), task)
-    assert gl.analysis.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1)).relative < 1e-9
+    assert gl.identify.replay_error(task, seen, batch, gl.LocalTraining(lr=0.1)).relative < 1e-9
     with pytest.raises(BadObservation, match="without names"):
         adapters.from_state_dicts({"0": numbers[0]["0"]}, {"0": numbers[1]["0"]}, 4, task=task)
 

@@ -18,16 +18,16 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gradleak as gl
-from gradleak.analysis.association import partial_spearman, spearman
-from gradleak.analysis.hessian import dense, exact, hessian
+from gradleak.audit.result import AuditResult
 from gradleak.cli import loading
+from gradleak.core.configuration import from_toml
+from gradleak.curvature.association import partial_spearman, spearman
+from gradleak.curvature.hessian import dense, exact, hessian
+from gradleak.curvature.measure import Measured, settled
+from gradleak.curvature.page import _psnr
+from gradleak.curvature.study import Information, Lanczos, Leakage, Study, StudyError, StudyResult, associated
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.report.curves import Series, chart
-from gradleak.report.study import _psnr
-from gradleak.results import AuditResult
-from gradleak.results.configuration import from_toml
-from gradleak.study import Information, Lanczos, Leakage, Study, StudyError, StudyResult, associated
-from gradleak.study.measure import Measured, settled
 from test_cli import Answer, refused
 from test_report import HOSTILE, Reader
 
@@ -485,7 +485,7 @@ def test_the_covariance_is_held_against_the_curvature_of_one_mode_the_channel_is
     assert own["information"]["covariance"] == other["information"]["covariance"]
     assert own["information"]["channel"]["nats"] != other["information"]["channel"]["nats"]
     batch = informed(training).measured.batch
-    plain = gl.analysis.releases(calm, calm.weights(), batch)
+    plain = gl.curvature.releases(calm, calm.weights(), batch)
     assert own["information"]["covariance"]["hessian"]["traces"][0] == pytest.approx(float(plain.spectrum.sum()))
     assert training.model.training, "the task is left alone"
 
@@ -650,6 +650,6 @@ def test_the_analysis_reads_no_truth_and_attacks_do_not_reach_it() -> None:
 
     source = Path(gl.__file__).parent / "analysis" / "__init__.py"
     named = [node.module for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert "gradleak.analysis.hessian" in named
+    assert "gradleak.curvature.hessian" in named
     assert not [name for name in named if name and name.endswith(("association", "study", "gradcam"))]
-    assert torch.is_tensor(gl.analysis.channel_bound(torch.ones(3), torch.tensor(1.0)))
+    assert torch.is_tensor(gl.curvature.channel_bound(torch.ones(3), torch.tensor(1.0)))

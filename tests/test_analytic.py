@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from gradleak import Engine, Knowledge, LocalTraining, Observation, Reconstruction, Task, attacks, observe, registry
+from gradleak import Engine, Knowledge, LocalTraining, Observation, Reconstruction, Task, attacks, observe
+from gradleak.core import registry
 from gradleak.metrics import compare
 from gradleak.models import lenet_zhu, mlp
-from gradleak.observation import MissingKnowledge
 from gradleak.parts.matches import Cosine
 from gradleak.parts.predictions import Replay
-from gradleak.scene import Now, Scene
-from gradleak.task import TaskError
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.task import TaskError
 
 MNIST = {"mean": 0.1307, "std": 0.3081}
 ONE_STEP = LocalTraining(lr=0.1)
@@ -88,9 +89,9 @@ def test_mixtures_are_not_called_exact() -> None:
 
 def test_the_match_is_that_of_the_replay() -> None:
     task, seen, found = attacked(mlp(generator=Generator().manual_seed(0)), pictures(3), torch.tensor([1, 1, 2]))
-    scene = Scene.of(task, seen, Knowledge(training=ONE_STEP))
+    scene = TargetView.of(task, seen, Knowledge(training=ONE_STEP))
     replay, cosine = Replay(), Cosine()
-    predicted = replay({name: value[0] for name, value in found.batch.items()}, {}, scene, Now(torch.zeros(()), 1))
+    predicted = replay({name: value[0] for name, value in found.batch.items()}, {}, scene, Step(torch.zeros(()), 1))
     expected = cosine.reduce(cosine.residual(predicted, cosine.prepare(replay.target(scene))))
     assert found.match.item() == pytest.approx(float(expected), rel=1e-3, abs=1e-9)
 

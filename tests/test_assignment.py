@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradleak.assignment import cost_matrix, identification_rank, match, pairwise_mse
+from gradleak.core.assignment import cost_matrix, identification_rank, match, pairwise_mse
 from gradleak.metrics import mse
 
 

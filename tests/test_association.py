@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from gradleak.analysis.association import (
+from gradleak.curvature.association import (
     Estimate,
     NoAssociation,
     associations,

@@ -10,22 +10,24 @@ from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, private, tiny
-from gradleak import tree
-from gradleak.attack import MOST_ENTRIES, Stage
-from gradleak.defence import Client, Guarantee
+from gradleak.attacks.second_order.peeling import Peeled
+from gradleak.core import tree
 from gradleak.engine import Engine, EngineError, activations, chunk_size, lanes_of
-from gradleak.local import LocalTraining, observe
-from gradleak.observation import BadObservation, Knowledge, MissingKnowledge, Track
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, Lion, sign
-from gradleak.parts.peeling import Peeled
 from gradleak.parts.predictions import Replay, gradient
+from gradleak.parts.protocols import Footprint, Prediction
 from gradleak.parts.spaces import Pixels, Uniform
+from gradleak.parts.stage import Stage
 from gradleak.parts.surrogates import Line, Rescaled
-from gradleak.rules import SGD
-from gradleak.scene import Footprint, Prediction, Scene
-from gradleak.task import TaskError
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining, observe
+from gradleak.scenario.defence import Client, Guarantee
+from gradleak.scenario.fit import MOST_ENTRIES
+from gradleak.scenario.observation import BadObservation, Knowledge, MissingKnowledge, Track
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import TaskError
 
 TRAINING = LocalTraining(lr=0.5)
 DOUBLE = Engine(device="cpu", precision="double")
@@ -40,7 +42,7 @@ def test_the_order_of_names_in_an_update_does_not_matter(match: SquaredError | C
     task, batch = tiny(), private(1)
     seen = observe(task, batch, TRAINING)
     turned = replace(seen, update=dict(reversed(seen.update.items())))
-    scene = replace(Scene.of(task, turned, Knowledge(training=TRAINING)), fields={"y": batch["y"]})
+    scene = replace(TargetView.of(task, turned, Knowledge(training=TRAINING)), fields={"y": batch["y"]})
     predicted = Replay()(batch, {}, scene, None)  # type: ignore[arg-type]
     assert match.distance(predicted, match.prepare(turned.update)) < 1e-12
     assert match.distance(predicted, match.prepare(scene.update)) < 1e-12
@@ -57,7 +59,7 @@ def test_a_prediction_of_zero_is_as_far_as_an_orthogonal_one() -> None:
 def test_the_gradient_behind_one_step_is_exact_for_every_sgd(rule: SGD) -> None:
     task, batch = tiny(), private(2)
     training = LocalTraining(lr=0.3, optimiser=rule)
-    scene = Scene.of(task, observe(task, batch, training), Knowledge(training=training))
+    scene = TargetView.of(task, observe(task, batch, training), Knowledge(training=training))
     plain = task.gradient(task.weights(), batch)
     for name, value in gradient(scene).items():
         torch.testing.assert_close(value, plain[name])
@@ -191,7 +193,7 @@ def test_frozen_parameters_are_held_once_for_all_lanes() -> None:
     task = gl.Task.supervised(model, nn.functional.cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
     batch = private(1)
     seen = observe(task, batch, TRAINING)
-    scene = Scene.of(task, seen, Knowledge())
+    scene = TargetView.of(task, seen, Knowledge())
     _, lane = lanes_of([scene], [[torch.zeros(2).long()] * 3])
     assert set(lane["buffers"]) == {name for name, _ in model.named_buffers()}
     found = gl.attacks.get("idlg", steps=20).run(task, seen, Knowledge(training=TRAINING), engine=DOUBLE)
@@ -200,7 +202,7 @@ def test_frozen_parameters_are_held_once_for_all_lanes() -> None:
 
 def test_a_long_history_makes_chunks_smaller() -> None:
     task = tiny()
-    scene = Scene.of(task, seen_of(task), Knowledge())
+    scene = TargetView.of(task, seen_of(task), Knowledge())
     sizes = [
         chunk_size(gl.attacks.get("idlg", history=history).stages, scene, DOUBLE)  # type: ignore[attr-defined]
         for history in (1, 10**6)
@@ -217,7 +219,7 @@ def test_a_start_that_takes_memory_makes_chunks_smaller() -> None:
         like=(torch.zeros(1, *shape), torch.zeros(1).long()),
     )
     seen = observe(task, {"x": torch.rand(1, *shape), "y": torch.zeros(1).long()}, TRAINING)
-    scene = Scene.of(task, seen, Knowledge())
+    scene = TargetView.of(task, seen, Knowledge())
     sizes = [
         chunk_size([Stage(Pixels(start), Replay(), SquaredError(), (), Adam())], scene, DOUBLE)
         for start in (Uniform(), Peeled(Uniform()))
@@ -225,11 +227,11 @@ def test_a_start_that_takes_memory_makes_chunks_smaller() -> None:
     assert sizes[0] > sizes[1]
 
 
-def wide() -> tuple[gl.Task, Scene]:
+def wide() -> tuple[gl.Task, TargetView]:
     """A million parameters, and hardly any activations."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 250), nn.ReLU(), nn.Linear(250, 4000))
     task = gl.Task.supervised(model, nn.functional.cross_entropy, like=(torch.zeros(1, *SHAPE), torch.zeros(1).long()))
-    return task, Scene.of(task, observe(task, private(1, dtype=torch.float32), TRAINING), Knowledge())
+    return task, TargetView.of(task, observe(task, private(1, dtype=torch.float32), TRAINING), Knowledge())
 
 
 def test_unknowns_of_a_prediction_make_chunks_smaller() -> None:
@@ -244,7 +246,7 @@ def test_unknowns_of_a_prediction_make_chunks_smaller() -> None:
     assert sizes == pytest.approx(expected, rel=0.05)
     seen = observe(task, private(1, dtype=torch.float32), TRAINING)
     track = Track((seen, replace(seen, round=1)))
-    assert chunk_size(curve, Scene.of(task, track, Knowledge()), engine) == pytest.approx(sizes[1] / 2, rel=0.1)
+    assert chunk_size(curve, TargetView.of(task, track, Knowledge()), engine) == pytest.approx(sizes[1] / 2, rel=0.1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,7 +255,7 @@ class Steps(Replay):
 
     held: Footprint = Footprint()
 
-    def footprint(self, scene: Scene) -> Footprint:
+    def footprint(self, scene: TargetView) -> Footprint:
         return self.held
 
 
@@ -275,7 +277,7 @@ def test_gradients_that_are_held_at_once_make_chunks_smaller() -> None:
 
 
 def test_a_replay_holds_a_graph_for_every_step() -> None:
-    scene = Scene.of(tiny(), seen_of(tiny(), 5), Knowledge(training=LocalTraining(lr=0.1, epochs=3, batch_size=2)))
+    scene = TargetView.of(tiny(), seen_of(tiny(), 5), Knowledge(training=LocalTraining(lr=0.1, epochs=3, batch_size=2)))
     assert Replay().footprint(scene) == Footprint(passes=3.0, gradients=9)
     assert Replay(LocalTraining(lr=1.0)).footprint(scene) == Footprint()
     assert Replay(order=[None, torch.tensor([0, 3]), slice(0, 3)]).footprint(scene) == Footprint(2.0, 3)
@@ -293,7 +295,7 @@ def test_a_space_of_copies_makes_chunks_smaller() -> None:
 
     @dataclass(frozen=True)
     class Copies(Pixels):
-        def unknowns(self, scene: Scene) -> int:
+        def unknowns(self, scene: TargetView) -> int:
             return 10**6
 
     sizes = [

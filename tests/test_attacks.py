@@ -14,12 +14,11 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
-from gradleak.attack import Composed, MissingKnowledge
-from gradleak.draws import Draws, key
+from gradleak.attack import Composed
+from gradleak.attacks.generative.cma import CMAES
+from gradleak.core.random import Draws, key
+from gradleak.core.registry import BadSetting, UnknownName
 from gradleak.engine import Engine
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
-from gradleak.parts.cma import CMAES
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, LayerNorms, MeanSquaredError, RowCosine, Scaled, SquaredError
 from gradleak.parts.optimisers import Adam, CosineDecay, Lion, RampedDecay, SignedAdam, StepDecay, soft_sign
@@ -34,8 +33,9 @@ from gradleak.parts.priors import (
     SummedVariation,
     TotalVariation,
 )
-from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Tiled, Together, Uniform
-from gradleak.registry import BadSetting, UnknownName
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Surrogate, Tiled, Uniform
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, MissingKnowledge
 
 TRAINING = LocalTraining(lr=0.5)
 KNOWS = Knowledge(training=TRAINING)
@@ -127,7 +127,7 @@ PUBLISHED = {
     ),
 }
 STARTS = {
-    "dlg": Together((Pixels(Normal()), SoftCategories())),
+    "dlg": JointSpace((Pixels(Normal()), SoftCategories())),
     "idlg": Pixels(Normal()),
     "cpl": Pixels(Tiled(2)),
     "ig": BOXED,

@@ -20,17 +20,19 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from forks import forks
-from gradleak import attacks, tree
+from gradleak import attacks
 from gradleak.attack import Reconstruction
-from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, Silent, builtin, estimate, from_settings
+from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, builtin, estimate, from_settings
 from gradleak.audit.cells import defence_of, forms_of
 from gradleak.audit.probe import gradient_of
+from gradleak.audit.result import AuditResult
+from gradleak.audit.store import Folder
+from gradleak.core import tree
+from gradleak.core.configuration import digest
+from gradleak.core.listeners import Silent
+from gradleak.core.random import Draws, key
 from gradleak.data import Images
-from gradleak.draws import Draws, key
-from gradleak.observation import MissingKnowledge
-from gradleak.results import AuditResult
-from gradleak.results.configuration import digest
-from gradleak.results.store import Folder
+from gradleak.scenario.observation import MissingKnowledge
 
 SHAPE = (1, 6, 6)
 WORKS = "idlg:steps=40"  # recovers this network's inputs exactly, in half a second

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import gradleak as gl
 from gradleak.audit.private import AuditError
 from gradleak.audit.recorded import RecordedAudit, blind, read, replays, reproduced, summary, told
+from gradleak.audit.result import AuditResult
 from gradleak.cli import app
-from gradleak.results import AuditResult
 from test_audit import SHAPE, WORKS, comparable, private, task
 
 TRAINING = gl.LocalTraining(lr=0.5)
@@ -26,7 +26,7 @@ FILE = """
 import torch
 from torch import nn
 import gradleak as gl
-from gradleak.draws import Draws, key
+from gradleak.core.random import Draws, key
 
 generator = torch.Generator().manual_seed(0)
 model = nn.Sequential(nn.Flatten(), nn.Linear(36, 24), nn.Sigmoid(), nn.Linear(24, 3))
@@ -41,7 +41,7 @@ others = {"x": Draws(key("others")).uniform((12, 1, 6, 6)), "y": torch.arange(12
 
 
 def others() -> dict[str, torch.Tensor]:
-    from gradleak.draws import Draws, key
+    from gradleak.core.random import Draws, key
 
     return {"x": Draws(key("others")).uniform((12, *SHAPE)), "y": torch.arange(12) % 3}
 

@@ -10,9 +10,9 @@ import torch
 import gradleak as gl
 from gradleak import generators
 from gradleak.audit import AuditError
+from gradleak.core.configuration import digest
 from gradleak.generators import Card
 from gradleak.generators.files import fingerprints
-from gradleak.results.configuration import digest
 from test_federated_diffusion import command
 
 TASK = """

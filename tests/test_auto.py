@@ -12,17 +12,17 @@ from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, perceptron, private, tiny
-from gradleak import registry
 from gradleak.auto import MEMBERS, PRESETS, VERSION, Auto, Case, turns_of
 from gradleak.auto.residual import SOLVED, Residual, residuals
 from gradleak.auto.tuning import proxies
-from gradleak.defence import Chain
+from gradleak.core import registry
 from gradleak.defences import TIP, Clipping, LocalGaussian, Pruning
 from gradleak.engine import EngineError
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, MissingKnowledge, as_targets
-from gradleak.rules import Adam
-from gradleak.scene import Scene
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Chain
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, as_targets
+from gradleak.scenario.rules import Adam
 from test_latent import Toy, knowing
 from test_latent import observed as images_of_it
 from test_steps import TRAINING as DENOISING
@@ -124,7 +124,7 @@ def hidden(beta: float, key: str = "b") -> tuple[gl.Observation, torch.Tensor]:
 @pytest.mark.parametrize("known", [TIP(beta=1e-3), Chain(Clipping(9.0), TIP(beta=1e-3))])
 def test_what_a_candidate_leaves_unexplained_shows_which_channels_are_noised(known: Any) -> None:
     seen, noised = hidden(1e-3)
-    guess = TIP(beta=1e-3)._noised(Scene.of(tiny(), seen, KNOWS))["0.weight"].flatten(1)[:, 0] > 0
+    guess = TIP(beta=1e-3)._noised(TargetView.of(tiny(), seen, KNOWS))["0.weight"].flatten(1)[:, 0] > 0
     assert not torch.equal(guess, noised)  # the update alone misleads
     found = Auto(preset="quick", steps=10).run(tiny(), seen, replace(KNOWS, defence=known), engine=CPU)
     assert found.settings["winner"] == ["second look"]

@@ -22,9 +22,10 @@ from gradleak import attacks, bench, engine, models
 from gradleak.attack import Composed
 from gradleak.bench import costs, memory, peer, quality, regression, roofline, scaling, speed, suite, timing
 from gradleak.bench.workloads import pictures, workload
-from gradleak.engine import Engine, EngineError, _buckets, lanes_of
-from gradleak.observation import Knowledge
-from gradleak.scene import Scene, in_turn
+from gradleak.engine import Engine, EngineError, lanes_of
+from gradleak.engine.lanes import _buckets
+from gradleak.parts.view import TargetView, in_turn
+from gradleak.scenario.observation import Knowledge
 
 STRICT, DOUBLE = Engine("cpu"), Engine("cpu", "double")
 
@@ -77,10 +78,10 @@ def test_an_unknown_network_is_refused() -> None:
 # --- targets that wait for their chunk --------------------------------------------------------------------------------
 
 
-def waiting(work: bench.Workload, engine: Engine) -> list[Scene]:
+def waiting(work: bench.Workload, engine: Engine) -> list[TargetView]:
     task = work.task.to(engine.where, engine.dtype)
     return [
-        replace(Scene.waiting(task, seen, knows), fields=dict(knows.given))
+        replace(TargetView.waiting(task, seen, knows), fields=dict(knows.given))
         for seen, knows in zip(work.seen, work.knows, strict=True)
     ]
 

@@ -17,7 +17,7 @@ import gradleak as gl
 from conftest import CLASSES, DENOISERS, perceptron, private, short
 from gradleak.attack import Reconstruction
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Observation
+from gradleak.scenario.observation import Knowledge, Observation
 from test_latent import TRAINING, Toy, knowing, observed
 from test_spans import net
 from test_steps import TRAINING as DIFFUSION

@@ -11,8 +11,8 @@ import torch
 import gradleak as gl
 from conftest import private, tiny
 from gradleak.attack import Composed, Reconstruction
+from gradleak.attack.cascade import EscalatingRestarts, given_of, matches, taken, unsolved
 from gradleak.attacks.spectral import spectral
-from gradleak.cascade import Waves, given_of, matches, taken, unsolved
 from test_steps import drawn, toy
 
 GRADIENT = gl.LocalTraining(lr=1.0)
@@ -33,7 +33,7 @@ def run(attack: Any, seen: Any = SEEN, engine: gl.Engine | None = None) -> Recon
 
 
 def test_where_everything_is_solved_there_is_one_wave(double: gl.Engine) -> None:
-    first, waves = run(once(), engine=double), run(Waves(once(), 4, solved=10.0), engine=double)
+    first, waves = run(once(), engine=double), run(EscalatingRestarts(once(), 4, solved=10.0), engine=double)
     torch.testing.assert_close(waves.batch, first.batch, rtol=0, atol=0)
     assert waves.settings["starts"] == [1, 1, 1]
     assert waves.evaluations == first.evaluations
@@ -44,7 +44,7 @@ def test_what_is_not_solved_gets_twice_as_many_starts_each_time_and_the_lowest_m
     line = float(matches(first).sort().values[1])  # one target is below, two are not
     left = unsolved(first, line)
     assert len(left) == 2
-    two = run(Waves(once(), 2, solved=line), engine=double)
+    two = run(EscalatingRestarts(once(), 2, solved=line), engine=double)
     assert two.settings["starts"] == [3 if row in left else 1 for row in range(3)]
     (other,) = {0, 1, 2} - set(left)
     torch.testing.assert_close(two.batch["x"][other], first.batch["x"][other], rtol=0, atol=0)
@@ -56,7 +56,7 @@ def test_what_is_not_solved_gets_twice_as_many_starts_each_time_and_the_lowest_m
 
 
 def test_what_a_target_gets_does_not_depend_on_the_others(double: gl.Engine) -> None:
-    attack = Waves(once(), 3, solved=1e-12)
+    attack = EscalatingRestarts(once(), 3, solved=1e-12)
     together = run(attack, engine=double)
     assert together.settings["starts"] == [7, 7, 7]
     alone = run(attack, SEEN[1], engine=double)
@@ -91,7 +91,7 @@ def test_an_unknown_of_another_attack_is_not_kept_for_the_one_that_won() -> None
 
 def test_progress_ends_at_one() -> None:
     told: list[float] = []
-    Waves(once(4), 2, 1e-12).run(TASK, SEEN[:1], KNOWS, progress=told.append)
+    EscalatingRestarts(once(4), 2, 1e-12).run(TASK, SEEN[:1], KNOWS, progress=told.append)
     assert told[-1] == 1.0
     assert told == sorted(told)
 

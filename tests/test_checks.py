@@ -13,8 +13,8 @@ import gradleak as gl
 from conftest import private, tiny
 from gradleak import attacks
 from gradleak.attack import Reconstruction
-from gradleak.checks import Checks, checks_of, observation_checks
-from gradleak.task import Field
+from gradleak.attack.checks import Checks, checks_of, observation_checks
+from gradleak.scenario.task import Field
 
 FIELD = Field((1, 2, 2))
 

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gradleak as gl
-from gradleak import watching
 from gradleak.cli import app, loading, progress
 from gradleak.cli.request import Request
+from gradleak.core import listeners as watching
+from gradleak.core.configuration import from_toml
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
-from gradleak.results.configuration import from_toml
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = """

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from conftest import largest_difference
-from gradleak import tree
-from gradleak.draws import Draws, key
-from gradleak.parts.cma import CMAES, RandomSearch, Strategy
-from gradleak.scene import Now, Scored
-from gradleak.tree import Tree
+from gradleak.attacks.generative.cma import CMAES, RandomSearch, Strategy
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Tree
+from gradleak.parts.protocols import Scored
+from gradleak.parts.view import Step
 
 Function = Callable[[Tensor], Tensor]
 
@@ -67,7 +68,7 @@ def searched(function: Function, seeds: list[int], steps: int, *, together: bool
         return {"v": start, "state": optimiser.init(problem(own), start)}
 
     def advance(own: Tensor, held: Tree, step: Tensor) -> tuple[Tree, Tensor]:
-        v, state, scored = optimiser.step(problem(own), held["v"], held["state"], Now(step, steps))
+        v, state, scored = optimiser.step(problem(own), held["v"], held["state"], Step(step, steps))
         return {"v": v, "state": state}, scored.objective
 
     rows = [keys] if together else list(keys[:, None])
@@ -197,7 +198,7 @@ def test_random_search_draws_anew_and_tells_the_best() -> None:
     v = {"z": torch.zeros(1, 4, dtype=torch.float64)}
     state, values = optimiser.init(problem, v), []
     for number in range(3):
-        at, state, scored = optimiser.step(problem, v, state, Now(torch.tensor(float(number)), 3))
+        at, state, scored = optimiser.step(problem, v, state, Step(torch.tensor(float(number)), 3))
         assert torch.equal(at["z"], v["z"])
         assert sphere(scored.at["z"].flatten()) == scored.match
         values.append(scored.match.item())

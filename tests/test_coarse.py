@@ -13,20 +13,20 @@ from torch import Tensor
 
 import gradleak as gl
 from conftest import clients, largest_difference, moment, perceptron, private, scene_of, tiny
-from gradleak import tree
-from gradleak.attack import Composed, Stage
-from gradleak.draws import Draws, key
+from gradleak.attack import Composed
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Track
+from gradleak.engine.search import LaneProblem
 from gradleak.parts.coarse import (
     FINE,
     Coarse,
-    Gathered,
-    Held,
+    CoarseRule,
     Interval,
     Onwards,
     OnwardsWindow,
+    SpreadRule,
     Total,
     coarsened,
     flat_batch,
@@ -36,13 +36,15 @@ from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam as AdamSearch
 from gradleak.parts.optimisers import OddBlocks, StepDecay
 from gradleak.parts.predictions import Replay
-from gradleak.parts.spaces import Pixels, Together
-from gradleak.parts.surrogates import Line, Sent
-from gradleak.rules import SGD, Adam, Lion, Rule, cosine_decay
-from gradleak.scene import Footprint, Now, Scene
-from gradleak.search import LaneProblem
-from gradleak.task import Batch
-from gradleak.tree import Params, Tree
+from gradleak.parts.protocols import Footprint
+from gradleak.parts.spaces import JointSpace, Pixels
+from gradleak.parts.stage import Stage
+from gradleak.parts.surrogates import GradientAtStart, Line
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, Track
+from gradleak.scenario.rules import SGD, Adam, Lion, Rule, cosine_decay
+from gradleak.scenario.task import Batch
 from test_engine import gate, searches
 
 DOUBLE = Engine(device="cpu", precision="double")
@@ -88,11 +90,11 @@ def random_tree(name: str, number: int = 0) -> Params:
 
 def plan_of(fine: int, steps: int, schedule: Callable[[int, int], float]) -> tuple[Interval, ...]:
     held = coarsened(LocalTraining(lr=1.0, steps=fine, schedule=schedule), 1, steps).optimiser
-    assert isinstance(held, Held)
+    assert isinstance(held, CoarseRule)
     return held.plan
 
 
-def observed(recipe: LocalTraining, *, examples: int = 3, **knows: Any) -> tuple[Scene, Batch]:
+def observed(recipe: LocalTraining, *, examples: int = 3, **knows: Any) -> tuple[TargetView, Batch]:
     task, batch = tiny(), private(examples)
     seen = gl.observe(task, batch, recipe)
     return scene_of(task, seen, Knowledge(**knows), y=batch["y"]), batch
@@ -116,7 +118,7 @@ def test_sgd_over_an_interval_is_all_of_its_steps(name: str, as_tensor: bool, ex
     plan = plan_of(11, 4, cosine_decay)
     assert [len(steps) for steps in plan] == [2, 3, 3, 3]
     assert sum((steps.factors for steps in plan), ()) == tuple(cosine_decay(step, 11) for step in range(11))
-    coarse = Held(rule, plan, extrapolate)
+    coarse = CoarseRule(rule, plan, extrapolate)
     weights = fine = random_tree("weights")
     state, own = coarse.init(weights), rule.init(weights)
     for number, steps in enumerate(plan):
@@ -160,7 +162,7 @@ def test_adam_over_an_interval_is_close_to_all_of_its_steps(rule: Adam) -> None:
 def test_gathered_batches_make_one_step_with_their_mean_and_variance() -> None:
     """Five examples in batches of two, two and one; each of their gradients counts by its examples."""
     rule, weights, steps = Adam(), random_tree("weights"), Interval((1.0, 0.5, 0.25), 0)
-    gathered = Gathered(Held(rule, (steps, steps)), (2, 2, 1))
+    gathered = SpreadRule(CoarseRule(rule, (steps, steps)), (2, 2, 1))
     state, own = gathered.init(weights), rule.init(weights)
     for interval in range(2):
         seen = [random_tree("gradient", 3 * interval + number) for number in range(3)]
@@ -195,14 +197,14 @@ def test_adam_sees_the_second_moments_of_batches() -> None:
 def test_only_rules_that_see_the_spread_are_shown_batches(name: str) -> None:
     small = LocalTraining(lr=0.1, epochs=4, batch_size=2, optimiser=RULES[name])
     recipe, whole = coarsened(small, 5, 3), coarsened(replace(small, batch_size=5), 5, 3)
-    assert isinstance(whole.optimiser, Held)
+    assert isinstance(whole.optimiser, CoarseRule)
     assert whole.order(5) == [None] * 3
     if isinstance(RULES[name], Adam):
-        assert isinstance(recipe.optimiser, Gathered)
+        assert isinstance(recipe.optimiser, SpreadRule)
         assert recipe.optimiser.sizes == (2, 2, 1)
         assert [len(range(5)[rows]) for rows in recipe.order(5)] == [2, 2, 1] * 3  # type: ignore[index]
     else:
-        assert isinstance(recipe.optimiser, Held)
+        assert isinstance(recipe.optimiser, CoarseRule)
         assert recipe.order(5) == [None] * 3
 
 
@@ -257,7 +259,7 @@ def test_one_coarse_step_of_any_sgd_points_where_one_gradient_does(name: str) ->
     """Weight decay as well: along a held gradient what pulls at the weights only grows shorter."""
     training = LocalTraining(lr=0.1, steps=8, optimiser=LINEAR[name], schedule=cosine_decay)
     scene, batch = observed(training, training=training)
-    a, b = (each(batch, {}, scene, moment()) for each in (Coarse(1), Sent()))
+    a, b = (each(batch, {}, scene, moment()) for each in (Coarse(1), GradientAtStart()))
     assert Cosine().distance(a, Cosine().prepare(b)) < 1e-28
 
 
@@ -288,7 +290,7 @@ def test_the_order_of_the_examples_does_not_enter() -> None:
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def problem_of(stage: Stage, scene: Scene) -> LaneProblem:
+def problem_of(stage: Stage, scene: TargetView) -> LaneProblem:
     return LaneProblem(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
 
 
@@ -305,7 +307,7 @@ FORMS: dict[str, LocalTraining | None] = {
 def test_gradients_are_those_of_differences(form: str, recompute: bool) -> None:
     scene, _ = observed(EPOCHS, training=FORMS[form])
     predict = Coarse(3, extrapolate=True, recompute=recompute)
-    problem = problem_of(Stage(Together((Pixels(), Total())), predict, Cosine(), (), AdamSearch()), scene)
+    problem = problem_of(Stage(JointSpace((Pixels(), Total())), predict, Cosine(), (), AdamSearch()), scene)
     v = {"x": private(3, seed=5)["x"], "total": torch.tensor([1.0], dtype=torch.float64)}
     gradient, scored = problem.value_and_grad(v)
     along = {"x": Draws(key("along")).normal(tuple(v["x"].shape), dtype=torch.float64), "total": torch.ones(1)}
@@ -321,7 +323,7 @@ def test_gradients_are_those_of_differences(form: str, recompute: bool) -> None:
 # --- the total way ----------------------------------------------------------------------------------------------------
 
 
-def steps_of(stage: Stage, scene: Scene) -> Tree:
+def steps_of(stage: Stage, scene: TargetView) -> Tree:
     """The unknowns of one lane after all steps of the stage."""
     assert scene.draws is not None
     v, total = stage.space.variables(scene, scene.draws, None), stage.optimiser.steps
@@ -336,7 +338,7 @@ def steps_of(stage: Stage, scene: Scene) -> Tree:
 def test_an_unknown_total_is_recovered(true: float) -> None:
     """Images known, recipe not: the client's 30 steps of full batches from nothing but the shape of the update."""
     scene, batch = observed(LocalTraining(lr=true / 30, steps=30))
-    space = Together((Pixels(lambda *_: batch["x"]), Total()))
+    space = JointSpace((Pixels(lambda *_: batch["x"]), Total()))
     stage = Stage(
         space, Coarse(8, extrapolate=True), Cosine(), (), AdamSearch(steps=60, rates={"x": 0.0, "total": 0.1})
     )
@@ -386,7 +388,7 @@ def test_the_recipe_of_an_unknown_client_has_the_learned_total() -> None:
     scene, _ = observed(EPOCHS)
     recipe = Coarse(4).recipe(scene, {"total": torch.tensor([0.7], dtype=torch.float64)}, 0)
     held = recipe.optimiser
-    assert isinstance(held, Held)
+    assert isinstance(held, CoarseRule)
     assert isinstance(recipe.lr, Tensor)
     assert [len(steps) for steps in held.plan] == [FINE] * 4
     torch.testing.assert_close(recipe.lr * 4 * FINE, torch.tensor(0.7, dtype=torch.float64).exp())
@@ -477,11 +479,11 @@ def test_stages_make_one_run() -> None:
     assert [stage.predict.steps for stage in attack.stages] == [2, 5, 12]  # type: ignore[attr-defined]
     assert [stage.optimiser.steps for stage in attack.stages] == [125, 125, 750]
     rates = [
-        float(stage.optimiser.schedule(Now(torch.tensor(float(step)), stage.optimiser.steps)))  # type: ignore[attr-defined]
+        float(stage.optimiser.schedule(Step(torch.tensor(float(step)), stage.optimiser.steps)))  # type: ignore[attr-defined]
         for stage in attack.stages
         for step in range(stage.optimiser.steps)
     ]
-    wanted = [float(StepDecay()(Now(torch.tensor(float(step)), 1000))) for step in range(1000)]
+    wanted = [float(StepDecay()(Step(torch.tensor(float(step)), 1000))) for step in range(1000)]
     assert rates == wanted
     assert {rates[step] for step in (0, 373)} == {1.0}
     assert [stage.optimiser.steps for stage in of(steps=4, early=0.2).stages] == [4]  # no stage of no steps
@@ -507,7 +509,7 @@ def test_a_learned_total_survives_from_stage_to_stage() -> None:
 
     @dataclass(frozen=True)
     class Noting(Coarse):
-        def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+        def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
             caught.append(v["total"].detach().clone())
             return super().__call__(batch, v, scene, now)
 

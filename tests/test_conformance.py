@@ -28,18 +28,19 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, network, perceptron, private, short, tiny
-from gradleak import draws, tree
 from gradleak.attack import lowest_match
 from gradleak.audit.execution import Runner
 from gradleak.audit.private import PrivateSide
 from gradleak.audit.recorded import Recorded, RecordedAudit
+from gradleak.core import random as draws
+from gradleak.core import tree
 from gradleak.engine import Engine
 from gradleak.generators import Card
 from gradleak.generators.files import fingerprints
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation
-from gradleak.rules import Adam
-from gradleak.task import Batch, Field, TaskError
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.rules import Adam
+from gradleak.scenario.task import Batch, Field, TaskError
 from test_defences_table import NAMES as DEFENCES
 from test_defences_table import made
 from test_latent import Toy
@@ -65,7 +66,7 @@ MODULES = {module_of(path): path for path in SOURCE.rglob("*.py")}
 
 def attacking(module: str) -> bool:
     """Is this a module that attack code may live in?"""
-    alone = ("gradleak.engine", "gradleak.search", "gradleak.attack", "gradleak.scene")
+    alone = ("gradleak.engine", "gradleak.engine.search", "gradleak.attack", "gradleak.parts.protocols")
     return module in alone or module.startswith(("gradleak.attacks", "gradleak.parts", "gradleak.auto"))
 
 
@@ -173,7 +174,7 @@ def test_the_rule_sees_every_way_to_import(line: str) -> None:
 
 def test_the_rule_follows_imports_through_other_modules() -> None:
     assert "gradleak.metrics" in reached_from({"gradleak.audit"})
-    assert "gradleak.tree" in reached_from({"gradleak.attacks.ig"})
+    assert "gradleak.core.tree" in reached_from({"gradleak.attacks.ig"})
 
 
 def test_importing_every_attack_loads_none_of_the_truth() -> None:
@@ -543,7 +544,7 @@ def test_no_defence_changes_what_it_is_given(name: str) -> None:
     assert same(state_of(task), model)
     assert same({**batch, **weights}, {**held[0], **held[1]})
     # The same of the client itself, which `observe` gives copies: in a training there are none.
-    state = gl.local.ClientState(extras=seen.extras, key=draws.key("client", name))
+    state = gl.scenario.client.ClientState(extras=seen.extras, key=draws.key("client", name))
     extras = copy.deepcopy(seen.extras)
     RECIPES["epochs"].run(task, weights, batch, defence, state)
     assert same({**batch, **weights}, {**held[0], **held[1]})

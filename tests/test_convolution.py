@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradleak import convolution
-from gradleak.convolution import Fold, Patches, Window
-from gradleak.layers import LaneLayers
+from gradleak.engine import convolution
+from gradleak.engine.convolution import Fold, Patches, Window
+from gradleak.engine.layers import LaneLayers
 
 VIEWS = {"view", "reshape", "transpose", "t", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "alias"}
 VIEWS |= {"detach", "_unsafe_view", "as_strided", "unfold", "movedim", "split", "unbind", "chunk", "_reshape_alias"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import script
-from gradleak.results.intervals import rate
+from gradleak.audit.intervals import rate
 
 HERE = Path(__file__).parents[1] / "benchmarks"
 RATES = [round(0.1 * number, 1) for number in range(1, 10)]

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from gradleak import data
+from gradleak.core.registry import UnknownName
 from gradleak.data import DataError, Images, fetch, load
-from gradleak.registry import UnknownName
 
 EMBEDDED = {  # name: shape without the leading count, classes, least count
     "cifar10-samples": ((3, 32, 32), 10, 20),

@@ -11,15 +11,17 @@ from torch import Tensor
 
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, tiny
-from gradleak import draws, tree
-from gradleak.defence import Client, Compute, Defence, Guarantee, overrides
-from gradleak.local import ClientState, LocalTraining
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.tree import Params, Tree
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.predictions import Replay
-from gradleak.rules import Adam
-from gradleak.scene import Match, Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.protocols import Match
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Client, Compute, Defence, Guarantee, overrides
+from gradleak.scenario.rules import Adam
+from gradleak.scenario.task import Batch, Task
 
 # --- toy defences -----------------------------------------------------------------------------------------------------
 
@@ -88,10 +90,10 @@ class Largest(Defence):
     def remember(self, before: gl.Upload, after: gl.Upload, client: Client) -> Tree:
         return {"kept": tree.subtract(before.payload["update"], after.payload["update"])}
 
-    def assumed(self, seen: Scene, task: Task) -> Defence:
+    def assumed(self, seen: TargetView, task: Task) -> Defence:
         return Largest(tree.map(lambda u: (u != 0).to(u.dtype), seen.update))
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u.dtype), scene.update)
 
 
@@ -122,10 +124,10 @@ class Noise(Defence):
         }
         return replace(upload, payload={"update": noisy})
 
-    def assumed(self, seen: Scene, task: Task) -> Defence:
+    def assumed(self, seen: TargetView, task: Task) -> Defence:
         return gl.Noiseless(Noise(0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return tree.map(lambda u: torch.full_like(u, self.std**2), scene.update)
 
 
@@ -330,7 +332,7 @@ def recorded(task: Task, batch: Batch, training: LocalTraining, defence: Defence
     return gl.Observation(task.weights(), update, examples, buffers=buffers or None), order
 
 
-def match_at(scene: Scene, match: Match, batch: Batch, predict: Replay) -> float:
+def match_at(scene: TargetView, match: Match, batch: Batch, predict: Replay) -> float:
     observed = match.prepare(predict.target(scene))
     return float(match.reduce(match.residual(predict(batch, {}, scene, moment()), observed)))
 

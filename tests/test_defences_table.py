@@ -9,13 +9,13 @@ import torch
 
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, short, tiny
-from gradleak import tree
 from gradleak.audit.cells import FORMS, forms_of
-from gradleak.defence import Defence, overrides
-from gradleak.local import ClientState, LocalTraining
+from gradleak.core import tree
+from gradleak.core.tree import Params
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import Replay
-from gradleak.tree import Params
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Defence, overrides
 from test_engine import gate, searches
 
 TRAINING = LocalTraining(lr=0.5)

@@ -13,8 +13,11 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import gradleak as gl
 from conftest import largest_difference
-from gradleak import draws, models, tree
-from gradleak.attack import Composed, Stage
+from gradleak import models
+from gradleak.attack import Composed
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
 from gradleak.diffusion import (
     Denoising,
     FromDiffusers,
@@ -26,19 +29,19 @@ from gradleak.diffusion import (
     schedule_of,
     target_of,
 )
-from gradleak.draws import Draws
-from gradleak.local import ClientState
 from gradleak.metrics.similarity import psnr
 from gradleak.models.unets import sinusoids
-from gradleak.observation import BadObservation
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.parts.spaces import Normal, Pixels
-from gradleak.scene import Scene
-from gradleak.task import Batch, Field, TaskError
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import ClientState
+from gradleak.scenario.observation import BadObservation
+from gradleak.scenario.task import Batch, Field, TaskError
 
 SHAPE, STEPS = (1, 8, 8), 100
 SHORT = Schedule(STEPS, first=1e-3, last=0.2)  # the betas of 1000 steps, ten times as large
@@ -261,7 +264,7 @@ def test_the_fields_of_a_denoiser() -> None:
 def test_noise_is_in_no_box_and_is_no_picture() -> None:
     task = tiny()
     seen = gl.observe(task, private([3]), gl.LocalTraining(lr=1.0))
-    scene = Scene.of(task, seen, gl.Knowledge())
+    scene = TargetView.of(task, seen, gl.Knowledge())
     low, high = scene.limits["noise"]
     assert torch.equal(noise(1).clamp(low, high), noise(1))
     for change in (task.fields["noise"].unit, task.fields["noise"].model):

@@ -15,15 +15,10 @@ from torch.func import grad, grad_and_value, vmap
 
 import gradleak as gl
 from conftest import largest_difference, moment, perceptron, private, scene_of, tiny
-from gradleak import rules, tree
 from gradleak.attack import Composed
 from gradleak.attacks.dlfa import PRESETS, dlfa
-from gradleak.draws import Draws, key
-from gradleak.engine import Engine
-from gradleak.local import LocalTraining, part_of
-from gradleak.observation import Knowledge, MissingKnowledge, Observation
-from gradleak.parts.checkpointed import trained
-from gradleak.parts.epochs import (
+from gradleak.attacks.dlfa.checkpointed import trained
+from gradleak.attacks.dlfa.epochs import (
     Copies,
     LocalSteps,
     Mixed,
@@ -41,16 +36,22 @@ from gradleak.parts.epochs import (
     one_step,
     settled,
 )
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Params, Tree
+from gradleak.engine import Engine
+from gradleak.engine.search import LaneProblem
 from gradleak.parts.matches import Cosine, LayerWeighted, SquaredError, layers_of
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import Box, CircularVariation
 from gradleak.parts.spaces import Normal
-from gradleak.parts.surrogates import Line, Sent
-from gradleak.scene import Scene
-from gradleak.search import LaneProblem
-from gradleak.task import Batch, TaskError
-from gradleak.tree import Params, Tree
+from gradleak.parts.surrogates import GradientAtStart, Line
+from gradleak.parts.view import TargetView
+from gradleak.scenario import rules
+from gradleak.scenario.client import LocalTraining, part_of
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Observation
+from gradleak.scenario.task import Batch, TaskError
 
 EPOCHS = LocalTraining(lr=0.3, epochs=3, batch_size=2)
 
@@ -59,7 +60,7 @@ def drawn(*shape: int, name: str = "drawn") -> Tensor:
     return Draws(key(name)).uniform(shape, dtype=torch.float64)
 
 
-def trained_on(order: Tensor, recipe: LocalTraining, batch: Batch, norm: str | None = None) -> Scene:
+def trained_on(order: Tensor, recipe: LocalTraining, batch: Batch, norm: str | None = None) -> TargetView:
     """What a lane sees of a client that went through its examples in this order, (epochs, N)."""
     task, size = tiny(norm=norm), recipe.batch_size
     assert size is not None
@@ -69,7 +70,7 @@ def trained_on(order: Tensor, recipe: LocalTraining, batch: Batch, norm: str | N
     return scene_of(task, replace(seen, buffers=task.buffers() or None), Knowledge(training=recipe), y=batch["y"])
 
 
-def distance(predict: Any, match: Any, batch: Batch, scene: Scene) -> float:
+def distance(predict: Any, match: Any, batch: Batch, scene: TargetView) -> float:
     observed = match.prepare(predict.target(scene))
     return float(match.distance(predict(batch, {}, scene, moment()), observed))
 
@@ -109,7 +110,7 @@ def test_the_true_data_in_the_true_order_match_exactly(recipe: LocalTraining, no
         (replace(EPOCHS, optimiser=rules.SGD(momentum=0.9, nesterov=True), schedule=rules.cosine_decay), None, "train"),
         (replace(EPOCHS, optimiser=rules.Adam(weight_decay=0.1)), None, "eval"),
         (replace(EPOCHS, lr=torch.tensor(0.3, dtype=torch.float64)), gl.defences.FedSAM(rho=0.2), None),
-        (EPOCHS, gl.defence.Chain(gl.defences.FedSAM(rho=0.2), gl.defences.Pruning(keep=0.5)), "eval"),
+        (EPOCHS, gl.scenario.defence.Chain(gl.defences.FedSAM(rho=0.2), gl.defences.Pruning(keep=0.5)), "eval"),
     ],
     ids=["sgd", "nesterov", "adam", "fedsam", "pruned"],
 )
@@ -121,10 +122,10 @@ def test_with_checkpoints_a_replay_has_the_same_values_and_derivatives(
     seen = gl.observe(task, batch, recipe, defence)
     guess = torch.stack([private(5, seed=seed)["x"] for seed in (1, 2)])  # two lanes
 
-    def plain(training: LocalTraining, whole: Batch, scene: Scene) -> Params:
+    def plain(training: LocalTraining, whole: Batch, scene: TargetView) -> Params:
         return Replay(training)(whole, {}, scene, moment())
 
-    def lean(training: LocalTraining, whole: Batch, scene: Scene) -> Params:
+    def lean(training: LocalTraining, whole: Batch, scene: TargetView) -> Params:
         plan = training.order(5)
         lengths = [training.schedule(step, len(plan)) for step in range(len(plan))]
         return trained(training, scene, [part_of(whole, rows) for rows in plan], lengths, whole, every)
@@ -162,7 +163,7 @@ def test_one_full_step_is_the_problem_of_the_other_attacks() -> None:
         shared, one = {"x": guess, "y": batch["y"]}, {"x": guess[:, None], "y": batch["y"]}
         for match in (Cosine(), SquaredError()):
             ours = distance(LocalSteps(), match, one, scene)
-            assert ours == pytest.approx(distance(Sent(), match, shared, scene), rel=1e-12, abs=1e-28)
+            assert ours == pytest.approx(distance(GradientAtStart(), match, shared, scene), rel=1e-12, abs=1e-28)
             at_start = {"alpha": torch.zeros(1, dtype=torch.float64)}
             line = match.distance(Line()(shared, at_start, scene, moment()), match.prepare(Line().target(scene)))
             assert ours == pytest.approx(float(line), rel=1e-12, abs=1e-28)
@@ -215,7 +216,7 @@ def test_one_step_in_all_is_dlg_on_updates_whatever_the_momentum(rule: rules.SGD
     recipe, batch = replace(EPOCHS, optimiser=rule, schedule=rules.cosine_decay), private(5)
     scene = trained_on(torch.arange(5).repeat(3, 1), recipe, batch)
     guess = {"x": private(5, seed=5)["x"], "y": batch["y"]}
-    steps, sent = LocalSteps(one_step), Sent()
+    steps, sent = LocalSteps(one_step), GradientAtStart()
     ours, theirs = (part(guess, {}, scene, moment()) for part in (steps, sent))
     seen, known = steps.target(scene), sent.target(scene)
     factor = float(tree.norm(seen) / tree.norm(known))  # of the units

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from conftest import blobs
-from gradleak import registry
 from gradleak.cli import app
-from gradleak.report.pictures import picture, png
+from gradleak.core import registry
+from gradleak.core.pictures import picture, png
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

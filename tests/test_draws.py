@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, vmap
 
-from gradleak.draws import Draws, key, philox, signs
+from gradleak.core.random import Draws, key, philox, signs
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
 ONES = (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2
@@ -71,7 +71,7 @@ def test_normal_has_the_moments_of_its_law(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uniform_is_open_at_both_ends(monkeypatch: pytest.MonkeyPatch, word: int, dtype: torch.dtype) -> None:
     """The smallest and the largest word: neither 0 (its logarithm is infinite) nor 1."""
-    monkeypatch.setattr("gradleak.draws.philox", lambda counter, keys: (torch.full_like(counter[0], word),) * 4)
+    monkeypatch.setattr("gradleak.core.random.philox", lambda counter, keys: (torch.full_like(counter[0], word),) * 4)
     value = Draws(key("ends")).uniform((1,), dtype=dtype)
     assert 0 < value.item() < 1
 

@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, perceptron, private, short, skip_unless_granted, tiny
-from gradleak import draws, engine, registry, tree
-from gradleak.attack import Composed, Reconstruction, Stage, lowest_match
+from gradleak import engine
+from gradleak.attack import Composed, Reconstruction, lowest_match
+from gradleak.core import random as draws
+from gradleak.core import registry, tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
 from gradleak.defences import FedGF
-from gradleak.draws import Draws
 from gradleak.engine import Engine, EngineError, Search
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation
 from gradleak.parts import levenberg
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
@@ -32,10 +33,13 @@ from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, SignedAdam, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
-from gradleak.parts.spaces import Normal, Pixels, SoftCategories, Surrogate, Together, Uniform
-from gradleak.scene import Now, Problem, Scene, Scored
-from gradleak.task import Batch, TaskError
-from gradleak.tree import Params, Tree
+from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Surrogate, Uniform
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.task import Batch, TaskError
 
 TRAINING = LocalTraining(lr=1.0)
 
@@ -118,7 +122,7 @@ def test_lanes_of_several_models_are_those_of_each(name: str, defence: Any) -> N
 
 
 def test_lanes_of_large_models_wait_for_each_other() -> None:
-    seen = [Scene.of(tiny(), each, Knowledge()) for each in of_rounds(tiny())]
+    seen = [TargetView.of(tiny(), each, Knowledge()) for each in of_rounds(tiny())]
     assert engine._buckets(seen, tree.size(seen[0].weights)) == [[0, 1, 2, 3, 4, 5]]
     assert engine._buckets(seen, tree.size(seen[0].weights) - 1) == [[0, 1], [2, 3], [4, 5]]
 
@@ -136,7 +140,7 @@ class LevenbergMarquardt:
     def init(self, problem: Problem, v: Tree) -> Tree:
         return {"damping": tree.flatten(v).new_ones(())}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         x = tree.flatten(v)
 
         def residual(x: Tensor) -> Tensor:
@@ -173,13 +177,13 @@ def test_a_residual_solver_reaches_the_truth_where_first_order_does_not(match: A
 class Rescaled:
     """The gradient times an unknown factor for each parameter: exp(scale[name])."""
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"scale": {name: value.new_zeros(()) for name, value in scene.weights.items()}}
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return scene.update
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         gradient = scene.task.gradient(scene.weights, batch, scene.buffers)
         return {name: value * v["scale"][name].exp() for name, value in gradient.items()}
 
@@ -209,7 +213,7 @@ def test_a_setting_of_an_unknown_that_is_not_there_is_refused(setting: str, doub
 
 def test_an_unknown_has_one_owner(double: Engine) -> None:
     task, seen, batch = observed()
-    twice = Together((Pixels(Uniform()), Pixels(Uniform(), field="scale")))
+    twice = JointSpace((Pixels(Uniform()), Pixels(Uniform(), field="scale")))
     with pytest.raises(ValueError, match="both name an unknown scale"):
         attack_of(stage_of(space=twice, predict=Rescaled())).run(
             replace(task, fields={**task.fields, "scale": task.fields["x"]}), seen, knowing(batch), engine=double
@@ -235,16 +239,16 @@ def test_an_interval_holds_a_variable_back(double: Engine) -> None:
 class Latent:
     """x = sigmoid(z): a space that the next stage leaves."""
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"z": draws.normal((scene.num_examples, *SHAPE), dtype=torch.float64)}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {"x": v["z"].sigmoid()}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
 
@@ -252,14 +256,14 @@ class Latent:
 class Residual(Latent):
     """x = what the last stage found, fixed, plus an unknown change."""
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"change": torch.zeros(scene.num_examples, *SHAPE, dtype=torch.float64)}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         assert before is not None
         return {"centre": before["z"].sigmoid()}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {"x": scene.constants["centre"] + v["change"]}
 
 
@@ -316,7 +320,7 @@ class Watcher:
 
     calls: list = field(default_factory=list)
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return 0 * scene.shared["mean"].sum()
 
     def due(self, step: int) -> bool:
@@ -366,7 +370,7 @@ def test_consensus_draws_the_restarts_of_a_target_together_and_of_no_other(doubl
 
 def test_a_soft_label_is_found_with_the_image(double: Engine) -> None:
     task, seen, batch = observed(seed=2)
-    space = Together((Pixels(Uniform()), SoftCategories()))
+    space = JointSpace((Pixels(Uniform()), SoftCategories()))
     found = attack_of(stage_of(space=space, optimiser=LevenbergMarquardt(steps=40)), restarts=4).run(
         task, seen, Knowledge(training=TRAINING), engine=double
     )
@@ -508,7 +512,7 @@ class Explodes:
     def hit(self, draws: Draws) -> Tensor:
         return draws.uniform((), stream=77) < 0.5
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return torch.where(self.hit(scene.draws) & (now.step >= 3), self.value, 0.0)
 
 
@@ -555,7 +559,7 @@ class Fragile(Replay):
 
     radius: float = 0.5
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         inside = (batch["x"] - 0.5).square().sum() < self.radius**2
         return tree.scale(super().__call__(batch, v, scene, now), torch.where(inside, 1.0, torch.nan))
 
@@ -577,7 +581,7 @@ class Pull:
 
     weight: float = 100.0
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.weight * (batch["x"] - 0.5).square().sum()
 
 
@@ -700,7 +704,7 @@ def test_dropout_is_an_error_with_advice(batched: bool) -> None:
 
 def test_other_errors_are_not_dressed_up(double: Engine) -> None:
     class Wrong:
-        def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+        def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
             raise RuntimeError("mine")
 
     task, seen, batch = observed()
@@ -793,7 +797,7 @@ def test_a_step_over_several_rounds_can_be_captured(double: Engine) -> None:
 
 
 TABLE = torch.linspace(0, 1, 50)
-BAD: dict[str, Callable[[Batch, Now], Any]] = {
+BAD: dict[str, Callable[[Batch, Step], Any]] = {
     "branch on the step": lambda batch, now: 1.0 if now.step > 3 else 0.0,
     "branch on the image": lambda batch, now: 1.0 if batch["x"].sum() > 0 else 0.0,
     "item": lambda batch, now: now.step.item(),
@@ -803,7 +807,7 @@ BAD: dict[str, Callable[[Batch, Now], Any]] = {
     "tensor from numbers": lambda batch, now: torch.tensor([1.0, 2.0]).sum(),
     "one_hot": lambda batch, now: nn.functional.one_hot(batch["y"]).sum(),
 }
-GOOD: dict[str, Callable[[Batch, Now], Any]] = {
+GOOD: dict[str, Callable[[Batch, Step], Any]] = {
     "where on the step": lambda batch, now: torch.where(now.step > 3, 1.0, 0.0),
     "select by the step": lambda batch, now: TABLE.index_select(0, now.step.long().reshape(1)).sum(),
     "ramp": lambda batch, now: now.fraction,
@@ -814,13 +818,13 @@ GOOD: dict[str, Callable[[Batch, Now], Any]] = {
 class Toy:
     """A prior that multiplies an innocent number by something."""
 
-    factor: Callable[[Batch, Now], Any]
+    factor: Callable[[Batch, Step], Any]
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return batch["x"].square().mean() * self.factor(batch, now)
 
 
-def gated(factor: Callable[[Batch, Now], Any], double: Engine) -> None:
+def gated(factor: Callable[[Batch, Step], Any], double: Engine) -> None:
     task, seen, batch = observed()
     stage = stage_of(priors=(Toy(factor),), optimiser=Adam(steps=50))
     [search] = searches(attack_of(replace(stage, priors=())), task, seen, knowing(batch), double)

@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from conftest import blobs, largest_difference, tiny
-from gradleak import draws, registry, tree
 from gradleak.audit import AuditError
 from gradleak.audit.private import Stored, examples_of
 from gradleak.cli import app
 from gradleak.cli.request import Request
+from gradleak.core import random as draws
+from gradleak.core import registry, tree
+from gradleak.core.configuration import from_toml
+from gradleak.core.registry import BadSetting
 from gradleak.data import DataError, load
 from gradleak.diffusion import Schedule, SharedDraws, denoising
 from gradleak.federation import EMA, Federation, FederationError, Rounds, network_of
@@ -29,10 +32,8 @@ from gradleak.federation.rounds import Snapshot
 from gradleak.federation.samples import Samples
 from gradleak.federation.training import curves
 from gradleak.models import unet
-from gradleak.registry import BadSetting
-from gradleak.results.configuration import from_toml
-from gradleak.rules import Adam
-from gradleak.task import Batch, Task
+from gradleak.scenario.rules import Adam
+from gradleak.scenario.task import Batch, Task
 
 STEPS = 20
 TINY = "base=4,multipliers=[1],blocks=1,groups=2,heads=1,steps=100"

@@ -17,10 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradleak as gl
 from conftest import CLASSES, largest_difference, private, tiny
-from gradleak import registry, tree
 from gradleak.audit import from_settings
 from gradleak.audit.private import Stored
-from gradleak.draws import Draws
+from gradleak.core import registry, tree
+from gradleak.core.folder import FolderInUse
+from gradleak.core.random import Draws
+from gradleak.core.registry import BadSetting, UnknownName
 from gradleak.federation import (
     DroppedOut,
     ExcludedClient,
@@ -36,9 +38,7 @@ from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.clients import Clients, Work, flat, unflat
 from gradleak.federation.graphs import Graphs
 from gradleak.federation.training import Interrupted, estimate, fingerprint_of
-from gradleak.registry import BadSetting, UnknownName
-from gradleak.results.resumable import FolderInUse
-from gradleak.rules import SGD
+from gradleak.scenario.rules import SGD
 
 
 def data(count: int = 12) -> Stored:

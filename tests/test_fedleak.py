@@ -12,21 +12,21 @@ from torch.func import grad, vmap
 
 import gradleak as gl
 from conftest import largest_difference, moment, perceptron, private, scene_of, tiny
-from gradleak import tree
-from gradleak.attack import Stage
-from gradleak.draws import Draws, key
+from gradleak.attacks.fedleak.blended import Blended
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, MissingKnowledge, Track
-from gradleak.parts.blended import Blended
+from gradleak.engine.search import LaneProblem
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, LayerNorms, Relative, SquaredError
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.partial import Strongest, largest
-from gradleak.parts.spaces import Together
+from gradleak.parts.protocols import Scored
+from gradleak.parts.spaces import JointSpace
+from gradleak.parts.stage import Stage
 from gradleak.parts.surrogates import Line, Within
-from gradleak.scene import Scored
-from gradleak.search import LaneProblem
-from gradleak.tree import Params, Tree
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Track
 from test_engine import gate, searches
 from test_surrogates import EPOCHS, SHORT, observed, of, run, same_path, with_stage
 
@@ -184,7 +184,7 @@ def test_the_blend_is_the_gradient_of_the_regularised_objective(distance: str) -
 def test_the_penalty_on_one_unknown_moves_the_others_too() -> None:
     """SME's alpha: the length of the images' gradient depends on it, and phi does not move it."""
     base = of("fedleak", tv=0.0, share=0.5).stages[0]
-    space = Together((base.space, Within("alpha", 0.0, 1.0)))
+    space = JointSpace((base.space, Within("alpha", 0.0, 1.0)))
     stage = replace(base, space=space, predict=Line(), optimiser=replace(base.optimiser, lam=0.1, gamma=1e-3))
     problem, v = problem_of(stage)
     v["alpha"] = torch.tensor([0.4], dtype=torch.float64)

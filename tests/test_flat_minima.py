@@ -19,29 +19,30 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, private, scene_of, tiny
-from gradleak import registry, tree
-from gradleak.attack import Composed, Stage
+from gradleak.attack import Composed
 from gradleak.audit.private import Stored
+from gradleak.core import registry, tree
+from gradleak.core.random import Draws
+from gradleak.core.registry import BadSetting
+from gradleak.core.tree import Params, Tree
 from gradleak.data import Images
-from gradleak.defence import Defence
 from gradleak.defences import FedASAM, FedGF, FedSAI, FedSAM
 from gradleak.defences.fedgf import MIXING, PERTURBED
 from gradleak.defences.fedsai import _head, _with_classes
 from gradleak.defences.fedsam import ascent
-from gradleak.draws import Draws
 from gradleak.federation import SWA, Federation, Rounds, State, participation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.graphs import Graphs
-from gradleak.local import ClientState, LocalTraining
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.parts.spaces import Pixels, Uniform
-from gradleak.registry import BadSetting
-from gradleak.rules import SGD
-from gradleak.task import TaskError
-from gradleak.tree import Params, Tree
+from gradleak.parts.stage import Stage
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import TaskError
 
 ROUGH = LocalTraining(lr=0.2, epochs=2, batch_size=2, optimiser=SGD(momentum=0.9, weight_decay=0.01))
 FAR = Federation(5, ROUGH, examples=None, participation=participation.Fixed(3))
@@ -659,7 +660,7 @@ def test_a_later_round_is_predicted_too(defence: Defence, training: LocalTrainin
     sent = federation.weights_at(task, held, [2], defence)[2]
     seen = federation.observe(task, batch, sent.weights, defence, key="a", round=2, seed=0, held=dict(sent.server))
     seen = gl.Observation.load(seen.save(tmp_path / "seen.safetensors"))
-    shuffle = torch.Generator().manual_seed(int(gl.draws.key("client", "a", 0)[0]))
+    shuffle = torch.Generator().manual_seed(int(gl.core.random.key("client", "a", 0)[0]))
     order = training.order(4, shuffle)
     knows = gl.Knowledge(training=training, defence=defence)
     assert gap(scene_of(task, seen, knows), batch, order) < 1e-22
@@ -701,7 +702,7 @@ def test_the_image_is_lost_to_a_naive_attacker_and_exact_to_an_informed_one(name
 def sam_on_lenet(side: int, steps: int, seed: int) -> dict[str, float]:
     """PSNR of one image of LeNet's client, undefended and behind SAM's step of 0.2: L-BFGS on the cosine, no prior."""
     model = gl.models.lenet_zhu(shape=(3, side, side), generator=torch.Generator().manual_seed(seed)).double()
-    coarse = Draws(gl.draws.key("image")).uniform((1, 3, 4, 4), dtype=torch.float64)
+    coarse = Draws(gl.core.random.key("image")).uniform((1, 3, 4, 4), dtype=torch.float64)
     x = nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1)
     batch, training, defence = {"x": x, "y": torch.tensor([3])}, LocalTraining(lr=1e-3), FedSAM(0.2)
     task = gl.Task.supervised(model, cross_entropy, like=(x, batch["y"]))

@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import largest_difference, private, tiny
-from gradleak import tree
 from gradleak.audit.private import Stored
 from gradleak.audit.recorded import read
+from gradleak.core import tree
 from gradleak.defences import DPSGD, TIP, Clipping, DPFedAvg, FedGF, FedSAM, LocalGaussian, Pruning, Soteria
 from gradleak.federation import Federation
 from gradleak.federation.rounds import Rounds
@@ -573,4 +573,4 @@ def test_a_usual_app_is_audited_by_four_lines(tmp_path: Path, monkeypatch: pytes
         torch.manual_seed(client)  # as the client shuffles
         x, y = (torch.cat(part) for part in zip(*load_data(client, 2)))
         recipe = gl.LocalTraining(lr=0.05, epochs=1, batch_size=4)
-        assert gl.analysis.replay_error(task, one.seen, {"x": x, "y": y}, recipe).relative < 1e-4
+        assert gl.identify.replay_error(task, one.seen, {"x": x, "y": y}, recipe).relative < 1e-4

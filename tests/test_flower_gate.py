@@ -11,9 +11,9 @@ import torch
 
 import gradleak as gl
 from conftest import private, tiny
-from gradleak import gate as gates
-from gradleak import tree
-from gradleak.gate import Decision, Policy
+from gradleak.audit import gate as gates
+from gradleak.audit.gate import Decision, Policy
+from gradleak.core import tree
 
 pytest.importorskip("flwr")
 

@@ -26,9 +26,9 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from conftest import largest_difference
-from gradleak import tree
+from gradleak.audit.result import AuditResult
 from gradleak.cli import app
-from gradleak.results import AuditResult
+from gradleak.core import tree
 from sockets import open_to_others
 
 pytest.importorskip("flwr")

@@ -11,7 +11,7 @@ import torch
 
 import gradleak as gl
 from conftest import largest_difference, tiny
-from gradleak import tree
+from gradleak.core import tree
 from gradleak.federation import Federation
 
 pytest.importorskip("flwr")

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from conftest import private, tiny
-from gradleak import tree
-from gradleak.analysis.risk import risk
-from gradleak.checks import Checks
+from gradleak.attack.checks import Checks
+from gradleak.audit.gate import BadPolicy, Policy, check
 from gradleak.cli import app
+from gradleak.core import tree
 from gradleak.defences import LocalGaussian, Pruning
-from gradleak.gate import BadPolicy, Policy, check
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
+from gradleak.identify.risk import risk
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge
 
 ONE = LocalTraining(lr=0.5)
 KNOWS = Knowledge(training=ONE)
@@ -58,7 +58,7 @@ def test_an_update_that_can_be_inverted_is_blocked(with_batch: bool) -> None:
 def test_what_withstood_working_attacks_is_allowed_and_what_met_none_is_not(
     converged: bool, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradleak import gate
+    from gradleak.audit import gate
 
     noise = LocalGaussian(sigma=3.0)
     task, seen, batch = update(noise)
@@ -82,7 +82,7 @@ def test_what_withstood_working_attacks_is_allowed_and_what_met_none_is_not(
 
 
 def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradleak import gate
+    from gradleak.audit import gate
 
     task, seen, batch = update()
     asked: list[Knowledge] = []
@@ -105,7 +105,7 @@ def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: py
 
 def test_noise_is_not_trusted_where_no_examples_can_judge_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise alone keeps an attack from explaining an update: without examples that looks like safety."""
-    from gradleak import gate
+    from gradleak.audit import gate
 
     task, seen, _ = update()
     answers = iter([True, False])
@@ -139,7 +139,7 @@ def test_time_that_is_over_blocks() -> None:
 
 def test_an_attack_that_ends_late_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is looked at between steps: what ran over it is late, whatever each member says of itself."""
-    from gradleak import gate
+    from gradleak.audit import gate
 
     def late(*given: Any, **settings: Any) -> Any:
         time.sleep(0.2)
@@ -177,7 +177,7 @@ def test_images_that_explain_nearly_all_of_an_update_close_the_gate_without_exam
     residual: float, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First-order attacks never reach rounding, and show the image all the same."""
-    from gradleak import gate
+    from gradleak.audit import gate
 
     task, seen, _ = update()
     monkeypatch.setattr(gate.Auto, "run", lambda *given, **settings: searched(residual))
@@ -186,7 +186,7 @@ def test_images_that_explain_nearly_all_of_an_update_close_the_gate_without_exam
 
 
 def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradleak import gate
+    from gradleak.audit import gate
 
     pruning = Pruning(keep=0.5)
     task, seen, batch = update(pruning)
@@ -292,7 +292,7 @@ def test_the_command_fails_closed(tmp_path: Path) -> None:
 
 
 def test_what_is_allowed_is_written_with_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradleak import gate
+    from gradleak.audit import gate
 
     _, seen, _ = update()
     (tmp_path / "train.py").write_text(TASK.format(tests=str(Path(__file__).parent)))

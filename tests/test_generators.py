@@ -16,12 +16,13 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional
 
 from conftest import seeded
-from gradleak import generators, registry
+from gradleak import generators
+from gradleak.core import registry
 from gradleak.generators import DCGAN, WGAN, BadGenerator, Card, Generator, StyleGAN2, images_of, with_weights
-from gradleak.generators import recipes as _recipes  # noqa: F401 (registers them)
 from gradleak.generators.files import fingerprints, parameters
 from gradleak.generators.stages import Staged
 from gradleak.generators.stylegan2 import boxes, doubled, kernel
+from gradleak.priors import recipes as _recipes  # noqa: F401 (registers them)
 
 
 def lively(network: Staged) -> Staged:

@@ -10,14 +10,14 @@ import torch
 
 import gradleak as gl
 from conftest import CLASSES, largest_difference, perceptron, scene_of
-from gradleak import tree
+from gradleak.attacks.generative.cma import CMAES
+from gradleak.core import tree
 from gradleak.engine import Engine
+from gradleak.engine.search import LaneProblem
 from gradleak.generators import images_of
-from gradleak.parts.cma import CMAES
 from gradleak.parts.matches import MeanSquaredError
 from gradleak.parts.partial import AsObserved
 from gradleak.parts.predictions import Replay
-from gradleak.search import LaneProblem
 from test_engine import gate, searches
 from test_latent import TRAINING, Toy, knowing, made, observed
 

@@ -9,14 +9,14 @@ import torch
 
 import gradleak as gl
 from conftest import CLASSES, largest_difference, perceptron, private, tiny
+from gradleak.attacks.generative.latent import Weights
 from gradleak.engine import Engine
 from gradleak.generators import DCGAN, StyleGAN2
-from gradleak.observation import MissingKnowledge
-from gradleak.parts.latent import Weights
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
 from gradleak.parts.partial import Strongest
 from gradleak.parts.priors import GroupConsistency
+from gradleak.scenario.observation import MissingKnowledge
 from test_latent import TRAINING, Toy, knowing, matched, observed
 
 SHORT = {"steps": 40, "weight_steps": 30, "restarts": 3}

@@ -14,13 +14,13 @@ from torch import Tensor
 import gradleak as gl
 from conftest import largest_difference, moment, scene_of, tiny
 from conftest import private as labelled
-from gradleak import tree
-from gradleak.attack import Composed, MissingKnowledge, Reconstruction
+from gradleak.attack import Composed, Reconstruction
 from gradleak.attacks.gidm import StepSearch
+from gradleak.attacks.gidm.sampled import Refined, Sampled
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
 from gradleak.diffusion import ddim
-from gradleak.draws import Draws, key
 from gradleak.engine import Engine, chunk_size
-from gradleak.observation import Knowledge, Observation
 from gradleak.parts.coarse import OnwardsWindow
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.optimisers import OddBlocks, constant
@@ -33,11 +33,11 @@ from gradleak.parts.residual import (
     image_and_noise,
     noised_and_residual,
 )
-from gradleak.parts.sampled import Refined, Sampled
 from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.parts.steps import SettledSteps, SoftSteps
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
+from gradleak.parts.view import TargetView
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Observation
+from gradleak.scenario.task import Batch, Task, TaskError
 from test_engine import gate, searches
 from test_steps import SCHEDULE, TRAINING, Small, drawn, pictures, toy
 
@@ -493,10 +493,10 @@ def test_an_update_says_less_about_the_image_where_the_noise_is_unknown_too() ->
     had, seen, given = observed(task, 60)
     known, unknown = knowing(given, "noise", "t"), knowing(given, "t")
     told, hidden = (
-        gl.analysis.noise_floor(task, seen[0], had[0], knows, noise=1e-3, engine=CPU) for knows in (known, unknown)
+        gl.identify.noise_floor(task, seen[0], had[0], knows, noise=1e-3, engine=CPU) for knows in (known, unknown)
     )
     assert 0 < told.mse < hidden.mse < 1
-    certificates = [gl.analysis.certify(task, seen[0], had[0], knows, engine=CPU) for knows in (known, unknown)]
+    certificates = [gl.identify.certify(task, seen[0], had[0], knows, engine=CPU) for knows in (known, unknown)]
     entries = had[0]["x"].numel()
     assert [len(each.singular_values) for each in certificates] == [entries, 2 * entries]
 
@@ -504,7 +504,7 @@ def test_an_update_says_less_about_the_image_where_the_noise_is_unknown_too() ->
 def test_a_sampler_that_keeps_its_graphs_makes_chunks_smaller() -> None:
     task = toy()
     _, seen, given = observed(task, 60)
-    scene = Scene.of(task, seen[0], replace(knowing(given, "noise", "t"), generator=task.model))
+    scene = TargetView.of(task, seen[0], replace(knowing(given, "noise", "t"), generator=task.model))
     held = [Sampled(steps=8, recompute=each).decoding(scene) for each in (False, True)]
     image = given["noise"][0].numel()
     assert held[0] / 8 + 8 * image == held[1] < held[0]

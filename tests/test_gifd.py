@@ -9,10 +9,10 @@ import torch
 
 import gradleak as gl
 from conftest import CLASSES, largest_difference, perceptron, private
-from gradleak import tree
+from gradleak.attacks.generative.latent import Features, Latent
+from gradleak.core import tree
 from gradleak.engine import Engine
 from gradleak.generators import DCGAN, StyleGAN2, images_of
-from gradleak.parts.latent import Features, Latent
 from test_latent import TRAINING, Toy, knowing, matched, observed
 
 

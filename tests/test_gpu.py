@@ -55,7 +55,7 @@ def test_nothing_in_the_loop_waits_for_the_device() -> None:
     made = gl.attacks.get("ig", steps=50)
     with engine.settings():
         work = task.to(engine.where, engine.dtype)
-        scenes = [gl.Scene.of(work, target, knows) for target in seen]
+        scenes = [gl.TargetView.of(work, target, knows) for target in seen]
         for scene in scenes:
             scene.fields["y"] = torch.zeros(1, dtype=torch.long, device="cuda")
         template, lane = lanes_of(scenes, [[torch.tensor([1, i])] for i in range(2)])

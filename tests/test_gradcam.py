@@ -12,10 +12,12 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, network, perceptron, private, tiny
-from gradleak import draws, gradcam, tree
-from gradleak.analysis import gradcam as fidelity
-from gradleak.draws import Draws
-from gradleak.task import Batch, Task, TaskError
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.curvature import gradcam as fidelity
+from gradleak.defences import gradcam
+from gradleak.scenario.task import Batch, Task, TaskError
 
 
 def task_of(model: nn.Module, shape: tuple[int, ...] = SHAPE) -> Task:

@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy, interpolate, mse_loss, nll_loss
 
 import gradleak as gl
 from conftest import SHAPE, normal, private, tiny
-from gradleak import tree
-from gradleak.analysis import hessian as module
-from gradleak.analysis import lanczos
-from gradleak.analysis.hessian import Estimate, Operator, dense, density, exact, extremes, log_determinant, trace
-from gradleak.analysis.lanczos import Lanczos, Runs, signs, traces
+from gradleak.core import tree
+from gradleak.curvature import hessian as module
+from gradleak.curvature import lanczos
+from gradleak.curvature.hessian import Estimate, Operator, dense, density, exact, extremes, log_determinant, trace
+from gradleak.curvature.lanczos import Lanczos, Runs, signs, traces
 from gradleak.engine import EngineError
-from gradleak.task import Batch, Field, TaskError
+from gradleak.scenario.task import Batch, Field, TaskError
 
 CPU = gl.Engine(device="cpu")
 hessian, ggn, curvature = (partial(each, engine=CPU) for each in (module.hessian, module.ggn, module.curvature))

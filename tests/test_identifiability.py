@@ -15,13 +15,13 @@ from torch.func import vmap
 
 import gradleak as gl
 from conftest import Linear, normal, perceptron, private, tiny, uniform
-from gradleak import tree
-from gradleak.analysis import Certificate, Identifiability, certify, noise_floor, rounding_of
-from gradleak.analysis import local as module
+from gradleak.attack.output import describe
+from gradleak.core import tree
+from gradleak.core.linear import jacobian
 from gradleak.engine import EngineError
-from gradleak.linear import jacobian
-from gradleak.report.reconstruction import describe
-from gradleak.task import Batch, Field, TaskError
+from gradleak.identify import Certificate, Identifiability, certify, noise_floor, rounding_of
+from gradleak.identify import floors as module
+from gradleak.scenario.task import Batch, Field, TaskError
 
 TRAINING = gl.LocalTraining(lr=0.5)
 KNOWS = gl.Knowledge(training=TRAINING)

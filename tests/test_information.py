@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, Linear, normal, private, tiny
-from gradleak import tree
-from gradleak.analysis.information import (
+from gradleak.core import tree
+from gradleak.core.tree import Params
+from gradleak.curvature.information import (
     CurvatureIndex,
     Releases,
     Sharpness,
@@ -27,12 +28,11 @@ from gradleak.analysis.information import (
     releases,
     sharpness,
 )
-from gradleak.analysis.point import explained
-from gradleak.defence import Compute
+from gradleak.curvature.point import explained
 from gradleak.engine import EngineError
-from gradleak.scene import Scene
-from gradleak.task import Batch, Field, TaskError
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Compute
+from gradleak.scenario.task import Batch, Field, TaskError
 
 CPU = gl.Engine(device="cpu")
 
@@ -317,7 +317,7 @@ class Noise(gl.Defence):
 
     std: float = 0.0
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return tree.map(lambda value: torch.full_like(value, self.std**2), scene.update)
 
 

@@ -12,12 +12,14 @@ from torch import Tensor
 from torch.func import vmap
 
 from conftest import largest_difference, perceptron, private
-from gradleak import draws, tree
+from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.engine import Engine
-from gradleak.layers import LaneLayers
-from gradleak.parts.krylov import GaussNewtonKrylov
-from gradleak.scene import Now, Scored
-from gradleak.tree import Tree
+from gradleak.engine.layers import LaneLayers
+from gradleak.parts.protocols import Scored
+from gradleak.parts.view import Step
 from test_engine import Fragile, attack_of, gate, knowing, observed, searches, stage_of
 
 
@@ -48,7 +50,7 @@ def walk(optimiser: Any, problem: Any, start: Tree, steps: int) -> list[dict[str
     """Every step of one lane: the next trial, the state after, and what was told."""
     v, state, path = start, optimiser.init(problem, start), []
     for step in range(steps):
-        v, state, told = optimiser.step(problem, v, state, Now(torch.tensor(float(step)), steps))
+        v, state, told = optimiser.step(problem, v, state, Step(torch.tensor(float(step)), steps))
         path.append({"v": v, "state": state, "told": told})
     return path
 

@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradleak import Knowledge, LocalTraining, Task, attacks, observe, registry
-from gradleak.defence import Defence
+from gradleak import Knowledge, LocalTraining, Task, attacks, observe
+from gradleak.core import registry
 from gradleak.metrics import label_scores
 from gradleak.models import cnn_mnist, lenet5, lenet_zhu, mlp, resnet8
-from gradleak.observation import MissingKnowledge
-from gradleak.parts import label_counts
 from gradleak.parts import labels as rules
 from gradleak.parts.fields import Labels, RuleDoesNotApply, label_rule, last_layer
-from gradleak.parts.label_readings import greedy, whole_counts
-from gradleak.parts.llg import LLGStar
-from gradleak.rules import SGD, Adam
-from gradleak.scene import Scene
+from gradleak.parts.labels import counts as label_counts
+from gradleak.parts.labels.llg import LLGStar
+from gradleak.parts.labels.readings import greedy, whole_counts
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.rules import SGD, Adam
 
 ONE = ["bias-minimum", "row-products", "row-sum"]
 BIASED = ["bias-minimum", "bias-sign", "bias-corrected", "bias-counts", "ilrg", "path-bias"]
@@ -46,22 +47,22 @@ def images(count: int, shape: tuple[int, ...] = (3, 32, 32), seed: int = 0) -> T
 
 def scene_of(
     model: nn.Module, x: Tensor, y: Tensor, training: LocalTraining | None = None, *, told: bool = True, **knows: Any
-) -> Scene:
+) -> TargetView:
     training = training or LocalTraining(lr=0.1)
     task = Task.supervised(model, F.cross_entropy, like=(x, y))
-    return Scene.of(
+    return TargetView.of(
         task, observe(task, {"x": x, "y": y}, training), Knowledge(training=training if told else None, **knows)
     )
 
 
-def linear_scene(rows: Tensor, bias: Tensor | None = None, examples: int = 1, **knows: Any) -> Scene:
+def linear_scene(rows: Tensor, bias: Tensor | None = None, examples: int = 1, **knows: Any) -> TargetView:
     """A scene with this gradient of a linear classifier, (classes, features)."""
     classes, features = rows.shape
     model = nn.Linear(features, classes, bias=bias is not None)
     task = Task.supervised(model, F.cross_entropy, like=(torch.zeros(1, features), torch.zeros(1, dtype=torch.long)))
     update = {"weight": rows.float()} if bias is None else {"weight": rows.float(), "bias": bias.float()}
     knows.setdefault("training", LocalTraining(lr=1.0))
-    return Scene(
+    return TargetView(
         task, Knowledge(**knows), task.weights(), update, examples, limits={"x": task.fields["x"].limits(rows.float())}
     )
 
@@ -109,7 +110,7 @@ def share_right(rule: str, pairs: tuple[Task, dict[str, Tensor], Tensor]) -> flo
     chosen, weights = label_rule(rule), task.weights()
     found = [
         chosen.counts(
-            Scene(task, Knowledge(), weights, {name: value[i] for name, value in gradients.items()}, 1)
+            TargetView(task, Knowledge(), weights, {name: value[i] for name, value in gradients.items()}, 1)
         ).argmax()
         for i in range(len(y))
     ]
@@ -404,7 +405,7 @@ def skewed(classes: int, examples: int, seed: int) -> Tensor:
     return few[torch.multinomial(torch.arange(1.0, len(few) + 1), examples, replacement=True, generator=source)]
 
 
-def misplaced(rule: str, scene: Scene, y: Tensor, **settings: Any) -> float:
+def misplaced(rule: str, scene: TargetView, y: Tensor, **settings: Any) -> float:
     """Labels in the wrong place, sum_c |found_c - n_c| / 2; as the metrics have it, B (1 - multiset_accuracy)."""
     counts, classes = label_rule(rule, **settings).counts(scene), scene.task.fields["y"].classes
     wrong = 0.5 * float((counts - torch.bincount(y, minlength=classes)).abs().sum())
@@ -520,7 +521,7 @@ def test_many_targets_at_once_are_read_as_one_by_one(rule: str) -> None:
         for number, weights in enumerate((sent, sent, other)):
             y = torch.randint(10, (6,), generator=made)
             seen = observe(task, {"x": x, "y": y}, training, weights=weights, key=str(number))
-            scenes.append(Scene.of(task, seen, Knowledge(training=training)))
+            scenes.append(TargetView.of(task, seen, Knowledge(training=training)))
         chosen = registry.get("labels", rule, dummies=20)
         together = chosen.read_all(scenes)
         for scene, reading in zip(scenes, together, strict=True):
@@ -629,7 +630,7 @@ def test_a_hard_label_has_margin_one_and_a_mixed_one_less(rule: str) -> None:
     mixed = torch.tensor([[0.0, 0, 0, 0, 0.55, 0, 0, 0.45, 0, 0]])
     task = Task.supervised(model, F.cross_entropy, like=(images(1), mixed))
     seen = observe(task, {"x": images(1), "y": mixed}, LocalTraining(lr=0.1))
-    assert float(registry.get("labels", rule).margin(Scene.of(task, seen, Knowledge()))) < 0.5
+    assert float(registry.get("labels", rule).margin(TargetView.of(task, seen, Knowledge()))) < 0.5
 
 
 @pytest.mark.parametrize("rule", ["ilrg", "bias-counts", "bias-corrected", "llg"])

@@ -15,23 +15,24 @@ from torch.func import grad, vmap
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, perceptron, private, scene_of
-from gradleak import tree
-from gradleak.attack import Composed, Stage
-from gradleak.draws import Draws, key
+from gradleak.attack import Composed
+from gradleak.attacks.generative.latent import Features, Generated, Latent, Weights, moving, resized
+from gradleak.attacks.generative.projections import l1_ball
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Tree
 from gradleak.engine import Engine
 from gradleak.generators import DCGAN, StyleGAN2, images_of, stylegan2
-from gradleak.observation import Knowledge, MissingKnowledge
 from gradleak.parts.fields import Labels, label_rule
-from gradleak.parts.latent import Features, Generated, Latent, Weights, moving, resized
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, RampedDecay, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import LatentNorm, LatentNormality
-from gradleak.parts.projections import l1_ball
 from gradleak.parts.spaces import Pixels
-from gradleak.scene import Scene
-from gradleak.task import Batch
-from gradleak.tree import Tree
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import TargetView
+from gradleak.scenario.observation import Knowledge, MissingKnowledge
+from gradleak.scenario.task import Batch
 from test_engine import gate, searches
 
 TRAINING = gl.LocalTraining(lr=0.5)
@@ -106,13 +107,13 @@ def stage_of(space: Generated, *, optimiser: Any = None, **settings: Any) -> Sta
     return Stage(space, Replay(), Cosine(), (), optimiser or Adam(lr=0.1, steps=10), **settings)
 
 
-def scene_with(generator: nn.Module, examples: int = 2, **settings: Any) -> Scene:
+def scene_with(generator: nn.Module, examples: int = 2, **settings: Any) -> TargetView:
     task = perceptron(**settings)
     batch = private(examples)
     return scene_of(task, gl.observe(task, batch, TRAINING), knowing(generator), y=batch["y"])
 
 
-def begun(space: Generated, scene: Scene, before: Tree | None = None) -> tuple[Tree, Scene]:
+def begun(space: Generated, scene: TargetView, before: Tree | None = None) -> tuple[Tree, TargetView]:
     """The unknowns of a space and the scene with its constants."""
     assert scene.draws is not None
     scene = replace(scene, constants=space.constants(scene, scene.draws, before))

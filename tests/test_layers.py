@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
-from gradleak.layers import LaneLayers
+from gradleak.engine.layers import LaneLayers
 from test_convolution import Counted
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import gradleak as gl
-from gradleak import data, registry
+from gradleak import data
+from gradleak.core import registry
 from gradleak.data import DataError, Images, leaf
 from gradleak.federation import Federation, FederationError
 

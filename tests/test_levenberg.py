@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradleak.draws import Draws, key
-from gradleak.linear import gram, jacobian
+from gradleak.core.linear import gram, jacobian
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Tree
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
-from gradleak.scene import Now, Scored
-from gradleak.tree import Tree
+from gradleak.parts.protocols import Scored
+from gradleak.parts.view import Step
 
-NOW = Now(torch.zeros(()), 10)
+NOW = Step(torch.zeros(()), 10)
 
 
 def drawn(name: str, *shape: int) -> Tensor:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import largest_difference, private, tiny
-from gradleak import draws, tree
-from gradleak.draws import Draws
-from gradleak.dropout import Dropping
-from gradleak.local import ClientState, LocalTraining
-from gradleak.rules import SGD, Adam, cosine_decay
-from gradleak.task import Batch
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.dropout import Dropping
+from gradleak.scenario.rules import SGD, Adam, cosine_decay
+from gradleak.scenario.task import Batch
 
 
 def trained_by_torch(

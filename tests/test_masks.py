@@ -15,22 +15,24 @@ from torch.nn.functional import cross_entropy, interpolate
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, perceptron, private, scene_of, tiny
-from gradleak import draws, gradcam, tree
-from gradleak.attack import Composed, Stage
-from gradleak.defence import Defence
-from gradleak.defences import AGP, PGD, TIP, MixUp, Pruning, Soteria
+from gradleak.attack import Composed
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params
+from gradleak.defences import AGP, PGD, TIP, MixUp, Pruning, Soteria, gradcam
 from gradleak.defences.mixup import _log_gamma_variate, beta
 from gradleak.defences.tip import filtered, mask, scale_of, spectral
-from gradleak.draws import Draws
-from gradleak.local import ClientState, LocalTraining, Order
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.parts.spaces import Pixels, Uniform
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Params
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import ClientState, LocalTraining, Order
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.task import Batch, Task, TaskError
 
 TRAINING = LocalTraining(lr=0.5)
 DEFENCES: dict[str, Defence] = {
@@ -323,7 +325,7 @@ def test_with_residual_a_dropped_entry_says_nothing() -> None:
 class Naive(Pruning):
     """An attacker that prunes the guess by the guess's own threshold."""
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return self
 
 

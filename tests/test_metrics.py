@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conftest import uniform
 from gradleak import metrics
-from gradleak.task import Field
+from gradleak.scenario.task import Field
 
 
 @dataclass

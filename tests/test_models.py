@@ -12,7 +12,8 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from conftest import seeded
-from gradleak import LocalTraining, Task, attacks, models, observe, registry
+from gradleak import LocalTraining, Task, attacks, models, observe
+from gradleak.core import registry
 from gradleak.engine import Engine
 from gradleak.models import transformers
 

@@ -20,7 +20,7 @@ from torch import nn
 import gradleak as gl
 from conftest import largest_difference, private, tiny
 from gradleak.engine import EngineError
-from gradleak.observation import BadObservation, Knowledge, MissingKnowledge, Observation, Track, as_targets
+from gradleak.scenario.observation import BadObservation, Knowledge, MissingKnowledge, Observation, Track, as_targets
 
 ONE = {"w": torch.ones(2, 2), "b": torch.zeros(2)}
 
@@ -132,7 +132,7 @@ TENSORS = {"weights/w": torch.ones(2), "update/w": torch.ones(2)}
 
 def write(path: Path, tensors: dict | None = None, metadata: dict | None = None, **header: object) -> Path:
     """A file as `save` writes it, with some of it replaced."""
-    told = {"format": "gradleak.observation", "version": "1", "observation": json.dumps({**HEADER, **header})}
+    told = {"format": "gradleak.scenario.observation", "version": "1", "observation": json.dumps({**HEADER, **header})}
     save_file(TENSORS if tensors is None else tensors, path, metadata={**told, **(metadata or {})})
     return path
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from conftest import largest_difference, moment
-from gradleak import draws
+from gradleak.core import random as draws
+from gradleak.core.tree import Tree
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, constant, soft_sign
-from gradleak.scene import Now, Scored
-from gradleak.tree import Tree
+from gradleak.parts.protocols import Scored
+from gradleak.parts.view import Step
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def solve(optimiser: object, problem: Function, start: Tree, steps: int | None =
     v, state = start, optimiser.init(problem, start)
     best, lowest = start, torch.tensor(torch.inf, dtype=torch.float64)
     for step in range(steps):
-        v, state, scored = optimiser.step(problem, v, state, Now(torch.tensor(float(step)), steps))
+        v, state, scored = optimiser.step(problem, v, state, Step(torch.tensor(float(step)), steps))
         better = scored.match < lowest
         lowest = torch.where(better, scored.match, lowest)
         best = {name: torch.where(better, scored.at[name], best[name]) for name in best}
@@ -109,7 +110,7 @@ def walk(optimiser: FirstOrder, v: Tree, steps: int, of: Callable[[Tree], Tensor
     problem = Function(of)
     state = optimiser.init(problem, v)
     for step in range(steps):
-        v, state, _ = optimiser.step(problem, v, state, Now(torch.tensor(float(step)), steps))
+        v, state, _ = optimiser.step(problem, v, state, Step(torch.tensor(float(step)), steps))
     return v
 
 

@@ -16,7 +16,7 @@ import pytest
 
 import gradleak as gl
 from conftest import blobs, largest_difference, measured, reproduction
-from gradleak import tree
+from gradleak.core import tree
 
 FOLDER = Path(__file__).parents[1] / "papers" / "flat_minima"
 
@@ -279,7 +279,7 @@ def test_targets_are_training_images_of_one_client(paper: ModuleType, effort: An
 def test_rows_beside_each_other_wait_for_a_training_that_another_one_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     from flat_minima.training import patiently
 
-    from gradleak.results.resumable import FolderInUse
+    from gradleak.core.folder import FolderInUse
 
     tries: list[int] = []
     monkeypatch.setattr("time.sleep", lambda seconds: None)

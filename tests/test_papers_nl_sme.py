@@ -16,7 +16,7 @@ import torch
 
 import gradleak as gl
 from conftest import blobs, largest_difference, measured, reproduction
-from gradleak import tree
+from gradleak.core import tree
 
 FOLDER = Path(__file__).parents[1] / "papers" / "nl_sme"
 

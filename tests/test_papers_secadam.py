@@ -179,8 +179,8 @@ def test_images_of_the_class_are_starts_of_the_inferred_labels(paper: ModuleType
     task = network.task(effort)
     truth = network.victims(effort, 3)
     seen = attacks.observed(task, truth, None, effort)[0]
-    scene = replace(gl.Scene.of(task, seen, gl.Knowledge()), fields={"y": torch.tensor([0, 2, 2])})
-    drawn = start(scene, gl.draws.Draws(gl.draws.key("lane")), "x")
+    scene = replace(gl.TargetView.of(task, seen, gl.Knowledge()), fields={"y": torch.tensor([0, 2, 2])})
+    drawn = start(scene, gl.core.random.Draws(gl.core.random.key("lane")), "x")
     which = (drawn[:, None] - public.x).flatten(2).abs().amax(-1).argmin(1)
     assert public.y[which].tolist() == [0, 2, 2]
     assert torch.equal(drawn, public.x[which])

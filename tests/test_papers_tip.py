@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 import gradleak as gl
 from conftest import blobs, largest_difference, measured, reproduction
-from gradleak import draws, tree
+from gradleak.core import random as draws
+from gradleak.core import tree
 from gradleak.defences import TIP
-from gradleak.local import ClientState
+from gradleak.scenario.client import ClientState
 
 FOLDER = Path(__file__).parents[1] / "papers" / "tip"
 
@@ -142,7 +143,7 @@ def test_the_released_argument_evaluates_gradients_at_the_weights_that_came_back
     task, images = row.network.task(effort), row.network.images(effort, "test", 1)
     batch = {"x": task.fields["x"].model(images.x), "y": images.y}
     seen = gl.observe(task, batch, row.training, row.defences["TIP"])
-    scene = gl.Scene.of(task, seen, gl.Knowledge())
+    scene = gl.TargetView.of(task, seen, gl.Knowledge())
     came_back = tree.subtract(seen.weights, seen.update)
     assert largest_difference(paper.at_returned_weights(scene).weights, came_back) == 0
     assert largest_difference(came_back, seen.weights) > 0.01

@@ -12,10 +12,9 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, moment, network, private, scene_of, tiny
-from gradleak import draws, tree
-from gradleak.draws import Draws
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, MissingKnowledge
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
 from gradleak.parts.matches import Cosine, LayerNorms, Relative, RowCosine, Scaled, SquaredError
 from gradleak.parts.predictions import Replay, ReplayedGradient, Representation, gradient
 from gradleak.parts.priors import (
@@ -28,10 +27,12 @@ from gradleak.parts.priors import (
     SummedVariation,
     TotalVariation,
 )
-from gradleak.parts.spaces import Mosaic, Normal, Pixels, SoftCategories, Solid, Surrogate, Tiled, Together, Uniform
-from gradleak.rules import SGD
-from gradleak.scene import Scene
-from gradleak.task import Batch
+from gradleak.parts.spaces import JointSpace, Mosaic, Normal, Pixels, SoftCategories, Solid, Surrogate, Tiled, Uniform
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, MissingKnowledge
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import Batch
 
 A = {"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]]), "b": torch.tensor([0.0, 12.0])}
 B = {"w": torch.tensor([[1.0, 2.0], [0.0, 4.0]]), "b": torch.tensor([1.0, 10.0])}
@@ -181,7 +182,7 @@ def image(*rows: list[float]) -> Batch:
 STEPS = image([0.0, 1.0, 3.0], [0.0, 2.0, 2.0])  # across: 1, 2, 2, 0; down: 0, 1, -1
 
 
-def any_scene() -> Scene:
+def any_scene() -> TargetView:
     task = tiny()
     return scene_of(task, seen_by(task, private(1))[0])
 
@@ -337,7 +338,7 @@ def test_registration_moves_each_image_of_a_batch_by_itself() -> None:
 COLOUR = (3, 8, 8)
 
 
-def colour_scene(examples: int = 2, mean: float = 0.5, std: float = 0.25) -> Scene:
+def colour_scene(examples: int = 2, mean: float = 0.5, std: float = 0.25) -> TargetView:
     """A task of 3 x 8 x 8 images whose model-input space is not that of the pictures."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES)).double()
     like = (torch.zeros(1, *COLOUR), torch.zeros(1).long())
@@ -346,7 +347,7 @@ def colour_scene(examples: int = 2, mean: float = 0.5, std: float = 0.25) -> Sce
     return scene_of(task, seen)
 
 
-def start_of(start: object, scene: Scene | None = None) -> Tensor:
+def start_of(start: object, scene: TargetView | None = None) -> Tensor:
     """The first guess, as pictures in [0, 1]."""
     scene = scene or colour_scene()
     x = start(scene, Draws(draws.key("start")), "x")
@@ -440,7 +441,7 @@ def test_a_stage_starts_where_the_last_one_stopped() -> None:
 
 def test_soft_categories_are_a_simplex_of_their_own_numbers() -> None:
     scene, source = colour_scene(), Draws(draws.key("a"))
-    space = Together((Pixels(), SoftCategories()))
+    space = JointSpace((Pixels(), SoftCategories()))
     v = space.variables(scene, source, None)
     batch = space.decode(v, scene, moment())
     assert batch["y"].shape == (2, CLASSES)

@@ -14,11 +14,11 @@ from torch.func import vmap
 import gradleak as gl
 from conftest import scene_of
 from gradleak import models
-from gradleak.parts.peeling import Peeled, applies, chain_of
-from gradleak.parts.quadratic import AtLeast, AtMost, Constraint, Rows, minimise
+from gradleak.attacks.second_order.peeling import Peeled, applies, chain_of
+from gradleak.attacks.second_order.quadratic import AtLeast, AtMost, Constraint, Rows, minimise
 from gradleak.parts.spaces import Solid
-from gradleak.rules import SGD, Adam
-from gradleak.scene import Scene
+from gradleak.parts.view import TargetView
+from gradleak.scenario.rules import SGD, Adam
 
 SHAPE = (2, 8, 8)
 GREY = Solid(0.5)
@@ -43,13 +43,13 @@ def picture(task: gl.Task, seed: int = 0) -> Tensor:
     return field.model(F.interpolate(coarse, size=field.shape[1:], mode="bilinear", align_corners=True))
 
 
-def seen(task: gl.Task, x: Tensor, training: gl.LocalTraining | None = None) -> Scene:
+def seen(task: gl.Task, x: Tensor, training: gl.LocalTraining | None = None) -> TargetView:
     training = training or gl.LocalTraining(lr=0.1)
     y = torch.arange(len(x))
     return scene_of(task, gl.observe(task, {"x": x, "y": y}, training), gl.Knowledge(training=training))
 
 
-def start(scene: Scene, peeled: Peeled | None = None) -> Tensor:
+def start(scene: TargetView, peeled: Peeled | None = None) -> Tensor:
     assert scene.draws is not None
     return (peeled or Peeled(GREY))(scene, scene.draws, "x")
 

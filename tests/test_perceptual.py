@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradleak import metrics
 from gradleak.metrics import perceptual
 from gradleak.metrics.perceptual import LPIPS, TRUNKS, Weights, WeightsMissing, find_weights
-from gradleak.task import Field
+from gradleak.scenario.task import Field
 
 WIDTHS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}
 

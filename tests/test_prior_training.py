@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from conftest import seeded
 from gradleak import generators
+from gradleak.core.folder import FolderInUse
 from gradleak.generators import Card
-from gradleak.generators.augmentation import AUGMENTATIONS, augmented
-from gradleak.generators.discriminators import Residual, spread
-from gradleak.generators.game import Game
-from gradleak.generators.recipes import DCGANRecipe, Recipe, StyleGAN2Recipe, WGANRecipe
-from gradleak.generators.score import Cloud, Features, Scored, frechet, random_features
-from gradleak.generators.splits import ranges
-from gradleak.generators.training import Interrupted, PriorError, PriorTraining, TrainedPrior, train
-from gradleak.results.resumable import FolderInUse
+from gradleak.priors.augmentation import AUGMENTATIONS, augmented
+from gradleak.priors.discriminators import Residual, spread
+from gradleak.priors.recipes import DCGANRecipe, Recipe, StyleGAN2Recipe, WGANRecipe
+from gradleak.priors.score import Cloud, Features, Scored, frechet, random_features
+from gradleak.priors.splits import ranges
+from gradleak.priors.trainer import GANTrainer
+from gradleak.priors.training import Interrupted, PriorError, PriorTraining, TrainedPrior, train
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Recipe] = {
@@ -104,8 +104,8 @@ def test_random_features_are_the_same_every_time_and_say_what_they_are() -> None
 
 
 def test_vgg_features_where_their_weights_are() -> None:
-    from gradleak.generators.score import found_features, vgg_features
     from gradleak.metrics.perceptual import WeightsMissing
+    from gradleak.priors.score import found_features, vgg_features
 
     try:
         features = vgg_features(CPU)
@@ -179,7 +179,7 @@ def test_a_discriminator_looks_at_the_class() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_step_moves_everything_and_the_average_less(name: str) -> None:
     x, y = pictures(40, 3)
-    work = Game(training(name, conditional=True, mirror=True, average=10_000), x, y, 2, CPU)
+    work = GANTrainer(training(name, conditional=True, mirror=True, average=10_000), x, y, 2, CPU)
     before = {key: value.clone() for key, value in work.state()[1].items()}
     for _ in range(3):
         work.advance()
@@ -200,7 +200,7 @@ def test_a_step_moves_everything_and_the_average_less(name: str) -> None:
 def test_half_precision_goes_by_the_weights_of_the_moment(name: str, device: str) -> None:
     """Autocast can keep casts of weights: then steps change weights that nothing is made or judged with any more."""
     x, _ = pictures(40, 3)
-    work = Game(training(name, lr=0.05), x, None, None, torch.device(device))
+    work = GANTrainer(training(name, lr=0.05), x, None, None, torch.device(device))
     work.training = replace(work.training, precision="half")  # refused on a CPU, where it is slow; the casts are alike
     with work.settled():
         for _ in range(10):
@@ -213,7 +213,7 @@ def test_half_precision_goes_by_the_weights_of_the_moment(name: str, device: str
         assert float((halves[key] - value).norm()) < 0.25 * float(value.norm()), key  # kept casts: 0.57 to 1
 
 
-def _made_judged_and_slopes(work: Game) -> dict[str, Tensor]:
+def _made_judged_and_slopes(work: GANTrainer) -> dict[str, Tensor]:
     """Images of the generator, logits of the discriminator, and slopes by the weights of either; the same draws."""
     with work._half():
         made, _ = work._made(work._draws("test"))
@@ -229,7 +229,7 @@ def _made_judged_and_slopes(work: Game) -> dict[str, Tensor]:
 
 def test_the_penalty_is_the_squared_slope() -> None:
     x, _ = pictures()
-    work = Game(training(r1=0.3), x, None, None, CPU)
+    work = GANTrainer(training(r1=0.3), x, None, None, CPU)
     weight = torch.randn(64, generator=seeded())
 
     class Slope(nn.Module):
@@ -243,7 +243,7 @@ def test_the_penalty_is_the_squared_slope() -> None:
 def test_the_average_forgets_by_half() -> None:
     """After so many images as `average` says, an old weight counts half."""
     x, _ = pictures()
-    work = Game(training(average=80), x, None, None, CPU)
+    work = GANTrainer(training(average=80), x, None, None, CPU)
     work.step = 10_000  # past the ramp
     with torch.no_grad():
         for value in work.average.parameters():
@@ -349,18 +349,18 @@ def test_the_average_with_the_lowest_score_is_kept(
     def scored(self: Scored, made: Tensor) -> float:
         return by_step.get(games[-1].step, 0.5)  # 0.5, the lowest: at the end of a part, which a whole does not have
 
-    def remembered(self: Game, *given: Any) -> None:
+    def remembered(self: GANTrainer, *given: Any) -> None:
         games.append(self)
         begin(self, *given)
 
-    def shown(self: Game) -> None:
+    def shown(self: GANTrainer) -> None:
         seen[self.step] = {key: value.clone() for key, value in self.average.state_dict().items()}
         show(self)
 
-    games: list[Game] = []
-    begin, show = Game.__init__, Game.show
-    monkeypatch.setattr(Game, "__init__", remembered)
-    monkeypatch.setattr(Game, "show", shown)
+    games: list[GANTrainer] = []
+    begin, show = GANTrainer.__init__, GANTrainer.show
+    monkeypatch.setattr(GANTrainer, "__init__", remembered)
+    monkeypatch.setattr(GANTrainer, "show", shown)
     monkeypatch.setattr(Scored, "__call__", scored)
     assert short(tmp_path / "a", 7, every=3).step == 7
     for done in (short(tmp_path / "a", 10, every=3), short(tmp_path / "b", 10, every=3)):
@@ -403,19 +403,19 @@ def test_other_settings_or_images_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["between", "within"])
 def test_ctrl_c_keeps_whole_steps(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance, follow = Game.advance, Game._follow
+    advance, follow = GANTrainer.advance, GANTrainer._follow
 
-    def pressed(self: Game) -> None:
+    def pressed(self: GANTrainer) -> None:
         advance(self)
         if self.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def torn(self: Game) -> None:
+    def torn(self: GANTrainer) -> None:
         if self.step == 3:
             raise KeyboardInterrupt  # as it would be raised in a thread, or by a second Ctrl-C
         follow(self)
 
-    monkeypatch.setattr(Game, *(("advance", pressed) if when == "between" else ("_follow", torn)))
+    monkeypatch.setattr(GANTrainer, *(("advance", pressed) if when == "between" else ("_follow", torn)))
     kept = 3 if when == "between" else 0
     with pytest.raises(Interrupted, match=f"{kept} of 6 steps are kept in .*; the same call goes on"):
         short(tmp_path / "a", 6)
@@ -475,11 +475,11 @@ def test_settings_that_cannot_be(settings: dict[str, Any], told: str) -> None:
 def test_trainings_that_cannot_be(tmp_path: Path) -> None:
     x, y = pictures()
     with pytest.raises(PriorError, match="half is for CUDA"):
-        Game(training(precision="half"), x, y, 2, CPU)
+        GANTrainer(training(precision="half"), x, y, 2, CPU)
     with pytest.raises(PriorError, match="needs the class of every image"):
-        Game(training(conditional=True), x, None, None, CPU)
+        GANTrainer(training(conditional=True), x, None, None, CPU)
     with pytest.raises(PriorError, match="Images must be"):
-        Game(training(), x[0], None, None, CPU)
+        GANTrainer(training(), x[0], None, None, CPU)
     with pytest.raises(PriorError, match="steps, every and report"):
         short(tmp_path, 0)
 
@@ -491,7 +491,7 @@ def test_trainings_that_cannot_be(tmp_path: Path) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a few images in two parts, whose rows 3 and 4 of the test part are also in the training part."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gradleak.generators.score.vgg_features", _missing)
+    monkeypatch.setattr("gradleak.priors.score.vgg_features", _missing)
     x, y = pictures(30)
     stored = (x.permute(0, 2, 3, 1) * 255).round().byte().numpy()
     test = np.concatenate([255 - stored[:3], stored[:2]])
@@ -612,7 +612,7 @@ def test_rows_as_ranges() -> None:
 @pytest.mark.parametrize("precision", ["strict", "half"])
 def test_a_step_on_cuda_waits_for_nothing(name: str, precision: str) -> None:
     x, y = pictures(40, 3)
-    work = Game(training(name, precision=precision, conditional=True, mirror=True), x, y, 2, torch.device("cuda"))
+    work = GANTrainer(training(name, precision=precision, conditional=True, mirror=True), x, y, 2, torch.device("cuda"))
     with work.settled():
         work.advance()
         try:

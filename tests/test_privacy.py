@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 
 import gradleak as gl
 from conftest import largest_difference, moment, network, private, scene_of, tiny
-from gradleak import draws, tree
-from gradleak.defence import Client, Defence
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.tree import Params
 from gradleak.defences.clipping import Clipping, clip, clipped_mean, gradients_of_examples
 from gradleak.defences.dp_fedavg import DPFedAvg
 from gradleak.defences.dp_lewis import DPFedAvgLewis
@@ -26,13 +27,13 @@ from gradleak.defences.dp_sgd import DPSGD
 from gradleak.defences.gaussian import LocalGaussian
 from gradleak.defences.geyer import Geyer
 from gradleak.defences.tip_dp_baseline import TIPBaseline
-from gradleak.guarantee import Exposure, Guarantee, accounted
-from gradleak.local import ClientState, LocalTraining
 from gradleak.parts.predictions import Replay
-from gradleak.rules import SGD, Adam
-from gradleak.scene import Scene
-from gradleak.task import TaskError
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Client, Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
+from gradleak.scenario.rules import SGD, Adam
+from gradleak.scenario.task import TaskError
 
 # Each as it is, and the same without noise. The bounds are low enough to clip: updates have norms of about 0.5.
 FAMILY: dict[str, tuple[Defence, Defence]] = {
@@ -69,7 +70,7 @@ def sent(
     return upload.payload["update"]
 
 
-def seen_by_server(defence: Defence, training: LocalTraining, known: Defence | None = None) -> Scene:
+def seen_by_server(defence: Defence, training: LocalTraining, known: Defence | None = None) -> TargetView:
     task = tiny()
     observation = gl.Observation(task.weights(), tree.detach(sent(defence, training)), 4)
     return scene_of(task, observation, gl.Knowledge(training=training, defence=known))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradleak.draws import Draws, key
-from gradleak.parts.projections import l1_ball
+from gradleak.attacks.generative.projections import l1_ball
+from gradleak.core.random import Draws, key
 
 
 def brute_force(v: Tensor, radius: float) -> Tensor:

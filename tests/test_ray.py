@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 import gradleak as gl
+from gradleak.audit.result import AuditResult
 from gradleak.cli import app
-from gradleak.distributed import NoCluster, RayWorkers
-from gradleak.results import AuditResult
+from gradleak.ray import NoCluster, RayWorkers
 from sockets import descendants, open_to_others
 from test_audit import WORKS, audit
 

@@ -20,10 +20,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from forks import Forks, forks
-from gradleak import registry
 from gradleak.cli import app
 from gradleak.cli.loading import about
-from gradleak.report.pictures import picture, png
+from gradleak.core import registry
+from gradleak.core.pictures import picture, png
 from test_defences_table import GUARANTEED, RANDOM
 
 ROOT = Path(__file__).parents[1]

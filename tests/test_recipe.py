@@ -15,25 +15,14 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import private, tiny
-from gradleak import tree
-from gradleak.analysis.recipe import (
-    Apart,
-    Way,
-    linearity,
-    ranked,
-    recipes,
-    replay_error,
-    walk,
-    way,
-    way_of,
-    way_on,
-)
-from gradleak.draws import Draws, key
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
 from gradleak.engine import Engine
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation
-from gradleak.rules import SGD, Adam, Lion, Rule, cosine_decay
-from gradleak.task import Batch, TaskError
+from gradleak.identify.recipe import Apart, Way, linearity, ranked, recipes, replay_error, walk, way, way_of, way_on
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.rules import SGD, Adam, Lion, Rule, cosine_decay
+from gradleak.scenario.task import Batch, TaskError
 
 EXAMPLES, CLASSES = 20, 10
 

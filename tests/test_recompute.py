@@ -16,9 +16,9 @@ from torch.func import grad, grad_and_value, jacfwd, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import largest_difference
-from gradleak import tree
-from gradleak.recompute import recomputed, rollout
-from gradleak.tree import Params, Tree
+from gradleak.core import tree
+from gradleak.core.recompute import recomputed, rollout
+from gradleak.core.tree import Params, Tree
 
 LANES, STEPS, BATCH = 3, 7, 5
 EVERY = (1, 3, 7, 100)

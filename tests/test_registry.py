@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 import pytest
 
 import gradleak.federation  # noqa: F401 (brings the kinds of the private side)
-from gradleak import registry
-from gradleak.registry import BadSetting, UnknownName, named
+from gradleak.core import registry
+from gradleak.core.registry import BadSetting, UnknownName, named
 
 KINDS = ["attack", "defence", "labels", "model", "participation", "partition"]
 

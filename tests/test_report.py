@@ -16,17 +16,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from gradleak.audit.certificate import Certified
+from gradleak.audit.labels import Trained
+from gradleak.audit.result import Control, Rate, Summary, Verdict
+from gradleak.core import pictures
+from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.report import evidence, gallery, pictures, render
+from gradleak.report import evidence, gallery, render
 from gradleak.report.limits import untested
 from gradleak.report.matrix import matrix
 from gradleak.report.page import Page
 from gradleak.report.rounds import rounds, scatter
-from gradleak.results import Control, Rate, Summary, Verdict
-from gradleak.results.certificate import Certified
-from gradleak.results.labels import Trained
-from gradleak.results.rows import BadRun
+from gradleak.scenario.guarantee import Exposure, Guarantee
 
 HOSTILE = "<script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
 NOTHING: dict[str, Any] = {  # an attack that did not work: inconclusive, never safe

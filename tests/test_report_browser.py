@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradleak.audit.result import AuditResult
+from gradleak.audit.store import Memory
 from gradleak.report import render
-from gradleak.results import AuditResult
-from gradleak.results.store import Memory
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
 

@@ -15,17 +15,19 @@ import pytest
 import torch
 
 import gradleak as gl
+from gradleak.audit import comparison
+from gradleak.audit import rows as schema
+from gradleak.audit.headline import headlines_of
+from gradleak.audit.labels import Trained, guarantee_of, record
+from gradleak.audit.result import AuditResult
+from gradleak.audit.schema import ROW, page
+from gradleak.audit.store import Folder, Memory
+from gradleak.audit.summary import rate, summaries_of
+from gradleak.audit.verdict import RULE
+from gradleak.core.configuration import from_toml, to_toml
+from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.results import AuditResult, BadRun, comparison
-from gradleak.results import rows as schema
-from gradleak.results.configuration import from_toml, to_toml
-from gradleak.results.headline import headlines_of
-from gradleak.results.labels import Trained, guarantee_of, record
-from gradleak.results.schema import ROW, page
-from gradleak.results.store import Folder, Memory
-from gradleak.results.summary import rate, summaries_of
-from gradleak.results.verdict import RULE
+from gradleak.scenario.guarantee import Exposure, Guarantee
 
 CELL = "0123456789abcdef"
 
@@ -791,7 +793,7 @@ with any tool, or with `gl.AuditResult.load(folder).rows`, which checks every li
 Every row has a `version`. Within a version entries may be added, never changed or taken away: ignore those that you do
 not know. Rows of an older version are brought up to date when they are read; those of a newer one are refused with a
 message that says so. `run.toml` (what was configured), `environment.json` (where) and `verdict.json` (what is said of
-it) carry versions of their own. Written by `python tests/test_results.py` from `gradleak.results.schema`; a test checks
+it) carry versions of their own. Written by `python tests/test_results.py` from `gradleak.audit.schema`; a test checks
 that it is current, and that an audit writes what it says.
 
 ```python

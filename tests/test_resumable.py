@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradleak.results.configuration import to_toml
-from gradleak.results.resumable import FolderInUse, ResumableFolder, load_state, save_state, whole_lines
+from gradleak.core.configuration import to_toml
+from gradleak.core.folder import FolderInUse, ResumableFolder, load_state, save_state, whole_lines
 
 
 class Notes(ResumableFolder):

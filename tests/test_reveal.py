@@ -14,14 +14,14 @@ pytest.importorskip("cryptography", reason="needs the extra secure")
 
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, tiny
-from gradleak import tree
+from gradleak.attacks.sign_matching.cohorts import Sums
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.defences.secadam import FIRST, SECOND, means
-from gradleak.local import LocalTraining
-from gradleak.parts.cohorts import Sums
 from gradleak.parts.matches import SquaredError
+from gradleak.scenario.client import LocalTraining
 from gradleak.secure import Member, Oversize, Part, Stage, reveal
 from gradleak.secure.simulation import flat
-from gradleak.tree import Tree
 
 TRAINING = LocalTraining(lr=1.0)
 PLAIN = gl.defences.SecAdam(rate=1.0)

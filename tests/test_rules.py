@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradleak import rules, tree
-from gradleak.rules import SGD, Adam, Lion, cosine_decay
+from gradleak.core import tree
+from gradleak.scenario import rules
+from gradleak.scenario.rules import SGD, Adam, Lion, cosine_decay
 
 STEPS = 5
 Rules = [

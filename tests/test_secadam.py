@@ -10,18 +10,19 @@ import torch
 
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, tiny
-from gradleak import draws, tree
-from gradleak.defence import Upload
+from gradleak.attacks.sign_matching.cohorts import SignHinge, Soft, Sums
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.secadam import FIRST, SECOND, means, sole_update
-from gradleak.draws import Draws
-from gradleak.local import ClientState, LocalTraining
-from gradleak.observation import Track
-from gradleak.parts.cohorts import SignHinge, Soft, Sums
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import Replay
-from gradleak.rules import SGD, Adam
-from gradleak.tree import Params, Tree
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Upload
+from gradleak.scenario.observation import Track
+from gradleak.scenario.rules import SGD, Adam
 
 TRAINING = LocalTraining(lr=1.0)
 PLAIN = gl.defences.SecAdam(rate=1.0)
@@ -373,7 +374,8 @@ def test_state_is_tracked_over_rounds() -> None:
         seen.append(gl.Observation(weights, update, 2, round=number))
         memory, weights = after.memory, tree.subtract(weights, tree.scale(update, 0.3))
     scene = replace(
-        gl.Scene.of(task, Track(tuple(seen)), gl.Knowledge(training=TRAINING, defence=PLAIN)), fields={"y": batch["y"]}
+        gl.TargetView.of(task, Track(tuple(seen)), gl.Knowledge(training=TRAINING, defence=PLAIN)),
+        fields={"y": batch["y"]},
     )
 
     def gap(predict: Replay) -> float:

@@ -9,15 +9,16 @@ import torch
 
 import gradleak as gl
 from conftest import largest_difference, moment, private, scene_of, tiny
-from gradleak import draws, tree
-from gradleak.defence import Upload
+from gradleak.attacks.sign_matching.cohorts import Sums
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.defences.secadam import FIRST, SECOND, means
-from gradleak.local import ClientState, LocalTraining
-from gradleak.parts.cohorts import Sums
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import Replay
-from gradleak.rules import Lion
-from gradleak.tree import Tree
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Upload
+from gradleak.scenario.rules import Lion
 
 TRAINING = LocalTraining(lr=1.0)
 

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import largest_difference
-from gradleak import tree
+from gradleak.attack.cascade import matches, taken
 from gradleak.attacks.second_order import SOLVED, SecondOrder
-from gradleak.cascade import matches, taken
-from gradleak.defence import Defence
+from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
+from gradleak.core import tree
+from gradleak.core.linear import jacobian
 from gradleak.defences import FedSAM
 from gradleak.engine import Engine
-from gradleak.linear import jacobian
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
-from gradleak.parts.krylov import GaussNewtonKrylov
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.priors import Box, NaturalImage, ReweightedVariation, Smoothness, roughness
-from gradleak.scene import Now, Scene
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.observation import Knowledge
 
 SHAPE = (3, 8, 8)
 ONE_STEP = LocalTraining(lr=0.1)
@@ -326,8 +326,8 @@ def test_settings_that_no_search_can_run_with_are_refused_at_once(settings: dict
 )
 def test_the_terms_of_a_prior_have_its_gradient(prior: Any) -> None:
     task = task_of()
-    scene = Scene.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
-    now = Now(torch.zeros(()), 1)
+    scene = TargetView.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
+    now = Step(torch.zeros(()), 1)
     x = 1.4 * private(2)["x"] - 0.2
 
     def value(x: Tensor) -> Tensor:
@@ -342,8 +342,8 @@ def test_the_terms_of_a_prior_have_its_gradient(prior: Any) -> None:
 def test_the_reweighted_variation_lies_below_its_quadratic() -> None:
     """Majorisation: the quadratic of one point is never below the variation of another, up to their common constant."""
     task = task_of()
-    scene = Scene.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
-    now, prior = Now(torch.zeros(()), 1), ReweightedVariation(1.0)
+    scene = TargetView.of(task, gl.observe(task, private(), ONE_STEP), Knowledge())
+    now, prior = Step(torch.zeros(()), 1), ReweightedVariation(1.0)
     here, there = private(1, seed=1)["x"], private(1, seed=2)["x"]
     terms, tangent = torch.func.jvp(lambda x: prior.terms({"x": x}, {}, scene, now), (here,), (there - here,))
     model = (terms + tangent).square().sum() - terms.square().sum() + prior({"x": here}, {}, scene, now)

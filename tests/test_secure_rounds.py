@@ -18,7 +18,8 @@ import torch
 pytest.importorskip("cryptography", reason="needs the extra `secure`")
 
 from conftest import tiny
-from gradleak import secure, tree
+from gradleak import secure
+from gradleak.core import tree
 from gradleak.secure import BelowThreshold, FixedPoint, Member, Oversize, Part, Plan, Refused, Roster, Server, Stage
 from gradleak.secure.messages import MaskedInput, Request
 from gradleak.secure.plan import connected

@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradleak as gl
 from conftest import scene_of
-from gradleak import models, tree
-from gradleak.layers import LaneLayers
-from gradleak.parts.smoothing import SmoothActivations, Smoothed, SmoothObjective, kinked
-from gradleak.task import Batch
+from gradleak import models
+from gradleak.attacks.second_order.smoothing import SmoothActivations, Smoothed, SmoothObjective, kinked
+from gradleak.core import tree
+from gradleak.engine.layers import LaneLayers
+from gradleak.scenario.task import Batch
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -12,21 +12,22 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import moment, normal, scene_of
-from gradleak.attack import Composed, Stage
+from gradleak.attack import Composed
 from gradleak.attacks.gidm import Plan
-from gradleak.attacks.span import NoiseBehind, SpanDM
+from gradleak.attacks.spans.denoisers import NoiseBehind, SpanDM
+from gradleak.attacks.spans.span import Outside, Spans, rows, shown, telling
 from gradleak.attacks.spectral import Spectral, SpectralPair, coefficients, frequencies, pixels
 from gradleak.audit import default_attacks
+from gradleak.core.random import Draws, key
 from gradleak.diffusion import Denoising, Schedule, denoising
-from gradleak.draws import Draws, key
-from gradleak.observation import Observation
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.predictions import Replay
-from gradleak.parts.spans import Outside, Spans, rows, shown, telling
-from gradleak.rules import SGD, Adam
-from gradleak.task import Batch, Task, TaskError
+from gradleak.parts.stage import Stage
+from gradleak.scenario.observation import Observation
+from gradleak.scenario.rules import SGD, Adam
+from gradleak.scenario.task import Batch, Task, TaskError
 from test_steps import drawn, toy
 
 GRADIENT = gl.LocalTraining(lr=1.0)

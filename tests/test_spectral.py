@@ -10,9 +10,9 @@ import torch
 import gradleak as gl
 from conftest import moment, normal, private, scene_of, tiny
 from gradleak.attacks.spectral import Spectral, SpectralPair, cosines, pixels
-from gradleak.draws import Draws, key
+from gradleak.core.random import Draws, key
 from gradleak.parts.steps import denoising
-from gradleak.task import TaskError
+from gradleak.scenario.task import TaskError
 from test_steps import drawn, toy
 
 GRADIENT = gl.LocalTraining(lr=1.0)

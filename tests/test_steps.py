@@ -14,15 +14,15 @@ from torch.func import grad
 import gradleak as gl
 from conftest import largest_difference, moment, scene_of, tiny
 from conftest import private as labelled
+from gradleak.core.random import Draws, key
 from gradleak.defences.withholding import Withholding
 from gradleak.diffusion import Schedule, denoising
-from gradleak.draws import Draws, key
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.optimisers import Adam, OddBlocks
 from gradleak.parts.steps import Drawn, ReadSteps, SettledSteps, SoftSteps, StraightThrough, evidence
-from gradleak.task import Batch, Task, TaskError
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge
+from gradleak.scenario.task import Batch, Task, TaskError
 
 T = 100
 SCHEDULE = Schedule(T, first=1e-3, last=0.2)

@@ -15,62 +15,63 @@ from torch.func import grad, jacrev, vmap
 
 import gradleak as gl
 from conftest import clients, largest_difference, moment, perceptron, private, scene_of, tiny
-from gradleak import search, tree
-from gradleak.attack import Composed, Stage
-from gradleak.draws import Draws, key
-from gradleak.engine import Engine
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, MissingKnowledge, Observation, Track
+from gradleak.attack import Composed
+from gradleak.attacks.sme import frozen
+from gradleak.core import tree
+from gradleak.core.random import Draws, key
+from gradleak.core.tree import Tree
+from gradleak.engine import Engine, search
+from gradleak.engine.search import LaneProblem
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import TotalVariation
-from gradleak.parts.spaces import Normal, Pixels, Together
+from gradleak.parts.spaces import JointSpace, Normal, Pixels
+from gradleak.parts.stage import Stage
 from gradleak.parts.surrogates import (
     Bezier,
     CentredControl,
+    GradientAtStart,
     Inside,
     Line,
     Reach,
     Rescaled,
-    Sent,
     SurrogateLoss,
     UnitScaling,
     Within,
     diagnosis,
-    frozen,
     gauss_legendre,
     length,
     performance_gap,
     unit_of_control,
 )
-from gradleak.rules import SGD, cosine_decay
-from gradleak.scene import Now, Scene
-from gradleak.search import LaneProblem
-from gradleak.task import Batch, Field
-from gradleak.tree import Tree
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Observation, Track
+from gradleak.scenario.rules import SGD, cosine_decay
+from gradleak.scenario.task import Batch, Field
 from test_engine import gate, searches
 
 EPOCHS = LocalTraining(lr=0.3, epochs=4, batch_size=1)
 FAMILY = ("ig-ms", "dlg-ms", "sme", "nl-sme", "nl-sme-a", "nl-sme-b")
 
 
-def observed(recipe: LocalTraining = EPOCHS, **knows: Any) -> tuple[Scene, Batch]:
+def observed(recipe: LocalTraining = EPOCHS, **knows: Any) -> tuple[TargetView, Batch]:
     """What a lane sees of a client of several epochs in batches of one, and what the client holds."""
     task, batch = tiny(), private(3)
     seen = gl.observe(task, batch, recipe)
     return scene_of(task, seen, Knowledge(**knows), y=batch["y"]), batch
 
 
-def start_of(stage: Stage, scene: Scene) -> Tree:
+def start_of(stage: Stage, scene: TargetView) -> Tree:
     source = scene.draws
     assert source is not None
     return {**stage.space.variables(scene, source, None), **stage.predict.variables(scene, source, None)}
 
 
-def walked(stage: Stage, scene: Scene, v: Tree | None = None) -> Tree:
+def walked(stage: Stage, scene: TargetView, v: Tree | None = None) -> Tree:
     """The unknowns of one lane after all steps of the stage."""
     seen = stage.match.prepare(stage.predict.target(scene))
     v, total = v or start_of(stage, scene), stage.optimiser.steps
@@ -81,7 +82,7 @@ def walked(stage: Stage, scene: Scene, v: Tree | None = None) -> Tree:
     return v
 
 
-def bent(scene: Scene, seed: int = 0) -> Tree:
+def bent(scene: TargetView, seed: int = 0) -> Tree:
     """A control point somewhere, in its own units."""
     source = Draws(key("bent", seed))
     pairs = enumerate(scene.update.items())
@@ -145,7 +146,7 @@ def test_the_curve_has_the_derivatives_of_the_formula() -> None:
     assert all(not by_control[other].any() for other in by_control if other != name)
 
 
-def loss_at(scene: Scene, batch: Batch) -> Callable[[tree.Params], Tensor]:
+def loss_at(scene: TargetView, batch: Batch) -> Callable[[tree.Params], Tensor]:
     """The matching loss as a function of where the gradient is taken, with nothing of ours in it but the distance."""
     seen = Cosine().prepare(scene.update)
     return lambda w: Cosine().distance(scene.task.gradient(w, batch), seen)
@@ -317,7 +318,7 @@ def test_unknowns_are_held_in_their_bounds() -> None:
     assert torch.equal(Reach("control", 1.0).project(zero, scene, moment())["control"]["0"]["a"], torch.zeros(2))
     with pytest.raises(ValueError, match="alpha"):
         Within("alhpa", 0.0, 1.0).project(v, scene, moment())
-    together = Together((Pixels(Normal()), Within("alpha", 0.0, 1.0)))
+    together = JointSpace((Pixels(Normal()), Within("alpha", 0.0, 1.0)))
     assert start_of(Stage(together, Line(), Cosine(), (), Adam()), scene).keys() == {"x", "alpha"}
 
 
@@ -388,7 +389,7 @@ def test_an_unknown_alpha_is_recovered() -> None:
         k = 0.6
         u = k * STEEP * (w0 - x[0]) / (1 + k * true * STEEP)
         scene = scene_of(task, Observation(weights=task.weights(), update={"w": u}, num_examples=1))
-        space = Together((Pixels(lambda scene, draws, name: x), Within("alpha", 0.0, 1.0)))
+        space = JointSpace((Pixels(lambda scene, draws, name: x), Within("alpha", 0.0, 1.0)))
         optimiser = Adam(lr=0.01, steps=300, rates={"x": 0.0})
         v = walked(Stage(space, Line(), Cosine(), (), optimiser), scene)
         assert float(v["alpha"]) == pytest.approx(true, abs=1e-3)
@@ -439,8 +440,8 @@ def test_an_update_is_compared_in_units_of_the_gradient(name: str) -> None:
     batch = {"x": torch.zeros(3, 4, dtype=torch.float64)}
     seen = gl.observe(task, batch, RECIPES[name])
     scene = scene_of(task, seen, Knowledge(training=RECIPES[name]))
-    torch.testing.assert_close(Sent().target(scene)["w"], STEEP)
-    torch.testing.assert_close(Sent()(batch, {}, scene, moment())["w"], STEEP)
+    torch.testing.assert_close(GradientAtStart().target(scene)["w"], STEEP)
+    torch.testing.assert_close(GradientAtStart()(batch, {}, scene, moment())["w"], STEEP)
     assert length(replace(scene, knows=Knowledge())) == 1.0
 
 
@@ -449,7 +450,7 @@ def test_one_step_is_matched_by_the_truth(decay: float) -> None:
     training = LocalTraining(lr=0.3, optimiser=SGD(weight_decay=decay))
     scene, batch = observed(training, training=training)
     v = {"alpha": torch.zeros(1, dtype=torch.float64)}
-    for predict in (Sent(), Line(start=0.0)):
+    for predict in (GradientAtStart(), Line(start=0.0)):
         for match in (Cosine(), SquaredError()):
             seen = match.prepare(predict.target(scene))
             assert match.distance(predict(batch, v, scene, moment()), seen) < 1e-28
@@ -459,7 +460,7 @@ def test_an_update_the_wrong_way_round_is_noticed() -> None:
     scene, batch = observed(LocalTraining(lr=0.05, epochs=3, batch_size=1))
     turned = replace(scene, update=tree.scale(scene.update, -1.0))
     match = Cosine()
-    for predict, v in ((Sent(), {}), (Line(), {"alpha": torch.tensor([0.5], dtype=torch.float64)})):
+    for predict, v in ((GradientAtStart(), {}), (Line(), {"alpha": torch.tensor([0.5], dtype=torch.float64)})):
         away, right = (
             match.distance(predict(batch, v, each, moment()), match.prepare(predict.target(each)))
             for each in (turned, scene)
@@ -492,7 +493,7 @@ def test_the_truth_matches_through_a_known_defence(defence: gl.Defence) -> None:
     scene = scene_of(task, seen, Knowledge(training=training, defence=defence), y=batch["y"])
     naive = scene_of(task, seen, Knowledge(training=training), y=batch["y"])
     match = SquaredError()
-    for predict in (Sent(), Rescaled(Bezier(start=0.0))):
+    for predict in (GradientAtStart(), Rescaled(Bezier(start=0.0))):
         v = predict.variables(scene, Draws(key("a")), None)
         known, unknown = (
             match.distance(predict(batch, v, each, moment()), predict.target(each)) for each in (scene, naive)
@@ -507,7 +508,7 @@ def test_the_noise_of_a_defence_is_told_in_the_same_units() -> None:
     clean = Replay()
     factor = float(length(scene))
     assert factor == pytest.approx(0.3 * 12)
-    for predict in (Sent(), Rescaled(Line())):
+    for predict in (GradientAtStart(), Rescaled(Line())):
         source = Draws(key("noise"))
         assert (
             largest_difference(tree.scale(predict.disturbed(scene, source), factor), clean.disturbed(scene, source))
@@ -740,7 +741,7 @@ def test_settings_are_the_papers_or_those_of_the_public_code() -> None:
     for name in FAMILY:
         optimiser = of(name).stages[0].optimiser
         assert (optimiser.lr, optimiser.steps) == (1.0, 1000)
-        factors = torch.stack([optimiser.schedule(Now(torch.tensor(float(s)), 1000)) for s in (373, 374, 624, 875)])
+        factors = torch.stack([optimiser.schedule(Step(torch.tensor(float(s)), 1000)) for s in (373, 374, 624, 875)])
         torch.testing.assert_close(factors, torch.tensor([1, 0.1, 0.01, 0.001]))
     assert of("sme").stages[0].optimiser.rates == {"alpha": 1e-3}
     assert of("nl-sme").stages[0].optimiser.rates == {"alpha": 1e-3, "control": 0.02, "scaling": 1e-3}
@@ -749,8 +750,8 @@ def test_settings_are_the_papers_or_those_of_the_public_code() -> None:
     images, inside = Pixels(Inside(Normal()), boxed=True), Within("alpha", 0.05, 0.95)
     factors_, smooth = Within("scaling", 0.1, 10.0), TotalVariation(0.005)  # half of 0.01: its two means are summed
     assert of("ig-ms").stages[0].space == images
-    assert of("sme").stages[0].space == Together((images, Within("alpha", 0.0, 1.0)))
-    assert of("nl-sme").stages[0].space == Together((images, inside, factors_))
+    assert of("sme").stages[0].space == JointSpace((images, Within("alpha", 0.0, 1.0)))
+    assert of("nl-sme").stages[0].space == JointSpace((images, inside, factors_))
     assert {name: of(name).stages[0].priors for name in FAMILY} == {
         "ig-ms": (smooth,),
         "dlg-ms": (),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, network, private, tiny
-from gradleak.task import Batch, Field, Problem, TaskError
+from gradleak.scenario.task import Batch, Field, Problem, TaskError
 
 LIKE = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
 PIXELS = SHAPE[0] * SHAPE[1] * SHAPE[2]

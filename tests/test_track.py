@@ -16,8 +16,8 @@ import gradleak.parts.matches
 import gradleak.parts.optimisers
 import gradleak.parts.predictions
 import gradleak.parts.spaces
-from gradleak import tree
-from gradleak.observation import Track
+from gradleak.core import tree
+from gradleak.scenario.observation import Track
 
 TRAINING = gl.LocalTraining(lr=1.0)
 SHAPE = (2, 6, 6)

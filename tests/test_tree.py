@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import grad, vmap
 
-from gradleak import tree
+from gradleak.core import tree
 
 
 def nested() -> tree.Tree:

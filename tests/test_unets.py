@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from gradleak import models, registry, tree
+from gradleak import models
+from gradleak.core import registry, tree
 from gradleak.models.transformers import Attention
 from gradleak.models.unets import LinearAttention, PixelAttention, UNet, sinusoids
 

@@ -13,12 +13,12 @@ import torch
 import gradleak as gl
 from conftest import private, tiny
 from gradleak.audit.ablation import CAPABILITIES, Ablation, ablation
+from gradleak.audit.intervals import paired
+from gradleak.audit.ruling import RULES, WORDS
+from gradleak.audit.summary import summaries_of
 from gradleak.defences import Pruning
-from gradleak.local import LocalTraining
-from gradleak.observation import ACTIVE, LEVELS, Knowledge
-from gradleak.results.intervals import paired
-from gradleak.results.ruling import RULES, WORDS
-from gradleak.results.summary import summaries_of
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import ACTIVE, LEVELS, Knowledge
 from test_results import ALL, NONE, SOME, control, result, row, rows_of
 
 # --- each word by its rule --------------------------------------------------------------------------------------------

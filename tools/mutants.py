@@ -58,15 +58,15 @@ EQUIVALENT = {
         "with ThreadPoolExecutor((2)) as thread:",
     ): "one piece of work is handed to it, so a second thread never starts",
     (
-        "src/gradleak/accounting.py",
+        "src/gradleak/scenario/accounting.py",
         "low, high = (NormalDist().inv_cdf(delta) + 1), 1 / (2 * z)",
     ): "the first end of a bracket, which the loop after it moves below the root: the same root up to rounding",
     (
-        "src/gradleak/recompute.py",
+        "src/gradleak/core/recompute.py",
         "(torch.ones_like(leaf)) if tangent is None else tangent",
     ): "torch hands zeros for inputs that do not move, so this is never reached",
     (
-        "src/gradleak/analysis/risk.py",
+        "src/gradleak/identify/risk.py",
         "blank[name] = field.model(((0.5 - PIXEL_STD * noise)).clamp(0, 1).to(blank[name]))",
     ): "normal noise with its sign turned: another draw of the same law, at a point that belongs to nobody",
 }

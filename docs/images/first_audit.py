@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 import gradleak as gl
-from gradleak.report import pictures
+from gradleak.core import pictures
 
 CROPS = {  # left, top, right, bottom of a square part that shows the subject
     "astronaut.png": (140, 10, 300, 170),

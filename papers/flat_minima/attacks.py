@@ -23,11 +23,11 @@ from record import lpips_of, prior_of, summary
 from torch import Tensor
 
 import gradleak as gl
-from gradleak.analysis.association import paired_difference
+from gradleak.core.configuration import digest
+from gradleak.core.pictures import png, sheet
+from gradleak.curvature.association import paired_difference
 from gradleak.defences import FedSAM
-from gradleak.report.pictures import png, sheet
-from gradleak.results.configuration import digest
-from gradleak.task import Batch
+from gradleak.scenario.task import Batch
 
 GRADIENT = gl.LocalTraining(lr=1.0)
 SHOWN = 8  # images in a row of a grid

@@ -9,11 +9,11 @@ import torch
 from flat_minima.attacks import GRADIENT, MODES, knowledge, modes, observed
 from flat_minima.training import RHO, Course, Effort, examples, targets, task_of
 
-from gradleak import tree
-from gradleak.analysis.association import associations
-from gradleak.analysis.hessian import curvature, extremes, hessian
-from gradleak.analysis.information import against_curvature, curvature_index, input_information, releases, sharpness
-from gradleak.task import Batch
+from gradleak.core import tree
+from gradleak.curvature.association import associations
+from gradleak.curvature.hessian import curvature, extremes, hessian
+from gradleak.curvature.information import against_curvature, curvature_index, input_information, releases, sharpness
+from gradleak.scenario.task import Batch
 
 LOOKED_AT = 2  # targets whose pixels' information is computed, one dense Jacobian each
 CONTROLS = ("gradient_norm", "round")

@@ -18,18 +18,18 @@ from record import prior_of
 from torch import Tensor
 
 import gradleak as gl
-from gradleak import tree
 from gradleak.audit.private import Stored, examples_of
+from gradleak.core import tree
+from gradleak.core.configuration import digest
+from gradleak.core.folder import FolderInUse
 from gradleak.data import DataError, Images
-from gradleak.defence import Defence
 from gradleak.defences import FedASAM, FedGF, FedSAI, FedSAM
 from gradleak.federation import Federation, Fixed, Snapshot
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.training import Trained
 from gradleak.generators.files import fingerprints
-from gradleak.results.configuration import digest
-from gradleak.results.resumable import FolderInUse
-from gradleak.task import Batch, Task
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.task import Batch, Task
 
 METHODS = ("FedAvg", "FedSAM", "FedASAM", "FedGF", "FedSAI")
 CLIENTS, PER_ROUND, EPOCHS, BATCH_SIZE, DECAY = 10, 5, 5, 64, 5e-4

@@ -14,13 +14,13 @@ from record import lpips_of, summary
 from torch import Tensor
 
 import gradleak as gl
-from gradleak import registry
-from gradleak.analysis.association import paired_difference
-from gradleak.observation import MissingKnowledge
+from gradleak.core import registry
+from gradleak.core.pictures import png, sheet
+from gradleak.core.registry import UnknownName
+from gradleak.curvature.association import paired_difference
 from gradleak.parts.fields import RuleDoesNotApply
-from gradleak.registry import UnknownName
-from gradleak.report.pictures import png, sheet
-from gradleak.task import Batch, TaskError
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.task import Batch, TaskError
 
 SHOWN = 8  # images in a row of a sheet
 CLEAR, RESAMPLED = 40.0, 2000  # dB that count as recovered; draws of the bootstrap

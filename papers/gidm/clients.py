@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 import gradleak as gl
-from gradleak import draws
 from gradleak.audit.private import Stored, examples_of
+from gradleak.core import random as draws
+from gradleak.core.configuration import digest
 from gradleak.data import DataError, Images
 from gradleak.diffusion import Denoising, Schedule, ddim, denoising
 from gradleak.federation import EMA, Federation, Snapshot, network_of
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.samples import Samples
 from gradleak.federation.training import Trained
-from gradleak.results.configuration import digest
-from gradleak.task import Batch, Task
+from gradleak.scenario.task import Batch, Task
 
 CLIENTS, LOCAL_STEPS, BATCH_SIZE, RATE, DECAY = 5, 10, 64, 2e-4, 0.99
 STEPS = (1, 10, 50, 200, 500, 900)  # of 1,000, counted from 0

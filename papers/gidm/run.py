@@ -25,9 +25,9 @@ from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
 from record import lpips_note, reproduce
 
 import gradleak as gl
-from gradleak import registry
-from gradleak.parts.spans import telling
-from gradleak.task import Batch
+from gradleak.attacks.spans.span import telling
+from gradleak.core import registry
+from gradleak.scenario.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")
 CIFAR, FACES, FACES64, ROOMS64 = Setting(), Setting("celeba64", 32), Setting("celeba64", 64), Setting("houses64", 64)

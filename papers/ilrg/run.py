@@ -13,7 +13,7 @@ from record import arguments, record
 
 import gradleak as gl
 from gradleak.parts.fields import label_rule
-from gradleak.scene import Scene
+from gradleak.parts.view import TargetView
 
 RULES = ("ilrg", "bias-corrected", "llg", "llg-star", "row-minimum")
 
@@ -33,7 +33,7 @@ def main() -> None:
         seen = gl.observe(task, batch, training, key=f"trial{trial}")
         truth = torch.bincount(batch["y"], minlength=100)
         for rule in RULES:
-            counts = label_rule(rule).counts(Scene.of(task, seen, gl.Knowledge(training=training)))
+            counts = label_rule(rule).counts(TargetView.of(task, seen, gl.Knowledge(training=training)))
             exact[rule].append((counts == truth).double().mean().item())
             whole[rule].append(bool((counts == truth).all()))
     mean = lambda values: sum(values) / len(values)  # noqa: E731

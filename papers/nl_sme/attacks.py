@@ -20,18 +20,20 @@ from nl_sme.clients import Effort, Setting
 from torch import Tensor
 
 import gradleak as gl
-from gradleak import draws, tree
-from gradleak.analysis.association import paired_difference
-from gradleak.assignment import cost_matrix, match, pairwise_mse
 from gradleak.attack import Composed
+from gradleak.attacks.sme import frozen
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.assignment import cost_matrix, match, pairwise_mse
+from gradleak.core.pictures import png, sheet
+from gradleak.core.tree import Tree
+from gradleak.curvature.association import paired_difference
 from gradleak.engine import Engine, chunk_size, lanes_of, sized
+from gradleak.engine.search import Search
 from gradleak.parts.matches import Cosine
-from gradleak.parts.surrogates import diagnosis, frozen, performance_gap
-from gradleak.report.pictures import png, sheet
-from gradleak.scene import Scene
-from gradleak.search import Search
-from gradleak.task import Batch, Field, Task
-from gradleak.tree import Tree
+from gradleak.parts.surrogates import diagnosis, performance_gap
+from gradleak.parts.view import TargetView
+from gradleak.scenario.task import Batch, Field, Task
 
 LEVELS = (18.0, 20.0, 25.0)  # dB
 WATCHED = 20  # points of a curve
@@ -139,7 +141,7 @@ def watched(
     with engine.settings():
         work = task.to(engine.where, engine.dtype)
         scenes = [
-            replace(Scene.of(work, each, knows), fields={"y": y.to(engine.where)})
+            replace(TargetView.of(work, each, knows), fields={"y": y.to(engine.where)})
             for each, y in zip(seen, knows.given["y"], strict=True)
         ]
         size = engine.chunk or chunk_size(attack.stages, scenes[0], engine)
@@ -164,7 +166,7 @@ def watched(
     return replace(whole, seconds=time.perf_counter() - began)
 
 
-def _chunk(attack: Composed, scenes: Sequence[Scene], keys: Sequence[str], seed: int, engine: Engine) -> Found:
+def _chunk(attack: Composed, scenes: Sequence[TargetView], keys: Sequence[str], seed: int, engine: Engine) -> Found:
     template, lane = lanes_of(scenes, [[draws.key(key, seed, 0)] for key in keys])
     total = sum(stage.optimiser.steps for stage in attack.stages)
     every, done = max(1, total // WATCHED), 0

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradleak as gl
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.random import Draws
 from gradleak.data import DataError, Images, Writers
-from gradleak.draws import Draws
-from gradleak.rules import SGD, Adam, cosine_decay
-from gradleak.task import Batch, Task
+from gradleak.scenario.rules import SGD, Adam, cosine_decay
+from gradleak.scenario.task import Batch, Task
 
 APART = 10  # clients from this one on are in no table: settings are tuned on them
 SOURCES = 10  # pseudo-writers

@@ -19,16 +19,16 @@ from typing import Any, Protocol
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from gradleak.analysis import trajectory
 from nl_sme.attacks import METHODS, Bench, Method, absent, attacked, scored, spread, variant
 from nl_sme.clients import RECIPES, Effort, Setting, apart
 from record import reproduce
 
 import gradleak as gl
-from gradleak import registry
-from gradleak.analysis import trajectory
-from gradleak.observation import MissingKnowledge
+from gradleak.core import registry
 from gradleak.parts.fields import RuleDoesNotApply
-from gradleak.scene import Scene
+from gradleak.parts.view import TargetView
+from gradleak.scenario.observation import MissingKnowledge
 
 EXPECTED = Path(__file__).with_name("expected.json")
 CHEAP = ("fedleak", "ig-ms", "sme", "nl-sme")
@@ -189,7 +189,7 @@ class Labels:
         made, wrong = registry.parse("labels", rule), []
         for seen, y in zip(setting.observed(effort), setting.truth(effort)["y"]):
             try:
-                counts = made.counts(Scene.of(task, seen, knows)).cpu()
+                counts = made.counts(TargetView.of(task, seen, knows)).cpu()
             except (RuleDoesNotApply, MissingKnowledge) as problem:
                 return {"skipped": str(problem)}
             true = torch.bincount(y.cpu(), minlength=len(counts))

@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import lpips_note, lpips_of, reproduce, summary
 
 import gradleak as gl
-from gradleak.analysis.association import paired_difference
+from gradleak.core.pictures import png, sheet
+from gradleak.curvature.association import paired_difference
 from gradleak.data import DataError, Images
 from gradleak.generators import DCGAN, read
 from gradleak.generators.files import fingerprints
-from gradleak.observation import MissingKnowledge
-from gradleak.report.pictures import png, sheet
-from gradleak.task import Batch, Task
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.task import Batch, Task
 
 EXPECTED = Path(__file__).with_name("expected.json")
 CIFAR10 = {"mean": (0.4914672, 0.4822617, 0.4467701), "std": (0.2470322, 0.2434851, 0.2615879)}

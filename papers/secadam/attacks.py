@@ -13,13 +13,13 @@ from torch import Tensor
 
 import gradleak as gl
 from gradleak.attack import Reconstruction
-from gradleak.defence import Defence
-from gradleak.draws import Draws
+from gradleak.core.random import Draws
 from gradleak.metrics import baselines, compare, s004_compat
-from gradleak.observation import Observation
 from gradleak.parts.spaces import Mosaic, Pixels, Solid, Start, Uniform, from_unit
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.observation import Observation
+from gradleak.scenario.task import Batch, Task
 
 # TV weights (first, second power) of the main experiments, by data.
 VARIATION = {
@@ -43,7 +43,7 @@ class OfClass:
     images: Tensor
     labels: Tensor
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         wanted = scene.fields["y"]  # (B,)
         order = draws.uniform((len(self.labels),))

@@ -27,16 +27,16 @@ from secadam.attacks import Method, attacked, gradient_methods, representation, 
 from secadam.settings import GRADIENT, Effort, Network, algorithms, single
 
 import gradleak as gl
-from gradleak import registry, tree
-from gradleak.defence import Defence
+from gradleak.core import registry, tree
 from gradleak.defences import DPFedAvgLewis, DPSecAdam, SecAdam, SecLion
 from gradleak.defences.secadam import means
 from gradleak.federation import ClassDirichlet, ClientDirichlet, Federation
 from gradleak.metrics import baselines, compare
-from gradleak.observation import Observation, Track
-from gradleak.scene import Scene
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.observation import Observation, Track
+from gradleak.scenario.task import Batch
 from gradleak.secure import Member, reveal
-from gradleak.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")
 SMALL = {"runs": 2, "steps": 60, "trained": 20, "rounds": 10, "clients": 8}
@@ -504,7 +504,7 @@ class Labels:
         for rule in rules:
             made, right = registry.get("labels", rule), []
             for each, y in zip(seen, truth["y"]):
-                counts = made.counts(Scene.of(task, each, knows)).cpu()
+                counts = made.counts(TargetView.of(task, each, knows)).cpu()
                 true = torch.bincount(y.cpu(), minlength=len(counts))
                 right.append(float(torch.minimum(counts, true).sum()) / len(y))
             found[rule] = _mean(right)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from gradleak.audit.private import Stored, examples_of
-from gradleak.defence import Defence
 from gradleak.defences import PGD, DPFedAvgLewis, DPSecAdam, SecAdam
-from gradleak.task import Batch, Task
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.task import Batch, Task
 
 GRADIENT = gl.LocalTraining(lr=1.0)
 TRAINED_ON = 128  # images in a step of the training that makes the attacked networks

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import arguments, record, row_by_row, summary
 
 import gradleak as gl
-from gradleak import tree
-from gradleak.defence import Defence
+from gradleak.core import tree
+from gradleak.core.linear import jacobian
 from gradleak.defences.fedasam import FedASAM
 from gradleak.defences.fedsam import FedSAM
-from gradleak.linear import jacobian
 from gradleak.parts.priors import roughness
+from gradleak.scenario.defence import Defence
 
 
 @dataclass(frozen=True)
@@ -240,12 +240,12 @@ def certificate(row: Row, task: gl.Task, seen: Any, truth: Any, knows: gl.Knowle
         engine = gl.Engine(device=device)
         if row.noise:
             precision = precision_of(task, task.fields["x"].unit(batch["x"]).double())
-            floor = gl.analysis.noise_floor(
+            floor = gl.identify.noise_floor(
                 task, seen[i], batch, knows, noise=row.noise, precision=precision, engine=engine, block=512
             )
             told["floor_psnr"].append(floor.psnr)
         else:
-            at = gl.analysis.certify(task, seen[i], batch, knows, engine=engine, block=256)
+            at = gl.identify.certify(task, seen[i], batch, knows, engine=engine, block=256)
             told["rank"].append(at.rank)
             told["null"].append(at.null)
             told["share"].append(at.share)

@@ -25,19 +25,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import prior_of, reproduce, summary
 
 import gradleak as gl
-from gradleak import draws, gradcam, tree
-from gradleak.analysis.gradcam import fidelity
 from gradleak.audit.private import examples_of
-from gradleak.defence import Client, Defence
-from gradleak.defences import AGP, TIP, TIPBaseline
+from gradleak.core import random as draws
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params
+from gradleak.curvature.gradcam import fidelity
+from gradleak.defences import AGP, TIP, TIPBaseline, gradcam
 from gradleak.defences.tip import scale_of
-from gradleak.draws import Draws
 from gradleak.federation import Federation, Fixed, Snapshot
 from gradleak.federation.clients import evaluating
 from gradleak.federation.rounds import measured
 from gradleak.federation.training import Trained
-from gradleak.task import Task, float32_products
-from gradleak.tree import Params
+from gradleak.scenario.defence import Client, Defence
+from gradleak.scenario.task import Task, float32_products
 
 EXPECTED = Path(__file__).with_name("expected.json")
 PAPER_STEPS, PAPER_RATE = 10_000, 0.004  # of the attack
@@ -282,7 +283,7 @@ def on_device(batch: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
 # --- attacks ---------------------------------------------------------------------------------------------------------
 
 
-def at_returned_weights(scene: gl.Scene) -> gl.Scene:
+def at_returned_weights(scene: gl.TargetView) -> gl.TargetView:
     """Gradients at the weights that came BACK, noise and all, instead of those that were sent."""
     return replace(scene, weights=tree.subtract(scene.weights, scene.update))
 
@@ -310,7 +311,7 @@ class Attacker:
     """What the server knows of the defence, and at which weights it evaluates gradients."""
 
     knows: Callable[[Defence | None], Defence | None] = nothing
-    view: Callable[[gl.Scene], gl.Scene] | None = None
+    view: Callable[[gl.TargetView], gl.TargetView] | None = None
     informed: bool = False  # looks at defended targets only: of the others it knows no more than A0
 
 
@@ -504,7 +505,7 @@ def found_channels(task: Task, defence: TIP, seen: Sequence[gl.Observation], pla
     """The share of the noised channels that the attacker takes for noised, by an auditor who has both updates."""
     hits = total = 0.0
     for target, clear in zip(seen, plain):
-        scene = gl.Scene.of(task, target, gl.Knowledge())
+        scene = gl.TargetView.of(task, target, gl.Knowledge())
         for name, guessed in replace(defence, beta=1.0)._noised(scene).items():
             # An entry of rounding noise is no noise of the defence's: those are 1e-7 of a weight.
             moved = (target.update[name] - clear.update[name]).abs().amax((1, 2, 3)) > 1e-2 * defence.beta

@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from gradleak import compat
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -21,39 +23,45 @@ __all__ = [
     "LocalTraining", "ClientState", "observe", "Defence", "Chain", "OnlyVisible", "Noiseless",
     "Upload", "Exposure", "Guarantee",
     # attacks
-    "Attack", "Composed", "Stage", "Scene", "Reconstruction", "Engine",
+    "Attack", "Composed", "Stage", "TargetView", "Reconstruction", "Engine",
     # the experiment
     "Audit", "AuditResult", "Federation", "Study", "StudyResult",
     # modules
-    "adapters", "analysis", "assignment", "attacks", "audit", "auto", "bench", "checks", "data", "defences",
-    "distributed", "federation", "flower", "gate", "generators", "metrics", "models", "parts", "registry", "report",
-    "results", "rules", "secure", "study", "tree",
+    "adapters", "assignment", "attack", "attacks", "audit", "auto", "checks", "core", "curvature", "data", "defences",
+    "diffusion", "engine", "federation", "flower", "gate", "generators", "identify", "metrics", "models", "parts",
+    "priors", "ray", "registry", "report", "rules", "scenario", "secure", "tree",
 ]  # fmt: skip
 
-# Where each name lives. Names that are not here are modules.
+# Where each name lives. A module that is not here is a folder or file of the package itself.
 _homes = {
-    "task": ("Task", "Field", "Batch"),
-    "observation": ("Observation", "Track", "Knowledge"),
-    "local": ("LocalTraining", "ClientState", "observe"),
-    "defence": ("Defence", "Chain", "OnlyVisible", "Noiseless", "Upload"),
-    "guarantee": ("Exposure", "Guarantee"),
-    "attack": ("Attack", "Composed", "Stage", "Reconstruction"),
-    "scene": ("Scene",),
+    "scenario.task": ("Task", "Field", "Batch"),
+    "scenario.observation": ("Observation", "Track", "Knowledge"),
+    "scenario.client": ("LocalTraining", "ClientState", "observe"),
+    "scenario.defence": ("Defence", "Chain", "OnlyVisible", "Noiseless", "Upload"),
+    "scenario.guarantee": ("Exposure", "Guarantee"),
+    "attack": ("Attack", "Composed", "Reconstruction", "checks"),
+    "parts.stage": ("Stage",),
+    "parts.view": ("TargetView",),
     "engine": ("Engine",),
-    "audit": ("Audit",),
-    "results": ("AuditResult",),
+    "audit": ("Audit", "AuditResult", "gate"),
     "federation": ("Federation",),
-    "study": ("Study", "StudyResult"),
+    "curvature.study": ("Study", "StudyResult"),
+    "core": ("assignment", "registry", "tree"),
+    "scenario": ("rules",),
 }
 _home = {name: home for home, names in _homes.items() for name in names}
+
+compat.install()
 
 
 def __getattr__(name: str) -> Any:
     if name in _home:
-        found = getattr(import_module(f"gradleak.{_home[name]}"), name)
-        globals()[name] = found  # the next look finds it without a call
-        return found
-    if not name.startswith("_") and find_spec(f"gradleak.{name}") is not None:
+        home = f"gradleak.{_home[name]}"
+        module = import_module(home)
+        value = getattr(module, name) if hasattr(module, name) else import_module(f"{home}.{name}")
+        globals()[name] = value  # the next look finds it without a call
+        return value
+    if not name.startswith("_") and (name in compat.MOVED or find_spec(f"gradleak.{name}") is not None):
         return import_module(f"gradleak.{name}")
     raise AttributeError(f"module 'gradleak' has no attribute {name!r}")
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.observation import BadObservation, Observation
-from gradleak.task import Task
-from gradleak.tree import Params
+from gradleak.core.tree import Params
+from gradleak.scenario.observation import BadObservation, Observation
+from gradleak.scenario.task import Task
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Last parts of the names that torch's normalisation layers give to what they count, and do not train."""

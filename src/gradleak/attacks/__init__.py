@@ -9,12 +9,11 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from gradleak import registry
 from gradleak.attack import Attack
+from gradleak.core import registry
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
-import_module("gradleak.auto")  # the ensemble of all of them
 
 
 def get(name: str, **settings: Any) -> Attack:

@@ -8,21 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from gradleak import assignment
-from gradleak import draws as randomness
-from gradleak.attack import Composed, Progress, Reconstruction, Stage, require
-from gradleak.draws import Draws
+from gradleak.attack import Composed, Reconstruction, require
+from gradleak.core import assignment
+from gradleak.core import random as randomness
+from gradleak.core.listeners import Share
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Tree
 from gradleak.engine import Engine
-from gradleak.observation import Knowledge, Seen
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
+from gradleak.parts.protocols import Needs, Problem, Scored
 from gradleak.parts.spaces import Pixels
-from gradleak.registry import named
-from gradleak.scene import Needs, Now, Problem, Scene, Scored
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Tree
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.observation import Knowledge, Seen
+from gradleak.scenario.task import Batch, Task, TaskError
 
 
 @named("analytic", kind="attack", paper="Phong et al., IEEE TIFS 2018; Geiping et al., NeurIPS 2020, proposition 3.1")
@@ -65,13 +68,13 @@ class Analytic:
         seed: int = 0,
         *,
         engine: Engine | None = None,
-        progress: Progress | None = None,
+        progress: Share | None = None,
     ) -> Reconstruction:
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         require(self, knows)
         labels, told = Labels(label_rule(self.labels)), {"exact": list[int](), "padded": list[int]()}
 
-        def read(scene: Scene) -> Batch:
+        def read(scene: TargetView) -> Batch:
             images, exact = self.images(scene)
             told["exact"].append(exact)
             told["padded"].append(scene.num_examples - len(images))
@@ -83,7 +86,7 @@ class Analytic:
         found = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
         return replace(found, settings={**found.settings, "attack": repr(self), **told})
 
-    def images(self, scene: Scene) -> tuple[Tensor, int]:
+    def images(self, scene: TargetView) -> tuple[Tensor, int]:
         """The examples found, at most B, (found, ...) in model-input space, and how many of them are exact."""
         layer, field, examples = input_layer(scene), scene.task.fields["x"], scene.num_examples
         seen = gradient(scene)  # free of weight decay, which would shift every row
@@ -107,7 +110,7 @@ class Analytic:
         return found.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
 
 
-def input_layer(scene: Scene) -> str:
+def input_layer(scene: TargetView) -> str:
     """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example."""
     modules = dict(scene.task.model.named_modules())
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module.bias is not None]
@@ -126,7 +129,7 @@ def input_layer(scene: Scene) -> str:
     )
 
 
-def _beside(y: Tensor, images: Tensor, scene: Scene) -> Tensor:
+def _beside(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
     """The images in the order of the labels: a step along the update lowers the logit of an image's own label most."""
     if len(images) == 1:
         return images
@@ -136,7 +139,7 @@ def _beside(y: Tensor, images: Tensor, scene: Scene) -> Tensor:
     return images[assignment.match(wanted @ slopes.T)]  # (labels, images)
 
 
-def _as_read(scene: Scene, draws: Draws, name: str) -> Tensor:
+def _as_read(scene: TargetView, draws: Draws, name: str) -> Tensor:
     return scene.fields[name]
 
 
@@ -150,5 +153,5 @@ class Evaluate:
     def init(self, problem: Problem, v: Tree) -> Tree:
         return {}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         return v, state, problem.value(v)

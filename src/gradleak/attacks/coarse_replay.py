@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
 from gradleak.attacks.sme import PIXELS
+from gradleak.core.registry import named
 from gradleak.parts.coarse import Coarse, Onwards, Total
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, StepDecay, constant
 from gradleak.parts.priors import TotalVariation
-from gradleak.parts.spaces import Together
-from gradleak.registry import named
+from gradleak.parts.spaces import JointSpace
+from gradleak.parts.stage import Stage
 
 
 @named("coarse-replay", kind="attack", paper="gradleak's own")
@@ -37,13 +38,13 @@ def coarse_replay(
     variation (by trial, on a client that is in no table). With the client's recipe in Knowledge(training=...) nothing
     else is learned; without it the total way is, at the rate `total_lr` of its logarithm, as of a plain SGD. The order
     of the client's batches is not needed. A step costs K gradients. Of an Adam client they are taken in batches of its
-    size, whose spread is most of Adam's denominator (`parts.coarse.Gathered`): as many examples, more passes over the
+    size, whose spread is most of Adam's denominator (`parts.coarse.SpreadRule`): as many examples, more passes over the
     weights.
 
     path, early     the share `early` of the steps goes to coarser replays, as many steps for each, of these K; every
                     stage starts from the last, and the rates fall over the whole run. It saves time; too coarse or
                     too long a path leads astray, since the images then explain what the replay leaves out
-    extrapolate     gradients go on along a line between the coarse steps (`parts.coarse.Held`), which is worth about
+    extrapolate     gradients go on along a line between the coarse steps (`parts.coarse.CoarseRule`), worth about
                     twice the steps. For small `lr` only: far from the truth it is unstable, and lanes are lost
     recompute       hold K points of the path instead of K graphs, for about twice the time: for clients too large
                     for the device (K = 20 of CNNcifar on 50 images: 3.9 GiB a lane with graphs, 1.1 without)
@@ -66,7 +67,7 @@ def coarse_replay(
         schedule = Onwards(StepDecay(), done, steps) if decay else constant
         stages.append(
             Stage(
-                Together((PIXELS, Total(min(number, 5), extrapolate=extrapolate))),
+                JointSpace((PIXELS, Total(min(number, 5), extrapolate=extrapolate))),
                 Coarse(number, extrapolate=extrapolate, recompute=recompute),
                 Cosine(),
                 (TotalVariation(tv / 2),),  # half, as in `sme`

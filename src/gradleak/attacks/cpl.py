@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import did_you_mean, named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.priors import LabelDistance
 from gradleak.parts.spaces import Mosaic, Normal, Pixels, Solid, Start, Tiled, Uniform
-from gradleak.registry import did_you_mean, named
+from gradleak.parts.stage import Stage
 
 STARTS: dict[str, Start] = {
     "tiled-2": Tiled(2),  # the paper's default: a tile of a quarter image

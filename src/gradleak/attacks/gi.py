@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import LayerNorms, Scaled, SquaredError
 from gradleak.parts.optimisers import Adam, CosineDecay, StepDecay
 from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.priors import BatchNormStatistics, GroupConsistency, ImageNorm, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels
-from gradleak.registry import named
+from gradleak.parts.stage import Stage
 
 PAPER = "Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import ReplayedGradient
 from gradleak.parts.spaces import Normal, Pixels
-from gradleak.registry import named
+from gradleak.parts.stage import Stage
 
 
 @named(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, CosineDecay, SignedAdam, StepDecay, soft_sign
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import FeatureDistance, OpponentVariation, TotalVariation
 from gradleak.parts.spaces import Normal, Pixels, Tiled
-from gradleak.registry import named
+from gradleak.parts.stage import Stage
 
 PAPER = "Geiping, Bauermeister, Droege, Moeller, Inverting Gradients, NeurIPS 2020"
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradleak.attack import Attack, Composed, Stage
-from gradleak.draws import Draws
+from gradleak.attack import Attack, Composed
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Tree
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, StepDecay
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import TotalVariation
 from gradleak.parts.spaces import Normal
-from gradleak.registry import named
-from gradleak.scene import Now, Scene
-from gradleak.task import Batch
-from gradleak.tree import Tree
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,17 @@ class Squashed:
 
     start: Normal = Normal()
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"w": self.start(scene, draws, "x")} if before is None or "w" not in before else {"w": before["w"]}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         low, high = scene.limits["x"]
         return {"x": (low + high) / 2 + (high - low) / 2 * v["w"].tanh()}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 from gradleak.attack import Attack, Composed
 from gradleak.attacks.sme import stage_on_updates
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.protocols import Prediction, Prior, Space
 from gradleak.parts.surrogates import (
     Bezier,
     CentredControl,
@@ -17,8 +19,6 @@ from gradleak.parts.surrogates import (
     UnitScaling,
     Within,
 )
-from gradleak.registry import named
-from gradleak.scene import Prediction, Prior, Space
 
 # Adam's eps for the control point, 1e-8 elsewhere: one of a million entries has gradients down to 1e-10.
 EPS = 1e-12

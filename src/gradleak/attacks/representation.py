@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import RowCosine
 from gradleak.parts.optimisers import Adam, CosineDecay, Lion, constant
 from gradleak.parts.predictions import Representation
 from gradleak.parts.priors import SummedVariation
 from gradleak.parts.spaces import Normal, Pixels, Uniform
-from gradleak.registry import named
+from gradleak.parts.stage import Stage
 
 
 @named("representation", kind="attack", paper="Zhang et al., representation inversion of robust networks, 2022")

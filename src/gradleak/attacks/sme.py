@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.core.registry import named
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine, SquaredError
-from gradleak.parts.optimisers import Adam, StepDecay, constant
+from gradleak.parts.optimisers import Adam, FirstOrder, StepDecay, constant
 from gradleak.parts.priors import TotalVariation
-from gradleak.parts.spaces import Normal, Pixels, Together
-from gradleak.parts.surrogates import Inside, Line, Sent, Within
-from gradleak.registry import named
-from gradleak.scene import Match, Prediction, Prior, Space
+from gradleak.parts.protocols import Match, Prediction, Prior, Space
+from gradleak.parts.spaces import JointSpace, Normal, Pixels
+from gradleak.parts.stage import Stage
+from gradleak.parts.surrogates import GradientAtStart, Inside, Line, Within
 
 PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 
@@ -41,7 +43,7 @@ def stage_on_updates(
     # Half: SME takes the mean of the two directions, TotalVariation their sum.
     smooth = (TotalVariation(tv / 2),) if tv else ()
     return Stage(
-        Together((PIXELS, *bounds)) if bounds else PIXELS,
+        JointSpace((PIXELS, *bounds)) if bounds else PIXELS,
         predict,
         match,
         (*smooth, *priors),
@@ -104,7 +106,7 @@ def ig_ms(
     The lower bound that attacks on updates are measured against. Differs from `ig`: it never replays the client's
     steps, even where they are known; Adam on the plain gradient, with SME's rates and weights. `lr` as in `sme`.
     """
-    stage = stage_on_updates(Sent(), steps=steps, lr=lr, decay=decay, tv=tv)
+    stage = stage_on_updates(GradientAtStart(), steps=steps, lr=lr, decay=decay, tv=tv)
     return Composed("ig-ms", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
@@ -124,5 +126,16 @@ def dlg_ms(
     Differs from `dlg`: it never replays the steps, takes labels as they were read off or given, and uses SME's Adam and
     box. `lr` as in `sme`.
     """
-    stage = stage_on_updates(Sent(), steps=steps, lr=lr, decay=decay, match=SquaredError())
+    stage = stage_on_updates(GradientAtStart(), steps=steps, lr=lr, decay=decay, match=SquaredError())
     return Composed("dlg-ms", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+
+
+def frozen(attack: Composed, field: str = "x") -> Composed:
+    """The control: the same attack with its images left as they begin. What it still matches, freedom has matched."""
+
+    def still(stage: Stage) -> Stage:
+        if not isinstance(stage.optimiser, FirstOrder):
+            raise ValueError(f"Only first-order stages have a learning rate to set to zero; given {stage.optimiser}.")
+        return replace(stage, optimiser=replace(stage.optimiser, rates={**stage.optimiser.rates, field: 0.0}))
+
+    return replace(attack, name=f"{attack.name} (frozen {field})", stages=tuple(map(still, attack.stages)))

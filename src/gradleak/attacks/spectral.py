@@ -8,19 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.attack import Attack, Composed, Stage
+from gradleak.attack import Attack, Composed
+from gradleak.attack.cascade import EscalatingRestarts
 from gradleak.attacks.gidm import Plan
-from gradleak.cascade import Waves
-from gradleak.draws import Draws
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Tree
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
+from gradleak.parts.protocols import Match, Space, resumed
+from gradleak.parts.stage import Stage
 from gradleak.parts.steps import SettledSteps, denoising
-from gradleak.registry import named
-from gradleak.scene import Match, Now, Scene, Space, resumed
-from gradleak.task import Batch, TaskError
-from gradleak.tree import Tree
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch, TaskError
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,21 @@ class Spectral:
     power: float = 0.5
     chroma: float = 0.6
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         low, _ = scene.limits["x"]
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
         if len(shape) != 4:
             raise TaskError(f"Cosine coefficients are of images (channels, height, width); x has shape {shape[1:]}.")
         return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         low, high = scene.limits["x"]
         return {"x": (low + high) / 2 + (high - low) / 2 * self.image(v["z"])}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v  # no box: a search by curvature would lose its memory at every wall
 
     def image(self, z: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ class SpectralPair:
 
     image: Spectral = Spectral()
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and "x" in before:
             return self._turned(before, scene)
         unknowns = self.image.variables(scene, draws, before)
@@ -131,7 +133,7 @@ class SpectralPair:
             return unknowns
         return {**unknowns, **resumed({"w": torch.zeros_like(unknowns["z"])}, before)}
 
-    def _turned(self, batch: Tree, scene: Scene) -> Tree:
+    def _turned(self, batch: Tree, scene: TargetView) -> Tree:
         """The unknowns that stand for an image and a noise."""
         low, high = scene.limits["x"]
         s = self.image.units(batch["x"])
@@ -142,10 +144,10 @@ class SpectralPair:
         noise, sigma = coefficients(batch["noise"]), (a.square() * s.square() + b.square()).sqrt()
         return {"z": (a * s * image + b * noise) / sigma, "w": (b * image - a * s * noise) / sigma}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         if "w" not in v:
             return self.image.decode(v, scene, now)
         z, w, s = v["z"], v["w"], self.image.units(v["z"])
@@ -154,7 +156,7 @@ class SpectralPair:
         own = self.image.decode({"z": (a * s * z + b * w) / sigma}, scene, now)
         return {**own, "noise": pixels((b * z - a * s * w) / sigma)}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
 
@@ -207,7 +209,7 @@ def spectral_dm(
     images' worth of numbers; a network has far more weights, so that it can determine both. A start either arrives or
     is stuck: use waves. Where Knowledge grants the noise it is used, and not searched for.
 
-    waves, solved   search again, from twice as many starts each time, where no match is below `solved` (`Waves`)
+    waves, solved   where no match is below `solved`, search again from twice as many starts (`EscalatingRestarts`)
     """
     if t not in ("given", "analytic"):
         raise ValueError(f"t cannot be {t!r}: spectral-dm has the step 'given', or reads it: 'analytic'.")
@@ -219,7 +221,7 @@ def spectral_dm(
     # The size of the gradient says how large the residual is: the direction alone leaves that free.
     stage = _stage(space, Relative(whole=True) if free else Cosine(), steps, history)
     once = Composed("spectral-dm", (stage,), plan.fields(), restarts=restarts)
-    several = Waves(once, waves, solved)
+    several = EscalatingRestarts(once, waves, solved)
     return several if waves > 1 else once
 
 

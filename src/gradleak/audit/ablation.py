@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from gradleak.attack import require
 from gradleak.audit.cells import named_attacks
-from gradleak.observation import MissingKnowledge
-from gradleak.results import AuditResult
-from gradleak.results.summary import VOID, Summary
-from gradleak.results.verdict import strongest_of
+from gradleak.audit.result import AuditResult
+from gradleak.audit.summary import VOID, Summary
+from gradleak.audit.verdict import strongest_of
+from gradleak.scenario.observation import MissingKnowledge
 
 if TYPE_CHECKING:
-    from gradleak.audit import Audit, Progress
+    from gradleak.audit import Audit
+    from gradleak.core.listeners import Progress
 
 
 @dataclass(frozen=True)

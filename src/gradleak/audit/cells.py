@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradleak import registry
 from gradleak.attack import Attack
-from gradleak.defence import Chain, Defence, OnlyVisible, overrides
+from gradleak.core import registry
 from gradleak.federation import Federation
-from gradleak.observation import Knowledge
+from gradleak.scenario.defence import Chain, Defence, OnlyVisible, overrides
+from gradleak.scenario.observation import Knowledge
 
 Thing = TypeVar("Thing")
 

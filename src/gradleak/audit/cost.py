@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradleak.attack import Composed
-from gradleak.environment import about
-from gradleak.results.store import Folder
+from gradleak.audit.store import Folder
+from gradleak.core.durations import about
 
 if TYPE_CHECKING:
     from gradleak.audit import Audit

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from gradleak.attack import Progress, Reconstruction
+from gradleak.attack import Reconstruction
+from gradleak.attack.checks import Check, Checks, observation_checks
 from gradleak.audit.cells import Cell
+from gradleak.audit.labels import record
 from gradleak.audit.private import PrivateSide, Victims
-from gradleak.checks import Check, Checks, observation_checks
+from gradleak.audit.rows import ROW_VERSION
+from gradleak.audit.scoring import scores_of
+from gradleak.audit.store import Arrays
+from gradleak.core.files import Row, finite
+from gradleak.core.listeners import Share
 from gradleak.engine import Engine
-from gradleak.observation import Observation, Track, as_targets
-from gradleak.results.labels import record
-from gradleak.results.rows import ROW_VERSION, Row, finite
-from gradleak.results.scoring import scores_of
-from gradleak.results.store import Arrays
-from gradleak.task import Batch, Field, Task
+from gradleak.scenario.observation import Observation, Track, as_targets
+from gradleak.scenario.task import Batch, Field, Task
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
@@ -43,7 +45,7 @@ class Runner:
         """Train what the cell's clients start from, so that a copy of this runner need not."""
         self.side._snapshots(cell.federation, cell.defence, rounds)
 
-    def attempt(self, cell: Cell, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays | None]:
+    def attempt(self, cell: Cell, rounds: tuple[int, ...], share: Share) -> tuple[list[Row], Arrays | None]:
         """The rows and arrays of a cell, or the one row that says why there are none."""
         try:
             return self._run(cell, self._row(cell), rounds, share)
@@ -73,7 +75,7 @@ class Runner:
             "targets": self.side.count(cell.federation),
         }
 
-    def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Progress) -> tuple[list[Row], Arrays]:
+    def _run(self, cell: Cell, row: Row, rounds: tuple[int, ...], share: Share) -> tuple[list[Row], Arrays]:
         began = time.perf_counter()
         row = {**row, **self._labels(cell, rounds)}
         victims = self.side.victims(cell.federation, cell.defence, cell.round, rounds, cell.seed, cell.repeats)

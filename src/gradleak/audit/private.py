@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak import draws as randomness
-from gradleak import tree
-from gradleak.assignment import pairwise_mse
+from gradleak.audit.labels import Trained
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.assignment import pairwise_mse
+from gradleak.core.configuration import digest
+from gradleak.core.random import Draws
+from gradleak.core.tree import Tree
 from gradleak.data import Images, load
-from gradleak.defence import Defence
 from gradleak.diffusion import SharedDraws
-from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
-from gradleak.guarantee import Guarantee
-from gradleak.local import LocalTraining
 from gradleak.metrics import EXACT
-from gradleak.observation import Observation, Track, stack
-from gradleak.results.configuration import digest
-from gradleak.results.labels import Trained
-from gradleak.task import Batch, Task
-from gradleak.tree import Tree
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.observation import Observation, Track, stack
+from gradleak.scenario.task import Batch, Task
 
 SIGNAL = 8  # targets at most, of whose updates the size is measured
 GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200

@@ -16,10 +16,10 @@ import math
 import torch
 from torch import Tensor
 
-from gradleak import draws
-from gradleak.results.configuration import digest
-from gradleak.task import Batch, Field, Task, float32_products
-from gradleak.tree import Params
+from gradleak.core import random as draws
+from gradleak.core.configuration import digest
+from gradleak.core.tree import Params
+from gradleak.scenario.task import Batch, Field, Task, float32_products
 
 EXAMPLES = 2  # BatchNorm cannot train on one
 NOT_RUN = "not run"

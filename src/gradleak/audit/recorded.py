@@ -18,25 +18,26 @@ import torch
 from torch import Tensor
 
 from gradleak.adapters import fitted, read_npz
-from gradleak.analysis import ReplayError, replay_error, rounding_of
 from gradleak.attack import require
-from gradleak.audit import Audit, Silent
+from gradleak.attack.checks import observation_checks
+from gradleak.audit import Audit
 from gradleak.audit.cells import Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.private import AuditError, PrivateSide, Victims, examples_of
-from gradleak.checks import observation_checks
-from gradleak.defence import Defence
+from gradleak.core.configuration import digest
+from gradleak.core.folder import replace_whole
+from gradleak.core.listeners import Silent
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot, with_buffers
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.observation import BadObservation, Knowledge, Observation, stack
-from gradleak.results.configuration import digest
-from gradleak.results.resumable import replace_whole
-from gradleak.task import Batch, Task
+from gradleak.identify import ReplayError, replay_error, rounding_of
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.observation import BadObservation, Knowledge, Observation, stack
+from gradleak.scenario.task import Batch, Task
 
 if TYPE_CHECKING:
     from gradleak.attack import Attack, Reconstruction
-    from gradleak.audit import Progress
-    from gradleak.local import LocalTraining
+    from gradleak.core.listeners import Progress
+    from gradleak.scenario.client import LocalTraining
 
 SAME = 1e-4  # relative error of a replay that is rounding: of a client that computes in float32
 NEARLY = 0.1  # up to here noise or augmentation may be all that is not known
@@ -381,7 +382,7 @@ def blind(
     objective, match, labels, checks, certificate and, where the recipe is known, how well it reproduces the update on
     what was found. ATTACK/reconstruction.png shows it. Attacks that the folder holds already are not run again.
     """
-    from gradleak.report import reconstruction
+    from gradleak.attack import output as reconstruction
 
     home, shown = Path(out), progress or Silent()
     home.mkdir(parents=True, exist_ok=True)
@@ -417,8 +418,8 @@ def _findings(path: Path) -> list[dict[str, Any]]:
 def _finding(
     task: Task, attack: str, key: str, one: Recorded, found: Reconstruction, target: int, knows: Knowledge
 ) -> dict[str, Any]:
-    from gradleak.report.reconstruction import inferred
-    from gradleak.results.rows import finite
+    from gradleak.attack.output import inferred
+    from gradleak.core.files import finite
 
     restart = int(found.chosen[target])
     certificate = None if found.certificates is None else found.certificates[target].record()

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gradleak import __version__
 from gradleak.audit.cells import Cell, named_attacks, named_defences
 from gradleak.audit.private import AuditError
+from gradleak.core.configuration import described, digest, from_toml, to_toml
+from gradleak.core.registry import did_you_mean
 from gradleak.engine import Engine
 from gradleak.federation import Federation
 from gradleak.federation.checkpoints import recipe, text
-from gradleak.local import LocalTraining
-from gradleak.registry import did_you_mean
-from gradleak.results.configuration import described, digest, from_toml, to_toml
+from gradleak.scenario.client import LocalTraining
 
 if TYPE_CHECKING:
     from gradleak.audit import Audit

@@ -18,22 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.analysis.identifiability import Certificate, certify
-from gradleak.attack import Progress, Reconstruction, require
-from gradleak.auto.again import AGAIN, LOOKS, looked_again
-from gradleak.auto.case import Case
+from gradleak.attack import Reconstruction, require
+from gradleak.attack.checks import Check, Checks, checks_of
 from gradleak.auto.members import MEMBERS, POLISH, PRESETS, Member
 from gradleak.auto.polish import polished
 from gradleak.auto.residual import Residual, about, alike, residuals
+from gradleak.auto.second_look import AGAIN, LOOKS, looked_again
+from gradleak.auto.traits import Case
 from gradleak.auto.tuning import tuned
-from gradleak.checks import Check, Checks, checks_of
-from gradleak.defence import overrides
+from gradleak.core.listeners import Share
+from gradleak.core.registry import did_you_mean, named
 from gradleak.engine import Engine, EngineError, memory_of
-from gradleak.observation import Knowledge, MissingKnowledge, Seen, as_targets
+from gradleak.identify.certificates import Certificate, certify
 from gradleak.parts.fields import RuleDoesNotApply
-from gradleak.registry import did_you_mean, named
-from gradleak.scene import Needs
-from gradleak.task import Batch, Task, TaskError
+from gradleak.parts.protocols import Needs
+from gradleak.scenario.defence import overrides
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, as_targets
+from gradleak.scenario.task import Batch, Task, TaskError
 
 VERSION = "auto-2026.1"
 CERTIFIED = {"quick": 1024, "standard": 4096, "thorough": 12_288}  # unknowns up to which the answer is certified
@@ -132,7 +133,7 @@ class Auto:
         seed: int = 0,
         *,
         engine: Engine | None = None,
-        progress: Progress | None = None,
+        progress: Share | None = None,
     ) -> Ensemble:
         require(self, knows)
         began = time.perf_counter()
@@ -167,7 +168,7 @@ class _Search:
     case: Case
     seed: int
     began: float
-    progress: Progress | None
+    progress: Share | None
     best: dict[int, _Best] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
     curve: list[list[float]] = field(default_factory=list)  # residuals of the best so far, after every member that ran
@@ -296,7 +297,7 @@ class _Search:
         return self.tuned[member.name]
 
     def _run(
-        self, member: Member, settings: Mapping[str, Any], rows: list[int], case: Case, share: Progress
+        self, member: Member, settings: Mapping[str, Any], rows: list[int], case: Case, share: Share
     ) -> list[tuple[list[int], Reconstruction]]:
         """The reconstructions of these targets, in parts that share an order of the client's minibatches."""
         if member.attack != POLISH:
@@ -330,8 +331,8 @@ class _Search:
     def _floor(self, row: int) -> float:
         return self.best[row].residual.noise
 
-    def _share(self, place: int, places: int) -> Progress:
-        """Progress within one member; the clock is looked at on the way."""
+    def _share(self, place: int, places: int) -> Share:
+        """Share within one member; the clock is looked at on the way."""
 
         def told(share: float) -> None:
             if self._over:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradleak import registry
 from gradleak.attack import Attack
 from gradleak.attacks.second_order import MOST_DENSE
-from gradleak.auto.case import Case
+from gradleak.auto.traits import Case
+from gradleak.core import registry
 
 PRESETS = ("quick", "standard", "thorough")
 STEPS = ("steps", "fine_steps", "weight_steps")  # settings that count steps, in whatever attack

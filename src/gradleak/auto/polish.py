@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradleak.attack import Composed, Progress, Reconstruction, Stage
+from gradleak.attack import Composed, Reconstruction
 from gradleak.attacks.second_order import MOST_DENSE, SKETCH
-from gradleak.auto.case import Case
+from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
 from gradleak.auto.residual import Given, about, as_given, exactly
-from gradleak.local import Order
-from gradleak.parts.krylov import GaussNewtonKrylov
+from gradleak.auto.traits import Case
+from gradleak.core.listeners import Share
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.predictions import Replay
+from gradleak.parts.protocols import Match, Optimiser
 from gradleak.parts.spaces import Pixels
-from gradleak.scene import Match, Optimiser
-from gradleak.task import Batch
+from gradleak.parts.stage import Stage
+from gradleak.scenario.client import Order
+from gradleak.scenario.task import Batch
 
 VECTORS = 100  # products of a matrix-free step
 
@@ -27,7 +29,7 @@ def polished(
     order: Order | None,
     steps: int,
     seed: int,
-    progress: Progress | None = None,
+    progress: Share | None = None,
 ) -> Reconstruction:
     """Damped Gauss-Newton steps without any prior, from one batch for each of these targets; labels stay as they are.
 

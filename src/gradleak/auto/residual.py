@@ -20,19 +20,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, Stage
+from gradleak.attack import Composed
 from gradleak.attacks.analytic import Evaluate
-from gradleak.auto.case import Case
-from gradleak.draws import Draws
+from gradleak.auto.traits import Case
+from gradleak.core.random import Draws
 from gradleak.engine import Engine
-from gradleak.local import LocalTraining, Order
-from gradleak.observation import Knowledge
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import one_hot
+from gradleak.parts.protocols import Match
 from gradleak.parts.spaces import Pixels
-from gradleak.scene import Match, Scene
-from gradleak.task import Batch, Task
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining, Order
+from gradleak.scenario.observation import Knowledge
+from gradleak.scenario.task import Batch, Task
 
 WITHIN = 1.05  # times the noise: as good as the truth
 SOLVED = 3e-7  # a residual at the rounding of float32; what has arrived there has nothing left to explain
@@ -137,7 +139,7 @@ class Given:
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.left = iter(alike(batches))
 
-    def __call__(self, scene: Scene) -> Batch:
+    def __call__(self, scene: TargetView) -> Batch:
         like = next(iter(scene.weights.values()))
         return {
             name: value.to(like.device, like.dtype if value.is_floating_point() else None)
@@ -145,7 +147,7 @@ class Given:
         }
 
 
-def as_given(scene: Scene, draws: Draws, name: str) -> Tensor:
+def as_given(scene: TargetView, draws: Draws, name: str) -> Tensor:
     """A start: the field that was handed in."""
     return scene.fields[name]
 

@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak import assignment
-from gradleak.attack import Progress, Reconstruction, require
-from gradleak.auto.case import Case
+from gradleak.attack import Reconstruction, require
 from gradleak.auto.members import Member
-from gradleak.local import observe
-from gradleak.observation import MissingKnowledge, Observation
-from gradleak.task import Batch, Field
+from gradleak.auto.traits import Case
+from gradleak.core import assignment
+from gradleak.core.listeners import Share
+from gradleak.scenario.client import observe
+from gradleak.scenario.observation import MissingKnowledge, Observation
+from gradleak.scenario.task import Batch, Field
 
 
 def tuned(
-    case: Case, member: Member, preset: str, count: int, steps: int | None, seed: int, progress: Progress | None
+    case: Case, member: Member, preset: str, count: int, steps: int | None, seed: int, progress: Share | None
 ) -> dict[str, Any]:
     """Of all combinations of what the member may try, the one with the smallest error on the proxies."""
     grid = [dict(zip(member.tried, values, strict=True)) for values in product(*member.tried.values())]

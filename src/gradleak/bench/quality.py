@@ -15,7 +15,7 @@ from gradleak.bench.timing import now, synchronise
 from gradleak.bench.workloads import Workload, workload
 from gradleak.engine import Engine, moments_of
 from gradleak.metrics import psnr
-from gradleak.observation import Knowledge, Observation
+from gradleak.scenario.observation import Knowledge, Observation
 
 LEVELS = (20.0, 30.0)
 MOMENTS = 60

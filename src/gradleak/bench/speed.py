@@ -65,7 +65,7 @@ def engine(
             for row in _beside_one(workload(network), lanes, Engine(device, precision), seconds):
                 add(row)
     if out is not None:
-        from gradleak.environment import describe
+        from gradleak.core.environment import describe
 
         Path(out).write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
     return rows

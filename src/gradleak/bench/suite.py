@@ -16,9 +16,9 @@ from gradleak.bench.quality import chunks, quality
 from gradleak.bench.roofline import roofline
 from gradleak.bench.speed import LANES, Row, engine
 from gradleak.bench.workloads import NETWORKS
+from gradleak.core.environment import describe
+from gradleak.core.registry import did_you_mean
 from gradleak.engine import Engine
-from gradleak.environment import describe
-from gradleak.registry import did_you_mean
 
 
 @dataclass(frozen=True)

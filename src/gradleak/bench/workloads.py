@@ -13,16 +13,18 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from gradleak import draws, models, registry
+from gradleak import models
 from gradleak.attack import Composed
+from gradleak.core import random as draws
+from gradleak.core import registry
+from gradleak.core.registry import did_you_mean
 from gradleak.diffusion import denoising
 from gradleak.engine import Engine, Search, chunk_size, lanes_of
-from gradleak.local import LocalTraining, observe
 from gradleak.models import Shape
-from gradleak.observation import Knowledge, Observation
-from gradleak.registry import did_you_mean
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining, observe
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.task import Batch, Task
 
 CLASSES = 10
 Build: TypeAlias = Callable[[Shape], nn.Module]
@@ -57,13 +59,13 @@ class Workload:
         """Images of one target."""
         return self.seen[0].num_examples
 
-    def scenes(self, lanes: int, engine: Engine, first: int = 0) -> list[Scene]:
+    def scenes(self, lanes: int, engine: Engine, first: int = 0) -> list[TargetView]:
         """Lane i attacks target i, from the first again where there are more lanes than targets."""
         work = self.task.to(engine.where, engine.dtype)
         made = []
         for seen, knows in zip(self.seen, self.knows, strict=True):
             given = {name: value.to(engine.where) for name, value in knows.given.items()}
-            made.append(replace(Scene.of(work, seen, knows), fields=given))
+            made.append(replace(TargetView.of(work, seen, knows), fields=given))
         return [made[lane % len(made)] for lane in range(first, first + lanes)]
 
     def search(self, lanes: int, engine: Engine, first: int = 0) -> Search:

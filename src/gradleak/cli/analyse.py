@@ -56,7 +56,7 @@ def analyse(
     from gradleak.cli import loading
     from gradleak.cli.analysing import StudyRequest
     from gradleak.cli.progress import shown
-    from gradleak.study import Lanczos, estimate
+    from gradleak.curvature.study import Lanczos, estimate
 
     request = StudyRequest(
         reference=reference,

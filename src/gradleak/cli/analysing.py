@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradleak.audit import Progress
 from gradleak.audit.cells import defence_of
 from gradleak.cli.loading import LoadError, images, is_reference, kept_in, numbers, training_data
 from gradleak.cli.request import BUILTIN, task_of
 from gradleak.cli.training import BUILTIN_DATA
+from gradleak.core.listeners import Progress
+from gradleak.curvature.study import Information, Lanczos, Study, StudyResult
 from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
-from gradleak.study import Information, Lanczos, Study, StudyResult
 
 RHO, RELEASES = Information.rho, Information.releases  # where nothing was said
 

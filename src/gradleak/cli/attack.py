@@ -48,12 +48,12 @@ def attack(
     ),
 ) -> None:
     """Attack updates recorded anywhere. Needs no private data, so it tells how well it fitted, not how close it is."""
-    from gradleak import registry
-    from gradleak.checks import observation_checks
+    from gradleak.attack import output as reconstruction
+    from gradleak.attack.checks import observation_checks
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
-    from gradleak.observation import Track
-    from gradleak.report import reconstruction
+    from gradleak.core import registry
+    from gradleak.scenario.observation import Track
 
     loading.leave_room()
     seen = loading.observations(observations)

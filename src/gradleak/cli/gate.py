@@ -38,8 +38,8 @@ def gate(
 
     Exit code 0: what may be sent is at --out (or is FILE itself, where it is allowed as it is); 1: do not send.
     """
+    from gradleak.audit.gate import ALLOW, BLOCK, NOISE, Policy, check
     from gradleak.cli import loading
-    from gradleak.gate import ALLOW, BLOCK, NOISE, Policy, check
 
     loading.leave_room()
     rules = Policy() if policy is None else Policy.load(policy)

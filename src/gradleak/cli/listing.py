@@ -27,8 +27,8 @@ def list_methods(
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
 ) -> None:
     """What there is by name: its paper, whether its figures were checked, its settings."""
-    from gradleak import registry
     from gradleak.cli import loading
+    from gradleak.core import registry
 
     if not kind:
         for plural, singular in KINDS.items():
@@ -54,7 +54,7 @@ def list_methods(
 
 def registered(plural: str) -> str:
     """`attacks` -> the registry's word `attack`; the singular is understood too."""
-    from gradleak.registry import UnknownName, did_you_mean
+    from gradleak.core.registry import UnknownName, did_you_mean
 
     if plural in KINDS.values():
         return plural

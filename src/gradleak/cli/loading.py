@@ -27,17 +27,17 @@ import torch
 from gradleak import data
 from gradleak.audit.cells import defence_of
 from gradleak.cli import tasks  # noqa: F401 (registers them)
-from gradleak.defence import Defence, overrides
+from gradleak.core.folder import FolderInUse
+from gradleak.core.registry import BadSetting, UnknownName, did_you_mean, pieces
 from gradleak.engine import Engine
-from gradleak.guarantee import Exposure
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation
-from gradleak.registry import BadSetting, UnknownName, did_you_mean, pieces
-from gradleak.results.resumable import FolderInUse
-from gradleak.task import Batch, Task
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Defence, overrides
+from gradleak.scenario.guarantee import Exposure
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.task import Batch, Task
 
 if TYPE_CHECKING:
-    from gradleak.audit import Progress
+    from gradleak.core.listeners import Progress
 
 Kept = TypeVar("Kept")
 
@@ -186,7 +186,7 @@ def workers(address: str, gpus: float) -> Iterator[Any]:
             raise LoadError("--ray-gpus says what a cell gets of a Ray cluster: give --ray auto or an address too.")
         yield None
         return
-    from gradleak.distributed import RayWorkers
+    from gradleak.ray import RayWorkers
 
     with RayWorkers(address, gpus=gpus) as cluster:
         yield cluster

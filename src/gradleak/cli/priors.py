@@ -75,13 +75,14 @@ def train(
     Keep apart what you attack: --rows, --hold-out and --exclude say what it must not see, and the file remembers every
     image that it saw (gradleak prior check).
     """
-    from gradleak import registry
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
-    from gradleak.generators import Card, recipes  # noqa: F401 (registers them)
-    from gradleak.generators.splits import Split
-    from gradleak.generators.training import PriorTraining, TrainedPrior
-    from gradleak.generators.training import train as trained
+    from gradleak.core import registry
+    from gradleak.generators import Card
+    from gradleak.priors import recipes  # noqa: F401 (registers them)
+    from gradleak.priors.splits import Split
+    from gradleak.priors.training import PriorTraining, TrainedPrior
+    from gradleak.priors.training import train as trained
 
     where = loading.engine(device, "strict").where
     training = PriorTraining(
@@ -157,7 +158,7 @@ def show(
     if samples is not None:
         import torch
 
-        from gradleak.report.pictures import png, sheet
+        from gradleak.core.pictures import png, sheet
 
         z = torch.randn(96, network.latent, generator=torch.Generator().manual_seed(seed))
         y = None if network.classes is None else torch.arange(96) % network.classes
@@ -181,7 +182,7 @@ def check(
 
     from gradleak.cli.loading import numbers
     from gradleak.generators import read
-    from gradleak.generators.splits import Split
+    from gradleak.priors.splits import Split
 
     network, card = read(file)
     z = torch.randn(2, network.latent, generator=torch.Generator().manual_seed(0))

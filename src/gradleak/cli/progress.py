@@ -15,22 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
+from gradleak.core.durations import duration
+
 if TYPE_CHECKING:
-    from gradleak.audit import Progress
+    from gradleak.core.listeners import Progress
 
 SPEAK_EVERY = 30.0  # seconds between two plain lines of one long cell: enough to see life, not enough to fill a log
-
-
-def duration(seconds: float) -> str:
-    """Seconds as people say them: 0.4 s, 12 s, 3 min 20 s, 2 h 05 min."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 BLOCKS, LETTERS = "▁▂▃▄▅▆▇█", "_.-=+*%#"  # the second where a stream cannot write the first
@@ -211,7 +201,7 @@ def shown(lines: bool = False) -> Iterator[Progress]:
 
     `lines`: plain lines, wherever it is.
     """
-    from gradleak.watching import listening
+    from gradleak.core.listeners import listening
 
     stream = sys.stderr
     if lines or plain(stream):

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradleak.audit import Progress, default_attacks
+from gradleak.audit import default_attacks
 from gradleak.audit.cells import defence_of
 from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replays, told
 from gradleak.cli.loading import LoadError, counted, images, kept_in, task
+from gradleak.core.listeners import Progress
 from gradleak.engine import Engine
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.observation import Knowledge
 
 if TYPE_CHECKING:
-    from gradleak.task import Task
+    from gradleak.scenario.task import Task
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def counted(calls: Sequence[object]) -> str:
 
 
 def _named(paper: str) -> Paper:
-    from gradleak.registry import UnknownName, did_you_mean
+    from gradleak.core.registry import UnknownName, did_you_mean
 
     if paper not in PAPERS:
         raise UnknownName(f"Unknown paper {paper!r}.{did_you_mean(paper, PAPERS)}")

@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 
-from gradleak import audit, generators, registry
+from gradleak import audit, generators
 from gradleak.attack import Attack, Composed
-from gradleak.audit import FINAL, Audit, Progress, Workers, final_network
+from gradleak.audit import FINAL, Audit, Workers, final_network
 from gradleak.audit.cells import named_attacks
 from gradleak.audit.cost import shortened
+from gradleak.audit.result import AuditResult
 from gradleak.audit.runfile import federation_of
 from gradleak.cli.loading import LoadError, a_task, images, is_reference, kept_in, named_object, sentence, training_data
 from gradleak.cli.tasks import is_task
+from gradleak.core import registry
+from gradleak.core.configuration import from_toml
+from gradleak.core.listeners import Progress
 from gradleak.data import Images
 from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
-from gradleak.local import LocalTraining
-from gradleak.results import AuditResult
-from gradleak.results.configuration import from_toml
-from gradleak.task import Task
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.task import Task
 
 BUILTIN = "builtin"  # the task of the audit that runs without any argument, as run.toml names it
 BUILTIN_MODEL = "lenet-zhu"

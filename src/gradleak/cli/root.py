@@ -81,8 +81,8 @@ def tidied(command: Any) -> Any:
 
 def _expected(problem: Exception) -> bool:
     """Errors of what was given. The rest are ours: they keep their traceback."""
+    from gradleak.core.registry import BadSetting, UnknownName
     from gradleak.engine import EngineError
-    from gradleak.registry import BadSetting, UnknownName
 
     return isinstance(problem, (ValueError, OSError, UnknownName, BadSetting, EngineError, ModuleNotFoundError))
 

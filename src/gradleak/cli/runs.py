@@ -33,8 +33,8 @@ def report(
     ] = None,
 ) -> None:
     """Write a run's report again. Runs no attack."""
-    from gradleak.results import AuditResult
-    from gradleak.study import StudyResult
+    from gradleak.audit.result import AuditResult
+    from gradleak.curvature.study import StudyResult
 
     measured = None if study is None else StudyResult.load(study)
     typer.echo(AuditResult.load(run).report(out or run / "report.html", measured))
@@ -50,7 +50,7 @@ def compare(
     ] = FailOn.nothing,
 ) -> None:
     """What changed from one run to another, line by line: changed words first, differences with their intervals."""
-    from gradleak.results import AuditResult
+    from gradleak.audit.result import AuditResult
 
     found = AuditResult.load(first).compare(AuditResult.load(second))
     typer.echo(found.table(format.value))

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from gradleak import models, registry
+from gradleak import models
+from gradleak.core import registry
+from gradleak.core.registry import named
 from gradleak.data import Images
 from gradleak.diffusion import Schedule, denoising
-from gradleak.local import LocalTraining
-from gradleak.registry import named
-from gradleak.rules import SGD, Adam, Rule
-from gradleak.task import Task
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.rules import SGD, Adam, Rule
+from gradleak.scenario.task import Task
 
 RULES: dict[str, Rule] = {"sgd": SGD(), "adam": Adam()}
 

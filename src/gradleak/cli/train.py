@@ -83,11 +83,11 @@ def train(
 
     Without any argument: LeNet on real handwritten digits, 20 rounds, on a CPU in less than a minute.
     """
-    from gradleak import registry
     from gradleak.cli import loading
     from gradleak.cli.progress import shown
     from gradleak.cli.tasks import usual
     from gradleak.cli.training import TrainingRequest
+    from gradleak.core import registry
     from gradleak.federation import Everyone, Federation, Fixed, Poisson
 
     if task and reference:

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradleak.audit import Progress
 from gradleak.audit.cells import defence_of
 from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.cli.loading import LoadError, is_reference, kept_in, training_data
 from gradleak.cli.request import BUILTIN, task_of
-from gradleak.defence import Defence
+from gradleak.core.listeners import Progress
 from gradleak.diffusion import Denoising, SharedDraws
 from gradleak.engine import Engine
 from gradleak.federation import ExcludedClient, Federation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.samples import Samples
 from gradleak.federation.training import Estimate, Trained, demand_rounds, estimate, train
-from gradleak.task import Task
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.task import Task
 
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
 HOLDOUT = 0.1  # of the data, for the test accuracy, where no test data are named

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradleak.core.registry import UnknownName, did_you_mean
 from gradleak.data.fetch import DataError, cache_folder, get
 from gradleak.data.leaf import Writers, enhanced, is_leaf, open_leaf, pseudo_writers, writers
 from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
-from gradleak.registry import UnknownName, did_you_mean
 
 __all__ = [
     "SOURCES",

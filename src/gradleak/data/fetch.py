@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 from numpy.typing import NDArray
 
-from gradleak.registry import UnknownName, did_you_mean
+from gradleak.core.registry import UnknownName, did_you_mean
 
 Arrays = dict[str, NDArray[Any]]
 Progress = Callable[[int, int], None]

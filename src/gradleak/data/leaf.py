@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from gradleak.data.fetch import DataError, cache_folder
 from gradleak.data.sources import SOURCES, Array, Pool, Source, open_npz
-from gradleak.registry import named
 
 if TYPE_CHECKING:
     from gradleak.data import Images
@@ -302,26 +301,6 @@ def enhanced(source: Writers, examples: int = 50, *, writers: int = 5, seed: int
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
-
-
-@named("in_order", kind="partition", status="")
-@dataclass(frozen=True)
-class InOrder:
-    """Consecutive blocks of equal size: client i holds what writer i wrote, of `Writers.first(N).images`."""
-
-    name: ClassVar[str] = "in_order"
-
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
-        from gradleak.federation.partition import FederationError
-
-        if count % clients:
-            raise FederationError(
-                f"in_order gives every client the same number of consecutive examples, and {clients} clients do not "
-                f"divide {count}: as many clients as writers, and `Writers.first(N).images` as data."
-            )
-        return list(torch.arange(count).split(count // clients))
 
 
 def _femnist() -> Path | None:

@@ -10,8 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from gradleak import registry
-from gradleak.defence import Defence
+from gradleak.core import registry
 from gradleak.defences.agp import AGP as AGP
 from gradleak.defences.clipping import Clipping as Clipping
 from gradleak.defences.dp_fedavg import DPFedAvg as DPFedAvg
@@ -34,6 +33,7 @@ from gradleak.defences.soteria import Soteria as Soteria
 from gradleak.defences.tip import TIP as TIP
 from gradleak.defences.tip_dp_baseline import TIPBaseline as TIPBaseline
 from gradleak.defences.withholding import Withholding as Withholding
+from gradleak.scenario.defence import Defence
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

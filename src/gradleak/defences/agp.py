@@ -10,15 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradleak import gradcam, tree
-from gradleak.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.defences import gradcam
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import own_draws
-from gradleak.guarantee import Exposure, Guarantee, heuristic
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, heuristic
+from gradleak.scenario.task import Batch, Task, TaskError
 
 PAPER = "Li et al., Balancing Privacy Protection and Interpretability in Federated Learning, arXiv:2302.08044; TMC 2024"
 DOUBT = 1e-3  # the chance that a noised channel is taken for an exact one
@@ -105,10 +106,10 @@ class AGP(Defence):
             noisy[name] = value - self.sigma * mask[name] * noise  # the weights are the start minus the update
         return replace(upload, payload={**upload.payload, "update": noisy})
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return Noiseless(replace(self, sigma=0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         if not self.sigma:
             return tree.zeros_like(scene.update)
         names = self.targets(scene.task)

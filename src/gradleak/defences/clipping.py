@@ -12,14 +12,14 @@ from torch.func import vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from gradleak import tree
-from gradleak.defence import Client, Compute, Defence, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.noise import at_least
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Compute, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task, TaskError
 
 PAPER = "clipping alone, as papers on leakage use it; of Abadi et al., Deep Learning with Differential Privacy, 2016"
 TOUCHES = 1e-3
@@ -102,14 +102,14 @@ class Clipping(Defence):
             return upload
         return upload.map(lambda u: tree.map(lambda x, n: x * factor(n, self.norm), u, _NORMS[self.per](u)))
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         if self.per == "example":
             return self
         norms = _NORMS[self.per]
         observed = norms(scene.update)
         return Normalised(norms, observed, tree.map(lambda n: n >= (1 - TOUCHES) * self.norm, observed))
 
-    def replayed(self, scene: Scene, task: Task) -> Defence:
+    def replayed(self, scene: TargetView, task: Task) -> Defence:
         return self
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

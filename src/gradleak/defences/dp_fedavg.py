@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gradleak import accounting, tree
-from gradleak.defence import Client, Defence, Noiseless, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import Clipping, clip
 from gradleak.defences.noise import at_least, full_variance, noised, only_update, own_draws, server_draws
-from gradleak.guarantee import Exposure, Guarantee, accounted, rounded_up
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario import accounting
+from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted, rounded_up
+from gradleak.scenario.task import Task
 
 PAPER = "McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018"
 
@@ -82,15 +83,15 @@ class DPFedAvg(Defence):
             total = noised(total, self.noise_multiplier * self.clip, server_draws(server, self.name))
         return tree.scale(total, 1 / (server["participation"] * server["clients"]))
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         if self.std == 0:
             return Clipping(self.clip).assumed(scene, task)
         return Noiseless(replace(self, noise_multiplier=0.0), self)
 
-    def replayed(self, scene: Scene, task: Task) -> Defence:
+    def replayed(self, scene: TargetView, task: Task) -> Defence:
         return Clipping(self.clip) if self.std == 0 else self.assumed(scene, task)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return full_variance(scene, self.std**2)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

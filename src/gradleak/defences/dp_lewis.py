@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradleak import draws as randomness
-from gradleak import tree
-from gradleak.defence import Client, Compute, Defence, Noiseless
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import at_least, noised, own_draws, variance_of_steps
 from gradleak.defences.secadam import PAPER, SecAdam, WithoutNoise, all_may_be_noise
-from gradleak.draws import Draws
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.local import LocalTraining
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Client, Compute, Defence, Noiseless
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task
 
 
 def _clipped_and_noised(
@@ -69,10 +69,10 @@ class DPFedAvgLewis(Defence):
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         return _clipped_and_noised(compute, weights, batch, client, self)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return self if self.fixed_noise or not self.noise else Noiseless(replace(self, noise=0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         """That of `noise` in the gradient of every local step: see `variance_of_steps`."""
         if self.fixed_noise:
             return tree.zeros_like(scene.update)
@@ -102,10 +102,10 @@ class DPSecAdam(SecAdam):
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         return _clipped_and_noised(compute, weights, batch, client, self)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return self if self.fixed_noise or not self.noise else WithoutNoise(replace(self, noise=0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         """Gradients smaller than the noise have lost their sign, and a ratio does not show which these are."""
         quiet = self.fixed_noise or not self.noise
         return tree.zeros_like(scene.update) if quiet else all_may_be_noise(scene.update)

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradleak.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.clipping import clipped_mean
 from gradleak.defences.noise import at_least, noised, only_update, own_draws, variance_of_steps
-from gradleak.guarantee import Exposure, Guarantee, accounted
-from gradleak.local import LocalTraining
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
+from gradleak.scenario.task import Batch, Task
 
 PAPER = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
 
@@ -50,10 +50,10 @@ class DPSGD(Defence):
     def upload(self, upload: Upload, client: Client) -> Upload:
         return only_update(upload, self.name)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return Noiseless(replace(self, noise_multiplier=0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         """That of noise z C / B_k in step k: see `variance_of_steps`."""
         training = scene.knows.training or LocalTraining(lr=1.0)
         sizes = [_examples(rows, scene.num_examples) for rows in training.order(scene.num_examples)]

@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.fedsam import FedSAM, ascent
 from gradleak.defences.noise import at_least
-from gradleak.registry import named
-from gradleak.tree import Params
 
 PAPER = (
     "Caldarola, Caputo, Ciccone, Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022; "

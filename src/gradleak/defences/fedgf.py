@@ -9,14 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.fedsam import FedSAM
 from gradleak.defences.noise import at_least
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.task import Task
 
 PAPER = "Lee and Yoon, Rethinking the Flat Minima Searching in Federated Learning, ICML 2024"
 PERTURBED, MIXING = "fedgf_perturbed", "fedgf_mixing"  # what the server broadcasts beside the weights
@@ -113,7 +113,7 @@ class FedGF(FedSAM):
 
     # --- the attacker -----------------------------------------------------------------------------------------------
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         if PERTURBED not in scene.extras:
             raise ValueError(
                 "FedGF's clients were sent a perturbed model, and this observation does not hold it: record it with "

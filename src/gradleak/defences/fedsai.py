@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradleak import draws as randomness
-from gradleak import tree
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.fedsam import FedSAM
 from gradleak.defences.noise import at_least
-from gradleak.local import ClientState, LocalTraining
-from gradleak.registry import named
-from gradleak.rules import SGD
-from gradleak.task import Batch, Classifier, Field, Supervised, Task, TaskError
-from gradleak.tree import Params, Tree
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import Batch, Classifier, Field, Supervised, Task, TaskError
 
 PAPER = (
     "Sharpness-aware initialisation (SAI): Wang, Zhu, Zhou, Zhang, Wang, Tang, USENIX Security 2025, there for "

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Client, Compute, Defence
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.noise import at_least
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.task import Batch, Task
-from gradleak.tree import Params
+from gradleak.scenario.defence import Client, Compute, Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task
 
 PAPER = (
     "Qu et al., Generalized Federated Learning via Sharpness Aware Minimization, ICML 2022; "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradleak.defence import Client, Defence, Noiseless, Upload
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import at_least, full_variance, noised, only_update, own_draws
-from gradleak.guarantee import Exposure, Guarantee, accounted, heuristic
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted, heuristic
+from gradleak.scenario.task import Task
 
 PAPER = (
     "Dwork and Roth, The Algorithmic Foundations of Differential Privacy, 2014: the Gaussian mechanism, used locally"
@@ -63,11 +63,11 @@ class LocalGaussian(Defence):
         trees = enumerate(upload.payload.items())
         return replace(upload, payload={k: noised(update, self.std, draws.child(n)) for n, (k, update) in trees})
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         quiet = replace(self, sigma=0.0) if self.sigma is not None else replace(self, noise_multiplier=0.0)
         return Noiseless(quiet, self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return full_variance(scene, self.std**2)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

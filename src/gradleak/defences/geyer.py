@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gradleak import tree
-from gradleak.defence import Defence, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import at_least, noised, server_draws
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.tree import Params, Tree
+from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
 
 PAPER = "Geyer, Klein, Nabi, Differentially Private Federated Learning: A Client Level Perspective, 2017"
 

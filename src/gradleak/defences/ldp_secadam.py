@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import at_least, noised, own_draws
 from gradleak.defences.secadam import SecAdam, WithoutNoise, all_may_be_noise, sole_update
-from gradleak.guarantee import Exposure, Guarantee, accounted
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
+from gradleak.scenario.task import Task
 
 
 @named("ldp-secadam", kind="defence", paper="ours; Dwork and Roth 2014 (the Gaussian mechanism) before SecAdam")
@@ -52,10 +52,10 @@ class LocalDPSecAdam(SecAdam):
             update = noised(update, self.noise_multiplier * self.clip, own_draws(client, self.name))
         return replace(upload, payload={"update": update})
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return WithoutNoise(replace(self, noise_multiplier=0.0), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return all_may_be_noise(scene.update) if self.noise_multiplier else tree.zeros_like(scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.defence import Client, Compute, Defence
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.noise import own_draws
-from gradleak.draws import Draws
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Compute, Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task
 
 PAPER = "Zhang, Cisse, Dauphin, Lopez-Paz, mixup: Beyond Empirical Risk Minimization, ICLR 2018"
 PROPOSALS = 32  # a gamma variate of shape >= 1 accepts 95 % of them: none is taken once in 1e41 draws
@@ -57,7 +57,7 @@ class MixUp(Defence):
             mixed[name] = share.to(value) * value + (1 - share).to(value) * value.index_select(0, partner)
         return mixed
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return Defence()
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import torch
 
-from gradleak import tree
-from gradleak.defence import Client, Upload
-from gradleak.draws import Draws
-from gradleak.local import LocalTraining
-from gradleak.rules import SGD
-from gradleak.scene import Scene
-from gradleak.tree import Params, Tree
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Client, Upload
+from gradleak.scenario.rules import SGD
 
 Number = TypeVar("Number", int, float)
 
@@ -60,12 +60,12 @@ def only_update(upload: Upload, name: str) -> Upload:
     return replace(upload, buffers=None)
 
 
-def full_variance(scene: Scene, variance: float) -> Params:
+def full_variance(scene: TargetView, variance: float) -> Params:
     """The same variance in every coordinate."""
     return {name: torch.full_like(value, variance) for name, value in scene.update.items()}
 
 
-def variance_of_steps(scene: Scene, deviations: Sequence[float]) -> Params:
+def variance_of_steps(scene: TargetView, deviations: Sequence[float]) -> Params:
     """What noise on the gradients of the local steps leaves in the update: sum_k (c_k s_k)^2 in every coordinate.
 
     `deviations`: s_k, of the gradient of step k. c_k is what the client's rule makes of one unit of gradient at step k

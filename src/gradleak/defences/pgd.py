@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from gradleak import tree
-from gradleak.defence import Client, Compute, Defence
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Compute, Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task, TaskError
 
 PAPER = (
     "Madry et al., Towards Deep Learning Models Resistant to Adversarial Attacks, ICLR 2018; as in Lewis et al. 2024"
@@ -74,7 +74,7 @@ class PGD(Defence):
             moved = torch.minimum(torch.maximum(moved + step * unit * rise(moved).sign(), least), most)
         return {**batch, "x": moved}
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Unrolled(self, scene.limits["x"], scene.buffers) if "x" in scene.limits else self
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

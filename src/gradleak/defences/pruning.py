@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params, Tree
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Task
 
 
 @named("pruning", kind="defence", paper="Aji and Heafield, Sparse Communication for Distributed Gradient Descent, 2017")
@@ -55,16 +55,16 @@ class Pruning(Defence):
             return {}
         return {"unsent": tree.subtract(self._whole(before, client), after.payload["update"])}
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         if self.keep == 1 and not self.residual:
             return Defence()
         sent = tree.map(lambda u: u != 0, scene.update)
         return _Frozen(sent, None if self.residual else self._each(_least, scene.update))
 
-    def replayed(self, scene: Scene, task: Task) -> Defence:
+    def replayed(self, scene: TargetView, task: Task) -> Defence:
         return self
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
@@ -100,7 +100,7 @@ class _Frozen(Defence):
         pruned = tree.map(torch.where, self.sent, update, beyond)
         return replace(upload, payload={**upload.payload, "update": pruned})
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         if self.least is not None:
             return tree.zeros_like(scene.update)
         return tree.map(lambda sent, u: torch.where(sent, 0.0, torch.inf).to(u), self.sent, scene.update)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.task import Task
 
 
 @named("random-mask", kind="defence", paper="Konecny et al., Strategies for Improving Communication Efficiency, 2016")
@@ -41,10 +41,10 @@ class RandomMask(Defence):
     def _masked(self, update: Params, sent: Params) -> Params:
         return tree.map(lambda u, there: torch.where(there, u / self.keep, 0.0), update, sent)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Sent(self.keep, tree.map(lambda u: u != 0, scene.update))
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
 
 

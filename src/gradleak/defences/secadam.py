@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Noiseless, Upload
+from gradleak.core import registry, tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.noise import at_least
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.tree import Params, Tree
+from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
 
 PAPER = "Lewis, Varadharajan, Noman, SecAdam, ICDCS 2024"
 FIRST, SECOND = "first", "second"  # what an upload holds instead of an update
@@ -132,9 +132,7 @@ class SecAdam(Defence):
     def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
         if self.masks == "cancelled":
             return self.reveal(uploads, sizes)
-        from gradleak.secure import reveal
-
-        seen = reveal.in_ring(reveal.weighted(uploads, sizes), round=int(server.get("round", 0)))
+        seen = registry.entry("aggregation", "ring").make(uploads, sizes, round=int(server.get("round", 0)))
         like = uploads[0].payload[FIRST]
         return tree.map(lambda ratio, m: self.rate * ratio.to(m), seen.ratio(2), like)
 

@@ -9,15 +9,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
+from gradleak.core import registry, tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.defences.noise import at_least, own_draws
 from gradleak.defences.secadam import FIRST, HIDDEN, PAPER, SECOND, means, soft_ratio, sole_update
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Task
 
 
 @named("seclion", kind="defence", paper=PAPER)
@@ -105,12 +105,8 @@ class SecLion(Defence):
         first, second = means(uploads, sizes)
         ratio = tree.map(torch.div, first, second)
         if self.masks == "ring":
-            from gradleak.secure import reveal
-
-            largest = self.high * max(reveal.shares(sizes))  # what a client with many examples may put in
-            seen = reveal.in_ring(
-                reveal.weighted(uploads, sizes), powers=(1, 1), largest=largest, round=int(server.get("round", 0))
-            )
+            sums = registry.entry("aggregation", "ring").make
+            seen = sums(uploads, sizes, round=int(server.get("round", 0)), powers=(1, 1), largest=self.high)
             ratio = tree.map(lambda found, c: found.to(c), seen.ratio(1), first)
         if not self.weight_decay:
             return tree.scale(tree.map(torch.sign, ratio), self.rate)
@@ -123,10 +119,10 @@ class SecLion(Defence):
 
     # --- the attacker -----------------------------------------------------------------------------------------------
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Expected(**vars(self))
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         """Of "ratio", one client: c / e is off by about the relative deviation of e. Signs are exact."""
         if self.sees == "signs":
             return tree.zeros_like(scene.update)
@@ -145,7 +141,7 @@ class _Expected(SecLion):
     def _denominators(self, update: Params, client: Client) -> Params:
         return tree.map(lambda u: torch.full_like(u, (self.low + self.high) / 2), update)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return self
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from gradleak import tree
-from gradleak.defence import Client, Defence, Upload
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task, TaskError
 
 CHUNK = 64  # features whose derivatives are held at once, each as large as the batch
 
@@ -84,13 +84,13 @@ class Soteria(Defence):
         slope = vmap(slopes, chunk_size=CHUNK)(units)  # (features, examples)
         return (slope.T / (features.abs() + self.offset)).nan_to_num(0.0, posinf=torch.inf).sum(0)
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Frozen(_columns(scene))
 
-    def replayed(self, scene: Scene, task: Task) -> Defence:
+    def replayed(self, scene: TargetView, task: Task) -> Defence:
         return self
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         variance, name = tree.zeros_like(scene.update), scene.task.classifier.weight
         dropped = torch.where(_columns(scene), 0.0, torch.inf).to(variance[name])
         return {**variance, name: dropped.expand_as(variance[name])}
@@ -107,7 +107,7 @@ class _Frozen(Defence):
         return _cut(upload, client.task, self.kept)
 
 
-def _columns(scene: Scene) -> Tensor:
+def _columns(scene: TargetView) -> Tensor:
     """Which columns of the classifier's weight update were not cut, (features,)."""
     return (scene.update[scene.task.classifier.weight] != 0).any(0)
 

@@ -10,14 +10,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradleak import gradcam, tree
-from gradleak.defence import Client, Defence, Upload
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.defences import gradcam
 from gradleak.defences.noise import own_draws
-from gradleak.guarantee import Exposure, Guarantee, heuristic
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, heuristic
+from gradleak.scenario.task import Task
 
 PAPER = "Wang and Su, TIP: Resisting Gradient Inversion via Targeted Interpretable Perturbation, arXiv:2602.11633, 2026"
 
@@ -147,14 +148,14 @@ class TIP(Defence):
             update[name] = kernels - gradcam.along_channels(noised, kernels) * noise
         return replace(upload, payload={**upload.payload, "update": update})
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Exact(self, self._noised(scene)) if self.beta else self
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         noised = self._noised(scene) if self.beta else {}
         return tree.zeros_like(scene.update) | tree.map(lambda n: torch.where(n > 0, torch.inf, 0.0).to(n), noised)
 
-    def reconsidered(self, scene: Scene, predicted: Params) -> Defence:
+    def reconsidered(self, scene: TargetView, predicted: Params) -> Defence:
         if not self.beta:
             return self
         left = replace(scene, update=tree.subtract(scene.update, predicted))
@@ -172,7 +173,7 @@ class TIP(Defence):
     def _filtered(self, kernels: Tensor) -> Tensor:
         return filtered(kernels, self.radius, self.center)
 
-    def _noised(self, scene: Scene) -> Params:
+    def _noised(self, scene: TargetView) -> Params:
         """1 at the kernels whose observed update shows noise, else 0; of every convolution."""
 
         def found(update: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class _Reconsidered(TIP):
 
     noised: Params = field(default_factory=dict)
 
-    def _noised(self, scene: Scene) -> Params:
+    def _noised(self, scene: TargetView) -> Params:
         return {name: mask.to(scene.update[name]) for name, mask in self.noised.items()}
 
 
@@ -202,7 +203,7 @@ class _Exact(Defence):
     rule: TIP
     noised: Params
 
-    def visible(self, update: Params, scene: Scene) -> Params:
+    def visible(self, update: Params, scene: TargetView) -> Params:
         return {
             name: u - self.noised[name] * self.rule._filtered(u) if name in self.noised else u
             for name, u in update.items()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from gradleak.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import at_least, full_variance, noised, own_draws
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Batch, Task
 
 PAPER = "baseline in Wang and Su, TIP: Resisting Gradient Inversion via Targeted Interpretable Perturbation, 2026"
 
@@ -61,10 +61,10 @@ class TIPBaseline(Defence):
         draws = own_draws(client, self.name)
         return upload.map(lambda update: noised(update, -self.sigma, draws))
 
-    def assumed(self, scene: Scene, task: Task) -> Defence:
+    def assumed(self, scene: TargetView, task: Task) -> Defence:
         return Noiseless(replace(self, epsilon=math.inf), self)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         return full_variance(scene, self.sigma**2)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradleak.defence import Client, Defence, Upload
-from gradleak.guarantee import Exposure, Guarantee
-from gradleak.registry import named
-from gradleak.scene import Scene
-from gradleak.task import Task, TaskError
-from gradleak.tree import Params
+from gradleak.core.registry import named
+from gradleak.core.tree import Params
+from gradleak.parts.view import TargetView
+from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.task import Task, TaskError
 
 
 @named("withholding", kind="defence", paper="gradleak's own, after Huang et al., ARES 2025")
@@ -32,7 +32,7 @@ class Withholding(Defence):
         kept = lambda update: {n: torch.zeros_like(u) if n in held else u for n, u in update.items()}  # noqa: E731
         return upload.map(kept)
 
-    def noise_variance(self, scene: Scene) -> Params:
+    def noise_variance(self, scene: TargetView) -> Params:
         held = self.withheld(scene.task)
         return {n: torch.full_like(u, torch.inf if n in held else 0.0) for n, u in scene.update.items()}
 

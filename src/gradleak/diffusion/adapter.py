@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradleak.diffusion.schedule import Schedule
 from gradleak.models.unets import Steps
-from gradleak.task import TaskError
+from gradleak.scenario.task import TaskError
 
 
 class FromDiffusers(nn.Module):

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gradleak.core.random import Draws
 from gradleak.diffusion.schedule import Schedule
-from gradleak.draws import Draws
-from gradleak.task import Batch, Field, Task, TaskError
+from gradleak.scenario.task import Batch, Field, Task, TaskError
 
 TARGETS = ("eps", "v")
 REDUCTIONS = ("mean", "sum")

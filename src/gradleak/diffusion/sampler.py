@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradleak.core.recompute import recomputed
 from gradleak.diffusion.objective import TARGETS
 from gradleak.diffusion.schedule import Schedule
-from gradleak.recompute import recomputed
 
 
 def ddim(

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from gradleak.registry import did_you_mean
+from gradleak.core.registry import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradleak import draws as randomness
-from gradleak import tree
-from gradleak.defence import Defence
-from gradleak.draws import Draws
-from gradleak.local import SHARED, drawing
-from gradleak.observation import BadObservation, Observation
-from gradleak.task import Batch, Task
-from gradleak.tree import Params, Tree
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
+from gradleak.scenario.client import SHARED, drawing
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.observation import BadObservation, Observation
+from gradleak.scenario.task import Batch, Task
 
 
 @dataclass(frozen=True)

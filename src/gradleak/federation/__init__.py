@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradleak import draws as randomness
-from gradleak import registry, tree
-from gradleak.defence import Defence
+from gradleak.core import random as randomness
+from gradleak.core import registry, tree
+from gradleak.core.tree import Params, Tree
 from gradleak.federation.participation import Everyone, Fixed, Participation, Poisson
 from gradleak.federation.partition import (
     IID,
@@ -33,11 +33,11 @@ from gradleak.federation.partition import (
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State, moved
 from gradleak.federation.swa import EMA, SWA, Averaging
 from gradleak.federation.uploads import Accepted, DroppedOut, ExcludedClient, accepted
-from gradleak.guarantee import Exposure
-from gradleak.local import LocalTraining, observe
-from gradleak.observation import Observation
-from gradleak.task import Batch, Task
-from gradleak.tree import Params, Tree
+from gradleak.scenario.client import LocalTraining, observe
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.guarantee import Exposure
+from gradleak.scenario.observation import Observation
+from gradleak.scenario.task import Batch, Task
 
 if TYPE_CHECKING:
     from gradleak.engine import Engine

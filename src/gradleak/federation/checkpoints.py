@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
+from gradleak.core.configuration import digest, from_toml
+from gradleak.core.folder import ResumableFolder, load_state, save_state, whole_lines
+from gradleak.core.tree import Tree
 from gradleak.federation.clients import flat, unflat
 from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Snapshot, State
-from gradleak.local import LocalTraining
-from gradleak.results.configuration import digest, from_toml
-from gradleak.results.resumable import ResumableFolder, load_state, save_state, whole_lines
-from gradleak.tree import Tree
+from gradleak.scenario.client import LocalTraining
 
 VERSION = 1
 

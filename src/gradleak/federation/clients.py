@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradleak import tree
-from gradleak.convolution import IN_TURN
-from gradleak.defence import Defence, Upload
+from gradleak.core import tree
+from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine, EngineError, activations, memory_of
+from gradleak.engine.convolution import IN_TURN
 from gradleak.federation.graphs import Graphs
 from gradleak.federation.uploads import DroppedOut
-from gradleak.local import ClientState, LocalTraining, Order
-from gradleak.task import Batch, Task
-from gradleak.tree import Params, Tree
+from gradleak.scenario.client import ClientState, LocalTraining, Order
+from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.task import Batch, Task
 
 GROUP_SHARE, GRAPH_SHARE = 0.4, 0.5  # of a GPU's memory: for one group, and for all captured ones
 GRAPH_STEPS = 500  # local steps in one graph at most: some hundred kernels each

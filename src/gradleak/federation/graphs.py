@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from gradleak import tree
-from gradleak.tree import Tree
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 
 GRAPHS = 16  # held at most
 STALE = 20  # rounds without use, after which a graph gives way to another

@@ -10,8 +10,8 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from gradleak.core.registry import BadSetting, named
 from gradleak.federation.partition import FederationError, demand_number
-from gradleak.registry import BadSetting, named
 
 
 class Participation(Protocol):

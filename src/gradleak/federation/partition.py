@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.registry import BadSetting, named, spelled
+from gradleak.core.registry import BadSetting, named, spelled
 
 ATTEMPTS = 1_000  # of dir_class: what has not come up by then hardly will
 
@@ -153,7 +153,24 @@ class ClientDirichlet:
         return np.eye(len(left))[fullest]
 
 
-for _kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet):
+@dataclass(frozen=True)
+class InOrder:
+    """Consecutive blocks of equal size: client i holds what writer i wrote, of `Writers.first(N).images`."""
+
+    name: ClassVar[str] = "in_order"
+
+    def shares(
+        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        if count % clients:
+            raise FederationError(
+                f"in_order gives every client the same number of consecutive examples, and {clients} clients do not "
+                f"divide {count}: as many clients as writers, and `Writers.first(N).images` as data."
+            )
+        return list(torch.arange(count).split(count // clients))
+
+
+for _kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet, InOrder):
     named(_kind.name, kind="partition", status="")(_kind)
 
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradleak import draws as randomness
-from gradleak import tree
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
 from gradleak.data import load
-from gradleak.defence import Defence, Upload
-from gradleak.draws import Draws
 from gradleak.engine import Engine
 from gradleak.federation.clients import Clients, Work, evaluating, flat, unflat
 from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
-from gradleak.task import Batch, Task, float32_products
-from gradleak.tree import Params, Tree
+from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.task import Batch, Task, float32_products
 
 if TYPE_CHECKING:
     from gradleak.federation import Federation

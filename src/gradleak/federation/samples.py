@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradleak import draws, tree
+from gradleak.core import random as draws
+from gradleak.core import tree
 from gradleak.diffusion import Denoising, ddim
 from gradleak.federation.clients import evaluating
 from gradleak.federation.partition import FederationError, demand_number
 from gradleak.federation.rounds import Snapshot, moved
-from gradleak.task import Task, float32_products
+from gradleak.scenario.task import Task, float32_products
 
 if TYPE_CHECKING:
     from gradleak.federation.checkpoints import Checkpoints
@@ -58,7 +59,7 @@ class Samples:
 
     def sheet(self, task: Task, rows: Mapping[str, Snapshot]) -> bytes:
         """A PNG with a row of pictures for each of these weights."""
-        from gradleak.report.pictures import png, sheet  # reports are no part of a training
+        from gradleak.core.pictures import png, sheet  # reports are no part of a training
 
         return png(sheet([(name, list(self.of(task, sent))) for name, sent in rows.items()]))
 

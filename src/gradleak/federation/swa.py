@@ -8,10 +8,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
 from gradleak.federation.partition import demand_number
-from gradleak.registry import named
-from gradleak.tree import Params, Tree
 
 PAPER = "Caldarola, Caputo, Ciccone, Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022"
 DDPM = "Ho, Jain, Abbeel, Denoising Diffusion Probabilistic Models, NeurIPS 2020"

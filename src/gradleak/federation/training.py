@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradleak import __version__
-from gradleak.defence import Defence
+from gradleak.core.configuration import digest, from_toml, to_toml
+from gradleak.core.durations import about
+from gradleak.core.folder import Interrupted
 from gradleak.engine import Engine
-from gradleak.environment import about
 from gradleak.federation.checkpoints import VERSION, Checkpoints, TrainingFolder, recipe
 from gradleak.federation.partition import FederationError
 from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State
 from gradleak.federation.samples import Samples
 from gradleak.federation.uploads import ExcludedClient
-from gradleak.results.configuration import digest, from_toml, to_toml
-from gradleak.results.resumable import Interrupted
-from gradleak.task import Task
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.task import Task
 
 if TYPE_CHECKING:
     from gradleak.federation import Federation

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Upload
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.tree import Params
+from gradleak.scenario.defence import Upload
 
 
 class DroppedOut(Exception):

@@ -14,11 +14,11 @@ import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from gradleak import draws as randomness
-from gradleak import tree
 from gradleak.adapters import sorted_state
-from gradleak.defence import Client, Defence, Upload, overrides
-from gradleak.draws import Draws
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
 from gradleak.federation.clients import evaluating, flat, unflat
 from gradleak.federation.rounds import Snapshot, measured
 from gradleak.flower.records import (
@@ -35,10 +35,10 @@ from gradleak.flower.records import (
     record_of,
     round_of,
 )
-from gradleak.guarantee import Exposure
-from gradleak.local import ClientState, LocalTraining, fitting
-from gradleak.task import Batch, Task, TaskError, float32_products
-from gradleak.tree import Params, Tree
+from gradleak.scenario.client import ClientState, LocalTraining, fitting
+from gradleak.scenario.defence import Client, Defence, Upload, overrides
+from gradleak.scenario.guarantee import Exposure
+from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
 LOSS = "train_loss"
 

@@ -11,12 +11,12 @@ from flwr.common.constant import ErrorCode
 from flwr.supercore import log
 
 from gradleak.adapters import from_state_dicts
-from gradleak.defence import Upload
+from gradleak.audit.gate import BLOCK, NOISE, Policy, check
 from gradleak.engine import Engine
 from gradleak.flower.records import answered, examples_of, extras_of, model_record, params_of, round_of
-from gradleak.gate import BLOCK, NOISE, Policy, check
-from gradleak.observation import Knowledge
-from gradleak.task import Batch, Task
+from gradleak.scenario.defence import Upload
+from gradleak.scenario.observation import Knowledge
+from gradleak.scenario.task import Batch, Task
 
 HELD_BACK = "This client's gate held its update back."  # the same words whatever the reason: reasons are private
 

@@ -19,9 +19,9 @@ from flwr.serverapp.strategy import (
 )
 from flwr.supercore.privacy_accounting import NeighboringRelation
 
-from gradleak.defence import Defence
 from gradleak.defences import Clipping, LocalGaussian
-from gradleak.guarantee import Exposure, Guarantee, accounted
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
 
 SERVER_SEES = "does not protect against the aggregating server (the GIA adversary)"
 

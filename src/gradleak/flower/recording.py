@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from gradleak.adapters import is_weight
 from gradleak.flower.records import FlowerError, owners
-from gradleak.observation import FORMAT, VERSION
+from gradleak.scenario.observation import FORMAT, VERSION
 
 SENSITIVE = (
     "Recorded observations can be as sensitive as the clients' data: an update may give its examples back. Keep the "

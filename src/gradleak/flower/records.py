@@ -10,11 +10,11 @@ import torch
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from gradleak import tree
 from gradleak.adapters import own_names, tied
-from gradleak.defence import Upload
-from gradleak.task import Task
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.tree import Params
+from gradleak.scenario.defence import Upload
+from gradleak.scenario.task import Task
 
 EXTRAS = "gradleak.extras."  # array records of a message: what the server broadcasts beside the model
 MEMORY = "gradleak.memory"  # array record of a client's state: what a defence keeps between rounds

@@ -22,10 +22,12 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from gradleak import tree
 from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.core import tree
+from gradleak.core.tree import Params
 from gradleak.flower.records import FlowerError, examples_of, model_record, params_of
 from gradleak.flower.wrapped import Wrapped
+from gradleak.scenario.task import Task
 from gradleak.secure import (
     Client,
     FixedPoint,
@@ -41,8 +43,6 @@ from gradleak.secure import (
     flat,
     restored,
 )
-from gradleak.task import Task
-from gradleak.tree import Params
 
 ACTION = "secure"
 QUERY = f"query.{ACTION}"

@@ -9,16 +9,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from gradleak import tree
 from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.core import tree
+from gradleak.core.tree import Params, Tree
 from gradleak.data import load
-from gradleak.defence import Defence, Upload
 from gradleak.federation import Federation
 from gradleak.federation.uploads import accepted, mean_buffers
 from gradleak.flower.records import EXTRAS, FlowerError, examples_of, model_record, params_of, placed, record_of
 from gradleak.flower.wrapped import Wrapped
-from gradleak.task import Task, float32_products
-from gradleak.tree import Params, Tree
+from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.task import Task, float32_products
 
 
 class Defended(Wrapped):

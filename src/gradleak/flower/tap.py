@@ -15,14 +15,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from gradleak import __version__
+from gradleak.audit.labels import record as label
 from gradleak.flower.privacy import recognised
 from gradleak.flower.recording import Recording, Written, entries_of
 from gradleak.flower.records import EXAMPLES, EXTRAS, FlowerError, examples_of, model_record
 from gradleak.flower.wrapped import Wrapped
-from gradleak.guarantee import Exposure
-from gradleak.observation import MOST
-from gradleak.results.labels import record as label
-from gradleak.task import Task
+from gradleak.scenario.guarantee import Exposure
+from gradleak.scenario.observation import MOST
+from gradleak.scenario.task import Task
 
 KEEP = ("observations", "aggregate", "summary")
 

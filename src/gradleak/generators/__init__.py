@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from gradleak.core.tree import Params, Tree
 from gradleak.generators.dcgan import DCGAN, WGAN
 from gradleak.generators.files import BadGenerator, Card, load, read, save
 from gradleak.generators.stylegan2 import StyleGAN2
-from gradleak.tree import Params, Tree
 
 __all__ = ["DCGAN", "WGAN", "BadGenerator", "Card", "Generator", "StyleGAN2", "images_of", "load", "read", "save"]
 __all__ += ["with_weights"]

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradleak.core.tree import Tree
 from gradleak.generators.stages import Staged, doublings, normal
-from gradleak.tree import Tree
 
 
 class _Transposed(Staged):

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradleak.core.tree import Params
 from gradleak.generators.dcgan import DCGAN, WGAN
 from gradleak.generators.stages import Staged
 from gradleak.generators.stylegan2 import StyleGAN2, kernel
-from gradleak.tree import Params
 
 FORMAT, VERSION = "gradleak.generator", 1
 ARCHITECTURES: dict[str, type[Staged]] = {each.architecture: each for each in (DCGAN, WGAN, StyleGAN2)}

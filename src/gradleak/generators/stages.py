@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gradleak.tree import Tree
+from gradleak.core.tree import Tree
 
 START = (4, 14)  # pixels of the smallest feature map's sides, from and to
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradleak.core.tree import Tree
 from gradleak.generators.stages import Staged, doublings, normal
-from gradleak.tree import Tree
 
 FILTER = (1.0, 3.0, 3.0, 1.0)
 SLOW = 0.01  # learning rate of the mapping network, relative to the rest: its weights are stored divided by it

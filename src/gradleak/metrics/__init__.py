@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from gradleak.assignment import Distance, cost_matrix, identification_rank, match, pairwise_mse
+from gradleak.core.assignment import Distance, cost_matrix, identification_rank, match, pairwise_mse
 from gradleak.metrics.similarity import (
     EXACT,
     capped,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradleak.assignment import pairwise_mse
+from gradleak.core.assignment import pairwise_mse
 
 EXACT = 1e-12
 """An MSE below this counts as exact: PSNR is then reported as the cap of 120 dB, so that means stay finite."""

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Generator, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import Activation, Init, Shape, activation_of, conv, linear, network, num_features, pool_of
-from gradleak.registry import named
 
 
 @named("lenet-zhu", kind="model", paper="Zhu, Liu, Han, NeurIPS 2019", status="verified")

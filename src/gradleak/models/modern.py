@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Generator, Tensor, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import (
     Activation,
     ChannelLayerNorm,
@@ -19,7 +20,6 @@ from gradleak.models.pieces import (
     norm_of,
     pick,
 )
-from gradleak.registry import named
 
 LEWIS = "Lewis et al., ICDCS 2024"
 

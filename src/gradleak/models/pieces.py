@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
-from gradleak.registry import did_you_mean
+from gradleak.core.registry import did_you_mean
 
 Shape = tuple[int, int, int]  # channels, height, width
 Activation = str | Callable[[], nn.Module]

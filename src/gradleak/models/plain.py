@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from torch import Generator, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import (
     Activation,
     Init,
@@ -22,7 +23,6 @@ from gradleak.models.pieces import (
     num_features,
     pool_of,
 )
-from gradleak.registry import named
 
 AVERAGING = "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022"
 EXTENSION = "Zhu, Yao, Blaschko, Surrogate Model Extension, ICML 2023"

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Generator, Tensor, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import (
     Activation,
     Init,
@@ -20,7 +21,6 @@ from gradleak.models.pieces import (
     num_features,
     pick,
 )
-from gradleak.registry import named
 
 
 class BasicBlock(nn.Module):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import Activation, Init, Learned, Shape, activation_of, linear, network
-from gradleak.registry import named
 
 
 class Patches(nn.Module):

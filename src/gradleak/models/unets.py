@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Generator, Tensor, nn
 
+from gradleak.core.registry import named
 from gradleak.models.pieces import Shape, conv, draw, linear
 from gradleak.models.transformers import Attention
-from gradleak.registry import named
 
 
 def sinusoids(steps: int, dim: int) -> Tensor:

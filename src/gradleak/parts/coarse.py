@@ -6,12 +6,12 @@ follows it with K gradients of ALL examples:
     v_0 = w0,    v_{k+1} = v_k - what the client's rule makes of g(v_k; x) in T / K of its steps,    u = w0 - v_K.
 
 For plain SGD that is v_k - (lr T / K) g(v_k; x). The order of the batches does not enter, and where the recipe is known
-nothing is free: what matches, matches by the images. K = 1 is the gradient at w0 (`surrogates.Sent`); K = T is the
-client itself (`predictions.Replay`) where it trains on full batches.
+nothing is free: what matches, matches by the images. K = 1 is the gradient at w0 (`surrogates.GradientAtStart`);
+K = T is the client itself (`predictions.Replay`) where it trains on full batches.
 
 A rule that divides by the size of its gradients, Adam, also sees how far those of single batches lie apart: with small
-batches that is most of its denominator. `Gathered` takes the K gradients in batches of the client's size. It also makes
-the match smoother: without, the step is close to the sign of a gradient, and its slope turns within a small move.
+batches that is most of its denominator. `SpreadRule` takes the K gradients in batches of the client's size. It also
+makes the match smoother: without, the step is close to the sign of a gradient, and its slope turns within a small move.
 Lion's sign, which is taken batch by batch too, is not treated so.
 
 Where the recipe is not known one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
@@ -33,17 +33,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.draws import Draws
-from gradleak.local import LocalTraining
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.recompute import recomputed
+from gradleak.core.tree import Params, Tree
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Schedule, Window, require_positive
 from gradleak.parts.predictions import Replay, all_rounds
-from gradleak.recompute import recomputed
-from gradleak.rules import SGD, Adam, Rule
-from gradleak.scene import Footprint, Now, Scene
-from gradleak.task import Batch, Task
-from gradleak.tree import Params, Tree
+from gradleak.parts.protocols import Footprint
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.rules import SGD, Adam, Rule
+from gradleak.scenario.task import Batch, Task
 
 FINE = 100  # steps that a client of an unknown recipe is taken to make for each coarse one: many
 
@@ -62,7 +63,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Held:
+class CoarseRule:
     """A client's rule in coarse steps: each makes all steps of an interval, with one gradient held (a `Rule` itself).
 
     SGD with momentum, dampening, Nesterov, weight decay and any schedule is linear in weights, velocity and gradient:
@@ -95,7 +96,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class SpreadRule:
     """A coarse rule that is shown the examples batch by batch (a `Rule` itself), all of them at the same weights.
 
     The last batch makes the step, with the mean gradient and, in the rule's state as `spread`, the variance of the
@@ -105,7 +106,7 @@ class Gathered:
     sizes   examples in each batch
     """
 
-    rule: Held
+    rule: CoarseRule
     sizes: tuple[int, ...]
 
     def init(self, weights: Params) -> Tree:
@@ -288,10 +289,12 @@ def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: b
         Interval(tuple(training.schedule(step, fine) for step in range(begin, end)), begin)
         for begin, end in zip(cuts, cuts[1:])
     )
-    held, sizes = Held(training.optimiser, plan, extrapolate), batches(training, examples)
+    held, sizes = CoarseRule(training.optimiser, plan, extrapolate), batches(training, examples)
     if len(sizes) == 1:
         return LocalTraining(lr=training.lr, steps=steps, optimiser=held)
-    return LocalTraining(lr=training.lr, steps=steps * len(sizes), batch_size=sizes[0], optimiser=Gathered(held, sizes))
+    return LocalTraining(
+        lr=training.lr, steps=steps * len(sizes), batch_size=sizes[0], optimiser=SpreadRule(held, sizes)
+    )
 
 
 def batches(training: LocalTraining, examples: int) -> tuple[int, ...]:
@@ -311,7 +314,7 @@ class Coarse:
 
     steps           K; never more than the client makes
     training        a recipe of its own; else that of the threat model; else plain SGD of the length that `Total` learns
-    extrapolate     as in `Held`: worth about twice the steps, where these are short enough
+    extrapolate     as in `CoarseRule`: worth about twice the steps, where these are short enough
     recompute       keep K points of the path instead of K graphs, and run each step again for its derivatives: the
                     memory of one graph, and about twice the time
 
@@ -326,23 +329,23 @@ class Coarse:
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps",))
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def footprint(self, scene: Scene) -> Footprint:
+    def footprint(self, scene: TargetView) -> Footprint:
         known = self.training or scene.knows.training
         steps = self.steps if known is None else min(self.steps, len(known.order(scene.num_examples)))
         parts = 1 if known is None else len(batches(known, scene.num_examples))
         # Recomputed: one graph at a time, and the points of the path, each with its adjoint.
         return Footprint(passes=1 / parts if self.recompute else steps, gradients=steps * parts)
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return Replay().target(scene)
 
-    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
         return Replay().disturbed(scene, draws)
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         if self.recompute:
             scene = replace(scene, task=_recomputing(scene.task))
         return all_rounds(
@@ -352,7 +355,7 @@ class Coarse:
             ]
         )
 
-    def recipe(self, scene: Scene, v: Tree, number: int) -> LocalTraining:
+    def recipe(self, scene: TargetView, v: Tree, number: int) -> LocalTraining:
         """What is replayed of one round, the `number`-th of the target."""
         known = self.training or scene.knows.training
         if known is None:
@@ -370,7 +373,7 @@ class Coarse:
 class Total:
     """The unknown `total` of `Coarse`, (rounds,): the log of the sum of the client's learning rates.
 
-    Join it to another space by `Together`. It begins where a flat image matches best by cosine, among `trials` totals
+    Join it to another space by `JointSpace`. It begins where a flat image matches best by cosine, among `trials` totals
     up to `reach` times more or less than |update| / |gradient|, with `steps` coarse steps each. Where the recipe is
     known it has that value; nothing depends on it then, and it stays.
     """
@@ -383,18 +386,18 @@ class Total:
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps", "trials"), real=("reach",))
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and "total" in before:
             return {"total": before["total"]}
         return {"total": torch.stack([self.start(replace(each, fields=scene.fields)) for each in scene.rounds])}
 
-    def start(self, scene: Scene) -> Tensor:
+    def start(self, scene: TargetView) -> Tensor:
         """The total that a round begins with."""
         training, like = scene.knows.training, next(tree.leaves(scene.update))
         if training is not None:
             total = training.lr * sum(training.factors(scene.num_examples))
             return torch.as_tensor(total, dtype=like.dtype, device=like.device).log()
-        alone, flat, now = replace(scene, earlier=()), flat_batch(scene), Now(like.new_zeros(()), 1)
+        alone, flat, now = replace(scene, earlier=()), flat_batch(scene), Step(like.new_zeros(()), 1)
         gradient = tree.norm(scene.task.gradient(scene.weights, flat, scene.buffers))
         tiny = torch.finfo(like.dtype).tiny
         middle = tree.norm(scene.update).clamp_min(tiny).log() - gradient.clamp_min(tiny).log()
@@ -409,17 +412,17 @@ class Total:
         best = torch.where(distances.isfinite(), distances, torch.inf).argmin(keepdim=True)
         return trials.gather(0, best).squeeze(0)
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
 
-def flat_batch(scene: Scene) -> Batch:
+def flat_batch(scene: TargetView) -> Batch:
     """Images of one colour, half way between their bounds, with the labels that are known, or an even share of all."""
     like, blank = next(tree.leaves(scene.weights)), scene.task.blank(scene.num_examples)
     for name, field in scene.task.fields.items():
@@ -439,8 +442,8 @@ class Onwards:
     done: int
     total: int
 
-    def __call__(self, now: Now) -> Tensor | float:
-        return self.schedule(Now(now.step + self.done, self.total))
+    def __call__(self, now: Step) -> Tensor | float:
+        return self.schedule(Step(now.step + self.done, self.total))
 
 
 @dataclass(frozen=True)
@@ -450,15 +453,15 @@ class OnwardsWindow:
     window: Window
     done: int
 
-    def due(self, now: Now) -> Tensor:
+    def due(self, now: Step) -> Tensor:
         return self.window.due(self._whole(now.step, now))
 
-    def count(self, now: Now) -> Tensor:
+    def count(self, now: Step) -> Tensor:
         before = self.window.count(self._whole(torch.full_like(now.step, -1), now))
         return self.window.count(self._whole(now.step, now)) - before
 
-    def _whole(self, step: Tensor, now: Now) -> Now:
-        return Now(step + self.done, now.total + self.done)
+    def _whole(self, step: Tensor, now: Step) -> Step:
+        return Step(step + self.done, now.total + self.done)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradleak import registry, tree
+from gradleak.core import registry, tree
 from gradleak.parts.predictions import gradient
-from gradleak.scene import Needs, Scene
-from gradleak.task import Batch
+from gradleak.parts.protocols import Needs
+from gradleak.parts.view import TargetView
+from gradleak.scenario.task import Batch
 
 
 class LabelRule(Protocol):
@@ -20,7 +21,7 @@ class LabelRule(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def counts(self, scene: Scene) -> Tensor: ...
+    def counts(self, scene: TargetView) -> Tensor: ...
 
 
 class RuleDoesNotApply(ValueError):
@@ -31,7 +32,7 @@ class RuleDoesNotApply(ValueError):
 class Nothing:
     """No field is read off; the space supplies them all."""
 
-    def __call__(self, scene: Scene) -> Batch:
+    def __call__(self, scene: TargetView) -> Batch:
         return {}
 
 
@@ -45,7 +46,7 @@ class Labels:
     def needs(self) -> Needs:
         return self.rule.needs
 
-    def __call__(self, scene: Scene) -> Batch:
+    def __call__(self, scene: TargetView) -> Batch:
         if "y" in scene.fields:
             return {}
         counts = self.rule.counts(scene)
@@ -68,7 +69,7 @@ class LastLayer:
     deltas: Tensor | None  # dL/db
 
 
-def last_layer(scene: Scene) -> LastLayer:
+def last_layer(scene: TargetView) -> LastLayer:
     """What the server knows of the client's classifier."""
     layer = scene.task.classifier
     if layer.weight not in scene.update:

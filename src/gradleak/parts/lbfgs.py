@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import Schedule, constant, require_positive
-from gradleak.scene import Now, Problem, Scored
-from gradleak.task import float32_products
-from gradleak.tree import Tree
+from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.view import Step
+from gradleak.scenario.task import float32_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ class LBFGS:
             "held": torch.zeros((), dtype=torch.long, device=x.device),
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         units = self._units(v)
         trial = tree.flatten(v) / units
         gradient_tree, scored = problem.value_and_grad(v)

@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.draws import signs
-from gradleak.linear import gram, jacobian, solved
+from gradleak.core import tree
+from gradleak.core.linear import gram, jacobian, solved
+from gradleak.core.random import signs
+from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import require_positive
-from gradleak.scene import Now, Problem, Scored
-from gradleak.tree import Tree
+from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.view import Step
 
 MOST_DAMPING = 1e11  # steps are then too short to matter
 STILL = 1e-3  # of the objective: a step that lowers it by less, at the final weight, counts towards the end
@@ -106,7 +107,7 @@ class LevenbergMarquardt:
             "start": tree.flatten(v) if self.only_if_solved is not None else zero,
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         x = tree.flatten(v)
         n = x.shape[0]
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.draws import signs
-from gradleak.scene import Match
-from gradleak.tree import Params
+from gradleak.core import tree
+from gradleak.core.random import signs
+from gradleak.core.tree import Params
+from gradleak.parts.protocols import Match
 
 
 class Difference:

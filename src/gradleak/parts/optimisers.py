@@ -10,15 +10,16 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.scene import Now, Problem, Scored
-from gradleak.tree import Tree
+from gradleak.core import tree
+from gradleak.core.tree import Tree
+from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.view import Step
 
-Schedule: TypeAlias = Callable[[Now], "Tensor | float"]
-Transform: TypeAlias = Callable[[Tensor, Now], Tensor]
+Schedule: TypeAlias = Callable[[Step], "Tensor | float"]
+Transform: TypeAlias = Callable[[Tensor, Step], Tensor]
 
 
-def constant(now: Now) -> float:
+def constant(now: Step) -> float:
     """A learning rate that stays."""
     return 1.0
 
@@ -30,7 +31,7 @@ class ExponentialDecay:
     factor: float
     every: int = 1
 
-    def __call__(self, now: Now) -> Tensor:
+    def __call__(self, now: Step) -> Tensor:
         return torch.exp(now.step * (math.log(self.factor) / self.every))
 
 
@@ -41,7 +42,7 @@ class StepDecay:
     divisors: tuple[float, ...] = (2.667, 1.6, 1.142)
     factor: float = 0.1
 
-    def __call__(self, now: Now) -> Tensor:
+    def __call__(self, now: Step) -> Tensor:
         # `//`, as the authors' code has it: 4800 // 1.6 is 2999, floor(4800 / 1.6) is 3000.
         passed = sum((now.step >= now.total // divisor).to(now.step.dtype) for divisor in self.divisors)
         return torch.pow(self.factor, passed)  # type: ignore[arg-type]
@@ -53,7 +54,7 @@ class CosineDecay:
 
     warmup: int = 0
 
-    def __call__(self, now: Now) -> Tensor:
+    def __call__(self, now: Step) -> Tensor:
         rest = max(1, now.total - self.warmup)
         fall = 0.5 * (1 + torch.cos(math.pi * ((now.step - self.warmup) / rest).clamp(0, 1)))
         return fall * ((now.step + 1) / self.warmup).clamp(max=1) if self.warmup else fall
@@ -72,7 +73,7 @@ class RampedDecay:
     def __post_init__(self) -> None:
         require_positive(self, whole=(), real=("up", "down"))
 
-    def __call__(self, now: Now) -> Tensor:
+    def __call__(self, now: Step) -> Tensor:
         rest = ((1 - now.fraction) / self.down).clamp(max=1)
         return (now.fraction / self.up).clamp(max=1) * 0.5 * (1 - torch.cos(math.pi * rest))
 
@@ -80,9 +81,9 @@ class RampedDecay:
 class Window(Protocol):
     """When a variable moves: is it `due` now, and how often has it moved (`count`), this step included?"""
 
-    def due(self, now: Now) -> Tensor: ...
+    def due(self, now: Step) -> Tensor: ...
 
-    def count(self, now: Now) -> Tensor: ...
+    def count(self, now: Step) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,10 @@ class OddBlocks:
     def __post_init__(self) -> None:
         require_positive(self, whole=("size",))
 
-    def due(self, now: Now) -> Tensor:
+    def due(self, now: Step) -> Tensor:
         return torch.remainder(torch.floor(now.step / self.size), 2) == 1
 
-    def count(self, now: Now) -> Tensor:
+    def count(self, now: Step) -> Tensor:
         pairs = torch.floor(now.step / (2 * self.size))
         return pairs * self.size + (now.step - (2 * pairs + 1) * self.size + 1).clamp(0, self.size)
 
@@ -120,17 +121,17 @@ def _sign(value: Tensor) -> Tensor:
     return torch.where(value.isnan(), value, value.sign())
 
 
-def plain(gradient: Tensor, now: Now) -> Tensor:
+def plain(gradient: Tensor, now: Step) -> Tensor:
     """The gradient as it is."""
     return gradient
 
 
-def sign(gradient: Tensor, now: Now) -> Tensor:
+def sign(gradient: Tensor, now: Step) -> Tensor:
     """Its signs: every entry moves by the learning rate (IG)."""
     return _sign(gradient)
 
 
-def soft_sign(gradient: Tensor, now: Now) -> Tensor:
+def soft_sign(gradient: Tensor, now: Step) -> Tensor:
     """tanh(g s) / s with s falling from 1 to 0: signs at first, the plain gradient at the end."""
     sharpness = (1 - now.fraction).clamp_min(1e-3)
     return torch.tanh(gradient * sharpness) / sharpness
@@ -177,7 +178,7 @@ class FirstOrder:
     def init(self, problem: Problem, v: Tree) -> Tree:
         return {"memory": tree.map(self.memory, v), "key": lane_key(problem)}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         gradient, scored = problem.value_and_grad(v)
         factor = self.schedule(now)
         moved: Tree = {}
@@ -203,7 +204,7 @@ class FirstOrder:
         memory: Any,
         rate: Any,
         count: Tensor,
-        now: Now,
+        now: Step,
         source: tuple[Tensor, int],
     ) -> tuple[Any, Any]:
         if isinstance(v, Mapping):  # nested unknowns, such as a control point by parameter name
@@ -218,7 +219,7 @@ class FirstOrder:
         if self.weight_decay:
             step = step + self.weight_decay * v
         if self.noise:
-            from gradleak.draws import Draws
+            from gradleak.core.random import Draws
 
             key, stream = source
             drawn = Draws(key).normal(tuple(v.shape), stream=1000 + stream, step=now.step.long(), dtype=v.dtype)
@@ -288,7 +289,7 @@ class Still:
     def init(self, problem: Problem, v: Tree) -> Tree:
         return {}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Now) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         return v, state, problem.value(v)
 
 

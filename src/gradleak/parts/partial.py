@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.registry import did_you_mean
+from gradleak.core.tree import Params
 from gradleak.parts.matches import Wrapped
-from gradleak.registry import did_you_mean
-from gradleak.tree import Params
 
 PER = ("all", "tensor")
 

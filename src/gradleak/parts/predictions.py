@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.defence import Defence
-from gradleak.draws import Draws
-from gradleak.local import ClientState, LocalTraining, Order
-from gradleak.rules import SGD
-from gradleak.scene import Footprint, Needs, Now, Scene
-from gradleak.task import Batch
-from gradleak.tree import Params, Tree
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
+from gradleak.parts.protocols import Footprint, Needs
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import ClientState, LocalTraining, Order
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,23 +34,23 @@ class Replay:
     def needs_for_scale(self) -> Needs:
         return frozenset() if self.training is not None else frozenset({"training"})
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def footprint(self, scene: Scene) -> Footprint:
+    def footprint(self, scene: TargetView) -> Footprint:
         training, examples = self.training or scene.knows.training or LocalTraining(lr=1.0), scene.num_examples
         plan = training.order(examples) if self.order is None else self.order
         whole = range(examples)
         rows = [examples if own is None else len(whole[own] if isinstance(own, slice) else own) for own in plan]
         return Footprint(passes=sum(rows) / examples, gradients=len(plan))
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return all_rounds([assumed_in(each).visible(each.update, each) for each in scene.rounds])
 
-    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
         """The target with the noise of the known defence drawn anew: about as far from it as the truth itself is."""
 
-        def of_round(number: int, scene: Scene) -> Params:
+        def of_round(number: int, scene: TargetView) -> Params:
             defence, own = assumed_in(scene), draws.child(number)
             variance = defence.noise_variance(scene)
             noisy = {
@@ -62,11 +63,11 @@ class Replay:
 
         return all_rounds([of_round(number, each) for number, each in enumerate(scene.rounds)])
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         # The client's augmentations and masks are not known: the replay trains on the images as they are.
         training = (self.training or scene.knows.training or LocalTraining(lr=1.0)).public
 
-        def of_round(scene: Scene) -> Params:
+        def of_round(scene: TargetView) -> Params:
             defence = assumed_in(scene)
             client = ClientState(buffers=scene.buffers, extras=scene.extras)
             upload, _ = training.run(scene.task, scene.weights, batch, defence, client, self.order)
@@ -84,16 +85,16 @@ class ReplayedGradient(Replay):
     first step by the size of the slope that much slower.
     """
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return tree.scale(super().target(scene), 1 / self._rate(scene))
 
-    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
         return tree.scale(super().disturbed(scene, draws), 1 / self._rate(scene))
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         return tree.scale(super().__call__(batch, v, scene, now), 1 / self._rate(scene))
 
-    def _rate(self, scene: Scene) -> float | Tensor:
+    def _rate(self, scene: TargetView) -> float | Tensor:
         """How far the client goes along a gradient of length one that stays the same; of Adam, the sum of its rates."""
         training = self.training or scene.knows.training
         if training is None:
@@ -109,7 +110,7 @@ def all_rounds(rounds: Sequence[Params]) -> Params:
     return {f"{number}/{name}": value for number, update in enumerate(rounds) for name, value in update.items()}
 
 
-def assumed_in(scene: Scene) -> Defence:
+def assumed_in(scene: TargetView) -> Defence:
     """The defence as the attacker believes it. Inside the lane: masks read off the observation are this lane's own."""
     known = scene.knows.defence
     return Defence() if known is None else known.assumed(scene, scene.task)
@@ -125,22 +126,22 @@ class Representation:
 
     signed: bool = True
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         y = scene.fields["y"]
         labels = y.argmax(-1) if y.is_floating_point() else y
         rows = gradient(scene)[scene.task.classifier.weight].index_select(0, labels)  # (B, features)
         return {"features": -rows if self.signed else rows}
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         module = scene.task.classifier.module
         caught = scene.task.inputs_of([module], scene.weights, batch, scene.buffers)
         return {"features": caught[module]}  # (B, features)
 
 
-def gradient(scene: Scene) -> Params:
+def gradient(scene: TargetView) -> Params:
     """The observed update as a mean gradient: divided by the learning rates of the client's steps, where known.
 
     Exact for one step of SGD, whose weight decay and Nesterov factor are taken off; for more steps it is the average of

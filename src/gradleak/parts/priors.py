@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradleak import tree
-from gradleak.observation import MissingKnowledge
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.parts.predictions import gradient
-from gradleak.scene import Now, Scene
-from gradleak.task import Batch, TaskError
-from gradleak.tree import Tree
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.task import Batch, TaskError
 
 
 def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,7 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
 
 
-def stacked(batch: Batch, scene: Scene, field: str) -> Tensor:
+def stacked(batch: Batch, scene: TargetView, field: str) -> Tensor:
     """All images, of all copies where the batch has several, (rows, C, H, W)."""
     x, shape = batch[field], scene.task.fields[field].shape
     if len(shape) != 3:
@@ -38,7 +38,7 @@ def stacked(batch: Batch, scene: Scene, field: str) -> Tensor:
     return x.reshape(-1, *shape)
 
 
-def _apart(batch: Batch, scene: Scene, field: str) -> Tensor:
+def _apart(batch: Batch, scene: TargetView, field: str) -> Tensor:
     """All differences of neighbours, in units of the field's width, as one vector."""
     low, high = scene.limits[field]
     return torch.cat([d.flatten() for d in _differences(batch[field] / (high - low))])
@@ -51,7 +51,7 @@ class TotalVariation:
     weight: float
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         across, down = _differences(batch[self.field])
         return self.weight * (across.abs().mean() + down.abs().mean())
 
@@ -59,10 +59,10 @@ class TotalVariation:
 class _Squares:
     """What quadratic priors share: the prior is the sum of the squares of its terms."""
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.terms(batch, v, scene, now).square().sum()
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ class Smoothness(_Squares):
     weight: float = 1.0
     field: str = "x"
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         apart = _apart(batch, scene, self.field)
         return math.sqrt(self.weight / apart.shape[0]) * apart
 
@@ -111,7 +111,7 @@ class NaturalImage(_Squares):
     weight: float = 1.0
     field: str = "x"
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         low, high = scene.limits[self.field]
         rough = roughness((batch[self.field] - low) / (high - low))
         return math.sqrt(self.weight / rough.shape[0]) * rough
@@ -129,11 +129,11 @@ class ReweightedVariation:
     eps: float = 1e-2
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         apart = _apart(batch, scene, self.field)
         return self.weight * (apart.square() + self.eps**2).sqrt().mean()
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         apart = _apart(batch, scene, self.field)
         share = (apart.detach().square() + self.eps**2).pow(-0.25)
         return math.sqrt(0.5 * self.weight / apart.shape[0]) * apart * share
@@ -150,7 +150,7 @@ class Box(_Squares):
     field: str = "x"
     summed: bool = False
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x, (low, high) = batch[self.field], scene.limits[self.field]
         outside = ((x - x.clamp(low, high)) / (high - low)).flatten()
         parts = outside.shape[0] / (math.prod(scene.task.fields[self.field].shape) if self.summed else 1)
@@ -164,7 +164,7 @@ class CircularVariation:
     weight: float
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = stacked(batch, scene, self.field)
         squares = (x.roll(-1, -1) - x).square() + (x.roll(-1, -2) - x).square() + 1e-7
         return self.weight * squares.sum() / x.shape[0]
@@ -178,7 +178,7 @@ class OpponentVariation:
     field: str = "x"
     eps: float = 1e-8
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = batch[self.field]
         if x.shape[-3] == 3:
             red, green, blue = x.unbind(-3)
@@ -195,7 +195,7 @@ class SummedVariation:
     second: float = 0.0
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         across, down = _differences(batch[self.field])
         total = batch[self.field].new_zeros(())
         if self.first:
@@ -213,7 +213,7 @@ class ImageNorm:
     per_pixel: bool = False
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = batch[self.field]
         area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
         return self.weight * tree.safe_sqrt(x.flatten(1).square().sum(1)).sum() / area
@@ -226,7 +226,7 @@ class LatentNorm:
     weight: float
     names: tuple[str, ...] = ("z", "w")
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         found = [tree.safe_sqrt(v[name].flatten(1).square().sum(1)).sum() for name in self.names if name in v]
         return self.weight * sum(found, next(tree.leaves(scene.weights)).new_zeros(()))
 
@@ -241,7 +241,7 @@ class LatentNormality:
     weight: float
     name: str = "z"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         z = v[self.name].flatten(1)
         mean, variance = z.mean(1), z.var(1, correction=0)
         return self.weight * (-0.5 * (1 + (variance + 1e-10).log() - mean.square() - variance)).sum()
@@ -260,7 +260,7 @@ class BatchNormStatistics:
     first: float = 1.0
     returned: bool = False
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         names = batch_norms(scene.task.model)
         total = next(tree.leaves(scene.weights)).new_zeros(())
         if not names:
@@ -274,7 +274,7 @@ class BatchNormStatistics:
             total = total + (self.first if position == 0 else 1.0) * sum(tree.norm({"": d}) for d in gap.values())
         return self.weight * total
 
-    def _statistics(self, scene: Scene, name: str, count: int) -> tuple[Tensor, Tensor]:
+    def _statistics(self, scene: TargetView, name: str, count: int) -> tuple[Tensor, Tensor]:
         """Mean and biased variance to compare with; `count` values per channel went into the client's own."""
         assert scene.buffers is not None
         held = scene.buffers[f"{name}.running_mean"], scene.buffers[f"{name}.running_var"]
@@ -316,7 +316,7 @@ class GroupConsistency:
     per_pixel: bool = False
     field: str = "x"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = batch[self.field]
         area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
         gap = tree.safe_sqrt((x - scene.shared["consensus"]).flatten(1).square().sum(1)).sum() / area
@@ -355,7 +355,7 @@ class LabelDistance:
 
     weight: float
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         # Copies: BatchNorm in training mode writes into the buffers it is given.
         call = scene.task.call(scene.weights, {name: value.clone() for name, value in (scene.buffers or {}).items()})
         probabilities = call(batch["x"]).softmax(-1)
@@ -379,7 +379,7 @@ class FeatureDistance:
 
     weight: float
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         layer = scene.task.classifier
         if layer.bias is None:
             return next(tree.leaves(scene.weights)).new_zeros(())

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
-from gradleak.draws import Draws
+from gradleak.parts.protocols import Space
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.parts.steps import SettledSteps, denoising
-from gradleak.scene import Now, Scene, Space
-from gradleak.task import Batch
-from gradleak.tree import Tree
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class FreeNoise(Pixels):
     start: Normal = Normal()
     field: str = "noise"
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {} if self.field in scene.fields else super().variables(scene, draws, before)
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return super().decode(v, scene, now) if self.field in v else {}
 
 
@@ -44,7 +45,7 @@ class NoiseShell:
     weight: float = 1e-2
     field: str = "noise"
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.weight * (batch[self.field].flatten(1).square().mean(1) - 1).square().mean()
 
 
@@ -62,12 +63,12 @@ class NoisedResidual:
     steps: Space = SettledSteps()
     begin: Space | None = None
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         steps = self.steps.variables(scene, draws, before)
         if before is not None and "x_t" in before:
             return {**steps, "x_t": before["x_t"], "q": before["q"]}
         if before is not None and self.begin is not None:
-            end = Now(torch.ones(()), 1)
+            end = Step(torch.ones(()), 1)
             batch = {**scene.fields, **self.begin.decode(before, scene, end)}
             x_t, q = noised_and_residual(batch, scene)
             return {**steps, "x_t": x_t.detach(), "q": q.detach()}
@@ -75,25 +76,25 @@ class NoisedResidual:
         drawn = (draws.child(number).normal(shape, dtype=like.dtype) for number in (1 << 8, 1 << 9))
         return {**steps, **dict(zip(("x_t", "q"), drawn, strict=True))}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return self.steps.constants(scene, draws, before)
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         steps = self.steps.decode(v, scene, now)
         return {**steps, **image_and_noise(v["x_t"], v["q"], {**scene.fields, **steps}["t"], scene)}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return self.steps.project(v, scene, now)
 
 
-def noised_and_residual(batch: Batch, scene: Scene) -> tuple[Tensor, Tensor]:
+def noised_and_residual(batch: Batch, scene: TargetView) -> tuple[Tensor, Tensor]:
     """x_t and q = output - target of an image, a noise and a step."""
     objective = denoising(scene.task)
     x_t = objective.noised(batch)
     return x_t, _output(objective, x_t, batch["t"], scene) - objective.wanted(batch)
 
 
-def image_and_noise(x_t: Tensor, q: Tensor, t: Tensor, scene: Scene) -> Batch:
+def image_and_noise(x_t: Tensor, q: Tensor, t: Tensor, scene: TargetView) -> Batch:
     """The image and the noise that x_t and q stand for: the target is output - q, and with x_t it gives both.
 
     eps: x = (x_t - sqrt(1 - ab) eps) / sqrt(ab). v: x = sqrt(ab) x_t - sqrt(1 - ab) v.
@@ -106,6 +107,6 @@ def image_and_noise(x_t: Tensor, q: Tensor, t: Tensor, scene: Scene) -> Batch:
     return {"x": image * x_t - noise * target, "noise": noise * x_t + image * target}
 
 
-def _output(objective: Denoising, x_t: Tensor, t: Tensor, scene: Scene) -> Tensor:
+def _output(objective: Denoising, x_t: Tensor, t: Tensor, scene: TargetView) -> Tensor:
     output: Tensor = scene.task.call(scene.weights, scene.buffers)(x_t, objective.when(t, x_t))
     return output

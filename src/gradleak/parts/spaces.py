@@ -9,27 +9,28 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradleak.draws import Draws
+from gradleak.core.random import Draws
+from gradleak.core.tree import Tree
 from gradleak.parts.priors import one_hot
-from gradleak.scene import Now, Scene, Space
-from gradleak.task import Batch, Task
-from gradleak.tree import Tree
+from gradleak.parts.protocols import Space
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch, Task
 
-Start: TypeAlias = Callable[[Scene, Draws, str], Tensor]
+Start: TypeAlias = Callable[[TargetView, Draws, str], Tensor]
 """(scene, draws, field name) -> the first guess of a lane, in model-input space, (examples, ...)."""
 
 
-def _shape(scene: Scene, name: str) -> tuple[int, ...]:
+def _shape(scene: TargetView, name: str) -> tuple[int, ...]:
     return (scene.num_examples, *scene.task.fields[name].shape)
 
 
-def from_unit(scene: Scene, name: str, picture: Tensor) -> Tensor:
+def from_unit(scene: TargetView, name: str, picture: Tensor) -> Tensor:
     """A picture in [0, 1] in the field's model-input units."""
     low, high = scene.limits[name]
     return low + picture * (high - low)
 
 
-def _own_stream(scene: Scene, draws: Draws, name: str) -> Draws:
+def _own_stream(scene: TargetView, draws: Draws, name: str) -> Draws:
     """Every field draws from a source of its own, so that two unknowns never start alike."""
     return draws.child(list(scene.task.fields).index(name))
 
@@ -43,7 +44,7 @@ class Normal:
     unit: bool = False
     clip: bool = False
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         value = self.mean + self.std * draws.normal(_shape(scene, name), dtype=low.dtype)
         if self.clip:
@@ -55,7 +56,7 @@ class Normal:
 class Uniform:
     """U[0, 1] pixels."""
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         return from_unit(scene, name, draws.uniform(_shape(scene, name), dtype=low.dtype))
 
@@ -66,7 +67,7 @@ class Solid:
 
     colour: float | tuple[float, ...] = 0.0
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         shape = _shape(scene, name)
         colours = self.colour if isinstance(self.colour, tuple) else (self.colour,) * shape[1]
@@ -87,7 +88,7 @@ class Tiled:
     normal: bool = False
     width: int | None = None
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         examples, channels, height, width = _shape(scene, name)
         tile = [self.width or -(-side // self.fraction) for side in (height, width)]
@@ -103,7 +104,7 @@ class Mosaic:
 
     block: int = 8
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         examples, channels, height, width = _shape(scene, name)
         coarse = draws.uniform((examples, channels, -(-height // self.block), -(-width // self.block)), dtype=low.dtype)
@@ -117,7 +118,7 @@ class Surrogate:
 
     images: Tensor
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         if tuple(self.images.shape) != _shape(scene, name):
             raise ValueError(f"Surrogate images have shape {tuple(self.images.shape)}; wanted {_shape(scene, name)}.")
@@ -137,18 +138,18 @@ class Pixels:
         count = getattr(self.start, "entries", None)
         return 0 if count is None else int(count(task))
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
         return {self.field: self.start(scene, _own_stream(scene, draws, self.field), self.field)}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {self.field: v[self.field]}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         if not self.boxed:
             return v
         low, high = scene.limits[self.field]
@@ -164,28 +165,28 @@ class _Categories:
 
     field: str = "y"
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
         return {} if self.field in scene.knows.given else {self.field: self.start(scene, draws)}
 
-    def start(self, scene: Scene, draws: Draws) -> Tensor:
+    def start(self, scene: TargetView, draws: Draws) -> Tensor:
         raise NotImplementedError
 
     def shares(self, v: Tensor) -> Tensor:
         """What the loss is given: a share of every class."""
         raise NotImplementedError
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {} if self.field in scene.knows.given else {self.field: self.shares(v[self.field])}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
-    def _classes(self, scene: Scene) -> int:
+    def _classes(self, scene: TargetView) -> int:
         classes = scene.task.fields[self.field].classes
         assert classes is not None
         return classes
@@ -195,7 +196,7 @@ class _Categories:
 class SoftCategories(_Categories):
     """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
 
-    def start(self, scene: Scene, draws: Draws) -> Tensor:
+    def start(self, scene: TargetView, draws: Draws) -> Tensor:
         shape = (scene.num_examples, *scene.task.fields[self.field].shape, self._classes(scene))
         dtype = next(iter(scene.weights.values())).dtype
         return _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)
@@ -212,7 +213,7 @@ class FreeCategories(_Categories):
     have to reach infinity. Starts half at the label that was read off, half anywhere.
     """
 
-    def start(self, scene: Scene, draws: Draws) -> Tensor:
+    def start(self, scene: TargetView, draws: Draws) -> Tensor:
         classes = self._classes(scene)
         read = one_hot(scene.fields[self.field], classes, next(iter(scene.weights.values())).dtype)
         return 0.5 * read + 0.5 / classes
@@ -222,30 +223,30 @@ class FreeCategories(_Categories):
 
 
 @dataclass(frozen=True)
-class Together:
+class JointSpace:
     """Several spaces at once; each contributes its own variables and its own fields of the batch."""
 
     spaces: tuple[Space, ...]
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {name: v for space in self.spaces for name, v in space.variables(scene, draws, before).items()}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {name: c for space in self.spaces for name, c in space.constants(scene, draws, before).items()}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {name: value for space in self.spaces for name, value in space.decode(v, scene, now).items()}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         for space in self.spaces:
             v = space.project(v, scene, now)
         return v
 
-    def decoding(self, scene: Scene) -> int:
+    def decoding(self, scene: TargetView) -> int:
         """What decoding keeps for its derivatives, in those of the spaces that say so."""
         return sum(int(space.decoding(scene)) for space in self.spaces if hasattr(space, "decoding"))
 
-    def left(self, v: Tree, scene: Scene) -> Tree:
+    def left(self, v: Tree, scene: TargetView) -> Tree:
         """What the spaces leave to the next stage beside the unknowns."""
         leaving = [space.left(v, scene) for space in self.spaces if hasattr(space, "left")]
         return {name: value for each in leaving for name, value in each.items()}

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
-from gradleak.draws import Draws
 from gradleak.parts.fields import Nothing, RuleDoesNotApply
 from gradleak.parts.predictions import gradient
-from gradleak.scene import FieldRule, Needs, Now, Scene
-from gradleak.task import Batch, Task, TaskError
-from gradleak.tree import Tree
+from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.task import Batch, Task, TaskError
 
 PROBED = 100  # steps at a time, where the network is asked what its layers are told
 ROUNDING = 3e-6  # singular values below this share of the largest are the rounding of float32
@@ -55,7 +56,7 @@ class Granted:
     needs: Needs
     rule: FieldRule = Nothing()
 
-    def __call__(self, scene: Scene) -> Batch:
+    def __call__(self, scene: TargetView) -> Batch:
         denoising(scene.task)
         return self.rule(scene)
 
@@ -73,7 +74,7 @@ class ReadSteps:
     Steps that appear twice make G poorer in rank; which ones do is then guessed by the length of their delta.
     """
 
-    def __call__(self, scene: Scene) -> Batch:
+    def __call__(self, scene: TargetView) -> Batch:
         if "t" in scene.fields:
             return {}
         if scene.num_examples > 1 and "noise" in scene.fields:
@@ -93,7 +94,7 @@ class ReadSteps:
         return {"t": best.sort().values.to(where)}
 
 
-def evidence(scene: Scene) -> Tensor:
+def evidence(scene: TargetView) -> Tensor:
     """How well each step explains the time MLP's gradient: the share of e(t) in its leading row space, (T,) in [0, 1].
 
     1 for the steps of the batch where nothing disturbs the gradient. Under noise or pruning the best few are
@@ -116,7 +117,7 @@ class TimeLayer:
     seen: Tensor  # [dL/dW, dL/db], (outputs, entries)
 
 
-def time_layer(scene: Scene) -> TimeLayer:
+def time_layer(scene: TargetView) -> TimeLayer:
     """What the server knows of the first layer that is told the step; of a later one, where that gradient is withheld.
 
     Whatever a layer is told that depends on the step alone, the server can compute for every step.
@@ -150,7 +151,7 @@ def time_layer(scene: Scene) -> TimeLayer:
     return TimeLayer(known, torch.cat(columns, dim=1))
 
 
-def _told(scene: Scene) -> Iterator[tuple[str, Tensor]]:
+def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
     """Linear layers that are told the step and nothing else, and what they are told of each: (T, entries)."""
     model: Any = scene.task.model
     first, table = getattr(model, "time_layer", ""), getattr(model, "table", None)
@@ -186,7 +187,7 @@ class _Scores:
 
     speed: float = 10.0
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         steps = step_count(scene.task)
         if "t" in scene.fields:
             return {}
@@ -196,16 +197,16 @@ class _Scores:
         source = draws.child(list(scene.task.fields).index("t"))
         return {"t": source.uniform((scene.num_examples, steps), dtype=like.dtype) / self.speed}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {"t": self.chosen(self.speed * v["t"], now)} if "t" in v else {}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v
 
-    def chosen(self, scores: Tensor, now: Now) -> Tensor:
+    def chosen(self, scores: Tensor, now: Step) -> Tensor:
         """What the objective is given: a step, or a share of each."""
         raise NotImplementedError
 
@@ -221,11 +222,11 @@ class SoftSteps(_Scores):
     first: float = 1.0
     last: float = 0.1
 
-    def shares(self, scores: Tensor, now: Now) -> Tensor:
+    def shares(self, scores: Tensor, now: Step) -> Tensor:
         temperature = self.first * torch.exp(now.fraction.to(scores.dtype) * math.log(self.last / self.first))
         return (scores / temperature).softmax(-1)
 
-    def chosen(self, scores: Tensor, now: Now) -> Tensor:
+    def chosen(self, scores: Tensor, now: Step) -> Tensor:
         return self.shares(scores, now)
 
 
@@ -236,7 +237,7 @@ class StraightThrough(SoftSteps):
     Reference: Bengio, Leonard, Courville, arXiv 1308.3432, 2013.
     """
 
-    def chosen(self, scores: Tensor, now: Now) -> Tensor:
+    def chosen(self, scores: Tensor, now: Step) -> Tensor:
         p = self.shares(scores, now)
         best = torch.arange(p.shape[-1], device=p.device) == p.argmax(-1, keepdim=True)
         return best.to(p.dtype) + (p - p.detach())
@@ -246,7 +247,7 @@ class StraightThrough(SoftSteps):
 class SettledSteps(_Scores):
     """The best step of an earlier stage, as an index. Nothing depends on the scores any more, so they stay."""
 
-    def chosen(self, scores: Tensor, now: Now) -> Tensor:
+    def chosen(self, scores: Tensor, now: Step) -> Tensor:
         return scores.argmax(-1)
 
 
@@ -259,18 +260,18 @@ class Drawn:
 
     field: str
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         known, like = scene.task.fields[self.field], next(tree.leaves(scene.weights))
         source, shape = draws.child(list(scene.task.fields).index(self.field)), (scene.num_examples, *known.shape)
         if known.classes is None:
             return {self.field: source.normal(shape, dtype=like.dtype)}
         return {self.field: (source.uniform(shape, dtype=torch.float64) * known.classes).long()}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {self.field: scene.constants[self.field]}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         return v

@@ -2,17 +2,17 @@
 
 A client that makes T steps uploads u = w0 - wT. Where its path is short and nearly straight, the gradient of ALL its
 examples at some point near the segment from w0 to wT is about parallel to u, whatever the batches and their order were.
-`Sent` takes it at w0, `Line` at a point of the segment (SME), `Bezier` at a point beside it (NL-SME); `Rescaled` lets
-the search reweigh what they predict. All compare gradients, u / (lr x steps) where that is known, and go through the
-defence as far as it is known.
+`GradientAtStart` takes it at w0, `Line` at a point of the segment (SME), `Bezier` at a point beside it (NL-SME);
+`Rescaled` lets the search reweigh what they predict. All compare gradients, u / (lr x steps) where that is known, and
+go through the defence as far as it is known.
 
 Unknowns of the predictions, by name:
 alpha       (rounds,) where on the path, 0 at w0 and 1 at wT
 control     by round and parameter: control point minus midpoint of the segment, in units of the update's RMS
 scaling     (tensors,), or by parameter: factors on the predicted gradient; 1 to begin with
 A later stage goes on with what the last one found under the same name. They are held in bounds by `Within` and `Reach`,
-which are spaces without unknowns of their own (join them by `Together`), and pulled back by the priors `CentredControl`
-and `UnitScaling`.
+which are spaces without unknowns of their own (join them by `JointSpace`), and pulled back by the priors
+`CentredControl` and `UnitScaling`.
 
 References: Zhu, Yao, Blaschko, ICML 2023 (SME); arXiv 2509.22082 (NL-SME).
 """
@@ -27,18 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak import tree
-from gradleak.attack import Composed, Stage
-from gradleak.draws import Draws
-from gradleak.local import LocalTraining
-from gradleak.parts.optimisers import FirstOrder
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.registry import did_you_mean
+from gradleak.core.tree import Params, Tree
 from gradleak.parts.predictions import Replay
+from gradleak.parts.protocols import Footprint, Needs, Prediction, resumed
 from gradleak.parts.spaces import Start
-from gradleak.registry import did_you_mean
-from gradleak.rules import SGD
-from gradleak.scene import Footprint, Needs, Now, Prediction, Scene, resumed
-from gradleak.task import Batch
-from gradleak.tree import Params, Tree
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.rules import SGD
+from gradleak.scenario.task import Batch
 
 _OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which count from 0, never get so far
 
@@ -46,7 +46,7 @@ _OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which 
 
 
 @dataclass(frozen=True)
-class Sent:
+class GradientAtStart:
     """The gradient at the weights that were sent, as if the client had made one large step (IG and DLG on updates).
 
     `Replay` without a recipe is the same where the threat model knows none; where it does, that one replays every step.
@@ -56,34 +56,34 @@ class Sent:
     def needs_for_scale(self) -> Needs:
         return frozenset({"training"})
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return tree.scale(Replay().target(scene), 1 / length(scene))
 
-    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
         return tree.scale(Replay().disturbed(scene, draws), 1 / length(scene))
 
     def points(self, v: Tree) -> Sequence[tuple[float, Tensor | float]]:
         """Where gradients are taken: (share, alpha) each, shares that sum to one."""
         return [(1.0, 0.0)]
 
-    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+    def weights(self, scene: TargetView, number: int, alpha: Tensor | float, v: Tree) -> Params:
         """The point `alpha` of the path of one round, the `number`-th of the target."""
         return scene.weights
 
-    def seen_from(self, scene: Scene, alpha: Tensor | float, v: Tree) -> Scene:
+    def seen_from(self, scene: TargetView, alpha: Tensor | float, v: Tree) -> TargetView:
         """The scene with every round's weights moved to the point `alpha` of its own path."""
 
-        def moved(number: int, each: Scene) -> Scene:
+        def moved(number: int, each: TargetView) -> TargetView:
             own = alpha[number] if isinstance(alpha, Tensor) else alpha
             return replace(each, weights=self.weights(each, number, own, v))
 
         *earlier, last = (moved(number, each) for number, each in enumerate(scene.rounds))
         return replace(last, earlier=tuple(earlier))
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         # A defence, which may clip, must meet an update of the right length; else the passes for it are saved.
         lr = 1.0 if scene.knows.defence is None else length(scene)
         step = Replay(LocalTraining(lr=lr, optimiser=SGD(weight_decay=_rule(scene).weight_decay)))
@@ -96,15 +96,15 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Line(Sent):
+class Line(GradientAtStart):
     """The gradient at s(alpha) = (1 - alpha) w0 + alpha wT, alpha an unknown (SME).
 
     start, spread   alpha begins at start, or for each restart somewhere in start +- spread
     nodes           more than one: no alpha; the mean gradient along the path, by as many Gauss-Legendre nodes. An
                     update is the sum of the gradients along the way, so this is the principled form of the same idea
 
-    At alpha = 0 this is `Sent`. The public code of SME assigns the weights and applies the chain rule by hand; here
-    autograd does, d/dalpha = <d/ds, wT - w0>, the second order through the gradient included.
+    At alpha = 0 this is `GradientAtStart`. The public code of SME assigns the weights and applies the chain rule by
+    hand; here autograd does, d/dalpha = <d/ds, wT - w0>, the second order through the gradient included.
     """
 
     start: float = 0.5
@@ -117,7 +117,7 @@ class Line(Sent):
         if self.nodes < 1:
             raise ValueError(f"nodes must be at least 1; given {self.nodes}.")
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if self.nodes > 1:
             return {}
         like, shape = next(tree.leaves(scene.update)), (len(scene.rounds),)
@@ -126,13 +126,13 @@ class Line(Sent):
             begin = begin + self.spread * (2 * draws.child(_OWN).uniform(shape, dtype=like.dtype) - 1)
         return resumed({"alpha": begin}, before)
 
-    def footprint(self, scene: Scene) -> Footprint:
+    def footprint(self, scene: TargetView) -> Footprint:
         return Footprint(passes=self.nodes, gradients=self.nodes)
 
     def points(self, v: Tree) -> Sequence[tuple[float, Tensor | float]]:
         return [(1.0, v["alpha"])] if self.nodes == 1 else gauss_legendre(self.nodes)
 
-    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+    def weights(self, scene: TargetView, number: int, alpha: Tensor | float, v: Tree) -> Params:
         return tree.add(scene.weights, scene.update, -alpha)  # wT = w0 - u
 
 
@@ -146,11 +146,11 @@ class Bezier(Line):
     gradient, so hold alpha inside (`Within`).
     """
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         control = {str(number): tree.zeros_like(each.update) for number, each in enumerate(scene.rounds)}
         return {**super().variables(scene, draws, before), **resumed({"control": control}, before)}
 
-    def weights(self, scene: Scene, number: int, alpha: Tensor | float, v: Tree) -> Params:
+    def weights(self, scene: TargetView, number: int, alpha: Tensor | float, v: Tree) -> Params:
         bend = 2 * alpha * (1 - alpha) * unit_of_control(scene)
         return tree.add(super().weights(scene, number, alpha, v), v["control"][str(number)], bend)
 
@@ -175,36 +175,36 @@ class Rescaled:
         needs: Needs = getattr(self.predict, "needs_for_scale", frozenset())
         return needs
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         seen = self.predict.target(scene)
         like = next(tree.leaves(seen))
         factors = tree.map(torch.ones_like, seen) if self.per == "element" else like.new_ones(len(seen))
         return {**self.predict.variables(scene, draws, before), **resumed({"scaling": factors}, before)}
 
-    def footprint(self, scene: Scene) -> Footprint:
+    def footprint(self, scene: TargetView) -> Footprint:
         inner = getattr(self.predict, "footprint", None)
         return Footprint() if inner is None else inner(scene)
 
-    def target(self, scene: Scene) -> Params:
+    def target(self, scene: TargetView) -> Params:
         return self.predict.target(scene)
 
-    def disturbed(self, scene: Scene, draws: Draws) -> Params:
+    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
         noisy: Params = self.predict.disturbed(scene, draws)  # type: ignore[attr-defined]
         return noisy
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Params:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         predicted, factors = self.predict(batch, v, scene, now), v["scaling"]
         if self.per == "tensor":
             factors = dict(zip(predicted, factors.unbind(), strict=True))
         return tree.multiply(predicted, factors)
 
 
-def unit_of_control(scene: Scene) -> Tensor:
+def unit_of_control(scene: TargetView) -> Tensor:
     """The unit of a round's control point: the root mean square of its update."""
     return tree.norm(scene.update) / tree.size(scene.update) ** 0.5
 
 
-def length(scene: Scene) -> float | Tensor:
+def length(scene: TargetView) -> float | Tensor:
     """How far the client's SGD goes along a gradient of length one that does not change; 1 where it is not known.
 
     The sum of its learning rates where it has no momentum, and for other rules, for which there is no such length. Only
@@ -216,7 +216,7 @@ def length(scene: Scene) -> float | Tensor:
     return training.lr * rule.way(training.factors(scene.num_examples))
 
 
-def _rule(scene: Scene) -> SGD:
+def _rule(scene: TargetView) -> SGD:
     """The client's rule, as far as it is SGD."""
     training = scene.knows.training
     return training.optimiser if training is not None and isinstance(training.optimiser, SGD) else SGD()
@@ -234,20 +234,20 @@ def gauss_legendre(nodes: int) -> Sequence[tuple[float, float]]:
 
 @dataclass(frozen=True)
 class _Holding:
-    """A space with no unknowns of its own, which holds those of others after every step. Join it by `Together`."""
+    """A space with no unknowns of its own, which holds those of others after every step. Join it by `JointSpace`."""
 
     name: str
 
-    def variables(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def constants(self, scene: Scene, draws: Draws, before: Tree | None) -> Tree:
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {}
 
-    def decode(self, v: Tree, scene: Scene, now: Now) -> Batch:
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {}
 
-    def project(self, v: Tree, scene: Scene, now: Now) -> Tree:
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         if self.name not in v:
             raise ValueError(f"{self} holds {self.name!r}, which is no unknown.{did_you_mean(self.name, v)}")
         return {**v, **self.held({self.name: v[self.name]})}  # a tree, whether it is one tensor or several by name
@@ -287,7 +287,7 @@ class Inside:
 
     start: Start
 
-    def __call__(self, scene: Scene, draws: Draws, name: str) -> Tensor:
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, high = scene.limits[name]
         return self.start(scene, draws, name).clamp(low, high)
 
@@ -301,10 +301,10 @@ class CentredControl:
 
     weight: float
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.weight / tree.size(v["control"]) * tree.squared_norm(v["control"])
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return (self.weight / tree.size(v["control"])) ** 0.5 * tree.flatten(v["control"])
 
 
@@ -314,10 +314,10 @@ class UnitScaling:
 
     weight: float
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.terms(batch, v, scene, now).square().sum()
 
-    def terms(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         factors = tree.flatten({"scaling": v["scaling"]})
         return (self.weight / factors.shape[0]) ** 0.5 * (factors - 1)
 
@@ -330,9 +330,9 @@ class SurrogateLoss:
     """
 
     weight: float
-    path: Sent
+    path: GradientAtStart
 
-    def __call__(self, batch: Batch, v: Tree, scene: Scene, now: Now) -> Tensor:
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         total = next(tree.leaves(scene.weights)).new_zeros(())
         for share, alpha in self.path.points(v):
             for each in self.path.seen_from(scene, alpha, v).rounds:
@@ -343,7 +343,7 @@ class SurrogateLoss:
 # --- what a low match is worth ----------------------------------------------------------------------------------------
 
 
-def diagnosis(stage: Stage, v: Tree, scene: Scene, now: Now) -> dict[str, Tensor]:
+def diagnosis(stage: Stage, v: Tree, scene: TargetView, now: Step) -> dict[str, Tensor]:
     """Where a search of one lane stands, from what the attacker has.
 
     l_sim_obj       the match that is minimised, with the factors of `Rescaled`
@@ -370,17 +370,6 @@ def diagnosis(stage: Stage, v: Tree, scene: Scene, now: Now) -> dict[str, Tensor
         factors = tree.flatten({"scaling": v["scaling"]})
         told |= {"scaling_min": factors.min(), "scaling_max": factors.max()}
     return told
-
-
-def frozen(attack: Composed, field: str = "x") -> Composed:
-    """The control: the same attack with its images left as they begin. What it still matches, freedom has matched."""
-
-    def still(stage: Stage) -> Stage:
-        if not isinstance(stage.optimiser, FirstOrder):
-            raise ValueError(f"Only first-order stages have a learning rate to set to zero; given {stage.optimiser}.")
-        return replace(stage, optimiser=replace(stage.optimiser, rates={**stage.optimiser.rates, field: 0.0}))
-
-    return replace(attack, name=f"{attack.name} (frozen {field})", stages=tuple(map(still, attack.stages)))
 
 
 def performance_gap(reference: float, other: float) -> tuple[float, float]:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from gradleak.core.registry import named
 from gradleak.report.page import Page
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult
-    from gradleak.study.result import StudyResult
+    from gradleak.audit.result import AuditResult
+    from gradleak.curvature.result import StudyResult
 
 __all__ = ["Page", "render"]
 
@@ -48,6 +49,7 @@ def policy(script: str) -> str:
     )
 
 
+@named("html", kind="report", status="")
 def render(result: AuditResult, study: StudyResult | None = None) -> str:
     """The whole page. It shows private images: handle it like the data.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradleak.results import Row, Summary
+    from gradleak.audit.result import Row, Summary
 
 MOST = 32  # targets told one by one; the others are in rows.jsonl
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gradleak.report.grid import Column, Line, Table, Value, plural
 
 if TYPE_CHECKING:
-    from gradleak.results import Row
+    from gradleak.audit.result import Row
 
 TONES = {"error": "bad", "warning": "warn", "note": "void"}
 RANKS = {name: rank for rank, name in enumerate(TONES)}

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradleak.guarantee import Guarantee, rounded_up
 from gradleak.report.grid import Column, Line, Table, Value, number, percent, tone
+from gradleak.scenario.guarantee import Guarantee, rounded_up
 
 if TYPE_CHECKING:
-    from gradleak.results import Summary
+    from gradleak.audit.result import Summary
 
 UNKNOWN = "not recorded"  # by the version that made the run
 
@@ -28,7 +28,7 @@ class Label:
 
 def defences(summaries: Sequence[Summary]) -> Table | None:
     """Each defence by its strongest attack: the reference, every attacker, chance, and what is proved."""
-    from gradleak.results.headline import attackers_of, headlines_of
+    from gradleak.audit.headline import attackers_of, headlines_of
 
     found = headlines_of(summaries)
     if not found:
@@ -63,7 +63,7 @@ def _briefly(proved: Guarantee | None) -> str:
 
 def labels(summaries: Sequence[Summary]) -> Iterator[Label]:
     """What every defence proves, each label once."""
-    from gradleak.results.headline import labelled
+    from gradleak.audit.headline import labelled
 
     for name, proved in labelled(summaries):
         yield Label(name, _word(proved), _tone(proved), str(proved).partition("\n")[0], tuple(_entries(proved)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gradleak.report.grid import number, percent, plural
 
 if TYPE_CHECKING:
-    from gradleak.results import Assumption, AuditResult, Row
+    from gradleak.audit.result import Assumption, AuditResult, Row
 
 RECOVERED = (
     "an image counts as recovered when SSIM is above 0.5, PSNR above 18 dB, and it is the nearest of a gallery of "

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradleak.report import pictures
-from gradleak.results.rows import BadRun, Row
+from gradleak.core import pictures
+from gradleak.core.files import BadRun, Row
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradleak.report import pictures
+from gradleak.core import pictures
+from gradleak.core.files import BadRun
 from gradleak.report.frames import Strip, restarts, snapshots
 from gradleak.report.grid import Value, number, tone
-from gradleak.results.rows import BadRun
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult, Row
+    from gradleak.audit.result import AuditResult, Row
 
 SHOWN = 12  # pictures of each defence at once; the others fold away
 ROOM = 13_500_000  # bytes of a page for pictures, shared by its defences: it stays small enough to send

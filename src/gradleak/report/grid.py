@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradleak.results import Rate
+    from gradleak.audit.result import Rate
 
 TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
 

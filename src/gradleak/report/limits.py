@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gradleak.report.grid import plural
 
 if TYPE_CHECKING:
-    from gradleak.results import Row, Summary
+    from gradleak.audit.result import Row, Summary
 
 FLOOR = 150  # targets times seeds, below which a published claim should not rest on a line
 
@@ -44,7 +44,7 @@ def untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str]
 
 def _idle(grid: Sequence[Row]) -> Iterator[str]:
     """Attacks of this version that did not run; members of `auto` did, where its rows say so."""
-    from gradleak import registry
+    from gradleak.core import registry
 
     used = {_name(row) for row in grid} | members_run(grid)
     silent = {str(row["attack"]) for row in grid if _name(row) == "auto" and not row.get("tried")}
@@ -71,8 +71,8 @@ def _name(row: Row) -> str:
 
 def _members(attacks: Iterable[str]) -> Iterator[str]:
     """What `auto` may run with the preset that its name gives."""
-    from gradleak import registry
     from gradleak.auto import MEMBERS
+    from gradleak.core import registry
 
     for attack in attacks:
         stated = re.search(r"\bpreset=['\"]?(\w+)", attack)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gradleak.report.grid import interval, number, percent
 
 if TYPE_CHECKING:
-    from gradleak.results import Summary
+    from gradleak.audit.result import Summary
 
 SHADES = 4  # above 0: for each quarter of the images one
 
@@ -67,8 +67,8 @@ def _varied(summaries: Sequence[Summary]) -> tuple[str, ...]:
 
 
 def _square(lines: Sequence[Summary], void: bool, varied: Sequence[str]) -> Square:
-    from gradleak.results.ruling import INCONCLUSIVE, PART
-    from gradleak.results.verdict import strongest_of, word_on
+    from gradleak.audit.ruling import INCONCLUSIVE, PART
+    from gradleak.audit.verdict import strongest_of, word_on
 
     if not lines:
         return NOT_RUN

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradleak.cli.progress import duration
+from gradleak.core.durations import duration
 from gradleak.report import repeat
 from gradleak.report.certificate import Proof, proofs
 from gradleak.report.checks import checks
@@ -25,8 +25,8 @@ from gradleak.report.strip import Banner, banner
 from gradleak.report.threat import ledger, threat
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult, Summary
-    from gradleak.study.result import StudyResult
+    from gradleak.audit.result import AuditResult, Summary
+    from gradleak.curvature.result import StudyResult
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Page:
     @staticmethod
     def of(result: AuditResult, study: StudyResult | None = None) -> Page:
         from gradleak import __version__
-        from gradleak.results.ledger import ledger_of
+        from gradleak.audit.ledger import ledger_of
 
         summaries = result.summaries
         grid = [row for row in result.rows if not row.get("control")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gradleak.report.limits import members_run
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult, Row
+    from gradleak.audit.result import AuditResult, Row
 
 HIDDEN = ("plan", "fields")  # bookkeeping of run.toml that tells a reader nothing
 
@@ -52,7 +52,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def references(grid: Iterable[Row]) -> Iterator[Reference]:
     """The papers behind the attacks and defences that were run, and behind the threat levels."""
-    from gradleak import registry
+    from gradleak.core import registry
 
     grid = list(grid)
     used = {("attack", str(row["attack"])) for row in grid} | {("attack", name) for name in members_run(grid)}

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from gradleak.report.curves import COLOURS, Chart, Series, chart
 
 if TYPE_CHECKING:
-    from gradleak.results import Row, Summary
-    from gradleak.study.result import StudyResult
+    from gradleak.audit.result import Row, Summary
+    from gradleak.curvature.result import StudyResult
 
 CURVATURE = {"log_determinant": "Log-determinant of the Hessian", "highest": "Largest eigenvalue of the Hessian"}
 MOST = 4  # charts of a run's own analyses
@@ -110,7 +110,7 @@ def _of_rows(grid: Sequence[Row]) -> Iterator[Chart]:
 
 def scatter(summaries: Sequence[Summary]) -> Chart | None:
     """Test accuracy against recovered share, a point for each defence and round; None for fewer than two points."""
-    from gradleak.results.verdict import strongest_of
+    from gradleak.audit.verdict import strongest_of
 
     groups: dict[tuple[str, int, int], list[Summary]] = {}
     for line in summaries:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gradleak.report.grid import Column, Line, Table, Value, interval, number, percent, tone
 
 if TYPE_CHECKING:
-    from gradleak.results import Row, Summary
+    from gradleak.audit.result import Row, Summary
 
 EXPLAINED = {
     "mid-grey": "a grey image",

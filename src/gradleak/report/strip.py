@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gradleak.report.grid import interval, number, percent, plural, tone
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult, Summary
+    from gradleak.audit.result import AuditResult, Summary
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def banner(result: AuditResult) -> Banner:
 
 
 def _facts(result: AuditResult) -> Iterator[Fact]:
-    from gradleak.results.verdict import CONTROL_PSNR
+    from gradleak.audit.verdict import CONTROL_PSNR
 
     held = headline_of(result.summaries)
     if held is not None:
@@ -66,7 +66,7 @@ def _facts(result: AuditResult) -> Iterator[Fact]:
 
 def headline_of(summaries: Sequence[Summary]) -> Summary | None:
     """The line behind the word: the strongest against any defence, or on the undefended client where there is none."""
-    from gradleak.results.verdict import strongest_of
+    from gradleak.audit.verdict import strongest_of
 
     scored = [line for line in summaries if line.targets]
     lines = [line for line in scored if line.defence != "none"] or scored

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from gradleak.audit import Audit
     from gradleak.audit.cells import Cell
-    from gradleak.results import AuditResult
-    from gradleak.results.tables import Grid
+    from gradleak.audit.result import AuditResult
+    from gradleak.audit.tables import Grid
 
 DISPENSABLE = (
     *("seconds", "match", "round", "B", "baseline", "labels", "SSIM", "converged"),
@@ -93,7 +93,7 @@ def fitted(result: AuditResult, width: int | None) -> str:
 
     None: a pipe.
     """
-    from gradleak.results.tables import OVERVIEW, entries, notes, overview, text_of
+    from gradleak.audit.tables import OVERVIEW, entries, notes, overview, text_of
 
     if width is None:
         return result.table()

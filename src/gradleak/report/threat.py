@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gradleak.report.grid import Column, Line, Table, Value
 
 if TYPE_CHECKING:
-    from gradleak.results import Assumption, Row
+    from gradleak.audit.result import Assumption, Row
 
 FORMS = {
     "naive": "by attackers who ignore it",

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradleak.results import AuditResult
+    from gradleak.audit.result import AuditResult
 
 
 def crossed(result: AuditResult, share: float) -> str:

@@ -23,20 +23,21 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradleak import draws as randomness
-from gradleak import tree
-from gradleak.defence import Defence, Upload
-from gradleak.draws import Draws
-from gradleak.local import ClientState, LocalTraining
-from gradleak.observation import Observation, stack
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.registry import named
+from gradleak.core.tree import Params, Tree
+from gradleak.scenario.client import ClientState, LocalTraining
+from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.observation import Observation, stack
+from gradleak.scenario.task import Batch, Task, float32_products
 from gradleak.secure.client import Client, Member
 from gradleak.secure.plan import Plan, Roster
 from gradleak.secure.ring import FixedPoint, Part
 from gradleak.secure.seed import SharedSeed
 from gradleak.secure.simulation import flat, restored, simulate
 from gradleak.secure.stages import Stage
-from gradleak.task import Batch, Task, float32_products
-from gradleak.tree import Params, Tree
 
 FIRST, SECOND = "first", "second"  # the trees of an upload of moments
 FACTOR_BITS = 8
@@ -140,6 +141,23 @@ def in_ring(
     share = dict(zip(numbers, shares([1] * len(numbers) if sizes is None else sizes), strict=True))
     weight = math.fsum(share[number] for number in done.survivors)
     return Masked(first, second, len(done.survivors), done.survivors, plan, done.costs, weight)
+
+
+@named("ring", kind="aggregation", status="")
+def server_sums(
+    uploads: Sequence[Upload],
+    sizes: Sequence[int],
+    *,
+    round: int = 0,
+    powers: tuple[int, int] = (1, 2),
+    largest: float | None = None,
+) -> Masked:
+    """What a server has of these uploads of moments after one round of `in_ring`.
+
+    largest   entry of the second moments of a client with the mean number of examples; None: read off the uploads
+    """
+    most = None if largest is None else largest * max(shares(sizes))  # a client with many examples puts in more
+    return in_ring(weighted(uploads, sizes), powers=powers, largest=most, round=round)
 
 
 def in_floats(

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradleak import tree
+from gradleak.core import tree
+from gradleak.core.tree import Tree
 from gradleak.secure.client import Client, Member
 from gradleak.secure.plan import Plan, Roster
 from gradleak.secure.ring import FixedPoint, Part
 from gradleak.secure.server import Server
 from gradleak.secure.stages import Stage
-from gradleak.tree import Tree
 
 T = TypeVar("T")
 STAGES = (Stage.ADVERTISE, Stage.SHARE, Stage.MASK, Stage.UNMASK)

@@ -1,0 +1,155 @@
+"""One attack after the other, each on the targets that none before has solved; and the same one in waves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradleak.attack import Composed, Reconstruction, of_each
+from gradleak.core.listeners import Share
+from gradleak.parts.protocols import Needs
+from gradleak.scenario.observation import Knowledge, Seen, as_targets
+from gradleak.scenario.task import Task
+
+
+@dataclass(frozen=True)
+class EscalatingRestarts:
+    """The same attack again, from other starts, on the targets that it has not solved.
+
+    A search that either finds the image or is stuck needs many starts for few targets. Every wave has twice the starts
+    of the one before: no more lanes, as long as every wave solves half of what is left, and up to twice as many where
+    it solves nothing. What a target gets does not depend on the others. The lowest match is kept, as among restarts.
+
+    waves    at most, the first included
+    solved   a match below this is taken for the image, and its target for done
+    """
+
+    attack: Composed
+    waves: int
+    solved: float
+
+    def __post_init__(self) -> None:
+        if self.waves < 1:
+            raise ValueError(f"waves must be at least 1; given {self.waves}.")
+        if not self.solved > 0:
+            raise ValueError(f"solved must be above 0, a match that counts as solved; given {self.solved}.")
+
+    @property
+    def name(self) -> str:
+        return self.attack.name
+
+    @property
+    def needs(self) -> Needs:
+        return self.attack.needs
+
+    @property
+    def search_needs(self) -> Needs:
+        return self.attack.search_needs
+
+    def run(
+        self,
+        task: Task,
+        seen: Seen,
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Any = None,
+        progress: Share | None = None,
+    ) -> Reconstruction:
+        """Attack all targets, then those that are left. `settings["starts"]` says how many each of them got."""
+        targets = as_targets(seen)
+        starts = [self.attack.restarts] * len(targets)
+        best = self.attack.run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, self.waves))
+        for wave in range(1, self.waves):
+            if not (rows := unsolved(best, self.solved)):
+                break
+            again = replace(self.attack, restarts=self.attack.restarts << wave)
+            some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+            # Far from every seed that a user may give, so that no wave is another run's first.
+            other = seed + (wave << 40)
+            found = again.run(task, some, own, other, engine=engine, progress=part(progress, wave, self.waves))
+            best = taken(best, found, rows, matches(found) < matches(best)[rows])
+            for row in rows:
+                starts[row] += again.restarts
+        if progress is not None:
+            progress(1.0)
+        return replace(best, settings={**best.settings, "attack": repr(self), "starts": starts})
+
+
+def matches(found: Reconstruction) -> Tensor:
+    """(targets,): the match of the chosen restart; infinite where it is no number."""
+    return found.match[torch.arange(len(found.chosen)), found.chosen].nan_to_num(torch.inf)
+
+
+def unsolved(found: Reconstruction, solved: float) -> list[int]:
+    """Targets whose match is not below `solved`."""
+    return torch.nonzero(matches(found) >= solved).flatten().tolist()
+
+
+def part(progress: Share | None, done: int, parts: int) -> Share | None:
+    """Share within one of several equal parts."""
+    return None if progress is None else lambda share: progress((done + share) / parts)
+
+
+def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
+    """The later result at those of its targets (`rows` of the earlier one) where it `wins`."""
+    own = torch.arange(len(rows))
+    into, take = torch.tensor(rows)[wins], own[wins]
+    if not len(take):
+        return replace(best, seconds=best.seconds + found.seconds, evaluations=best.evaluations + found.evaluations)
+    ranked = found.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
+
+    def put(held: Tensor, new: Tensor) -> Tensor:
+        held = held.clone()
+        held[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
+        return held
+
+    def curve(held: Tensor, new: Tensor) -> Tensor:
+        """(points, targets, restarts): the longer curve sets the length, the other stays where it ended."""
+        points = max(len(held), len(new))
+        held, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (held, new))
+        return put(held.movedim(0, 2), new.movedim(0, 2)).movedim(2, 0)  # (targets, restarts, points) on the way
+
+    def unknown(held: Tensor, new: Tensor | None) -> Tensor:
+        """Another attack may have others, or others of that name: then there is none."""
+        if new is not None and new.shape[2:] == held.shape[2:]:
+            return put(held, new)
+        return held.index_fill(0, into, torch.nan if held.is_floating_point() else -1)
+
+    steps = max(best.trace["step"], found.trace["step"], key=len)
+    candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}
+    chosen = best.chosen.clone()
+    chosen[into] = 0
+    batch = {name: value.clone() for name, value in best.batch.items()}
+    for name, value in batch.items():
+        value[into] = candidates[name][into, 0]
+    return replace(
+        best,
+        batch=batch,
+        unknowns={name: unknown(value, found.unknowns.get(name)) for name, value in best.unknowns.items()},
+        snapshots={
+            name: value.index_copy(0, into, found.snapshots[name][take]) for name, value in best.snapshots.items()
+        },
+        candidates=candidates,
+        objective=put(best.objective, found.objective),
+        match=put(best.match, found.match),
+        noise=None if best.noise is None or found.noise is None else put(best.noise, found.noise),
+        chosen=chosen,
+        diverged=put(best.diverged, found.diverged),
+        trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},
+        seconds=best.seconds + found.seconds,
+        evaluations=best.evaluations + found.evaluations,
+    )
+
+
+def given_of(task: Task, knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
+    """The same knowledge about some of the targets: fields given per target are picked, one given for all stays."""
+
+    def own(name: str, value: Tensor) -> Tensor:
+        return value[list(rows)] if of_each(task.fields[name], value, targets) else value
+
+    return replace(knows, given={name: own(name, value) for name, value in knows.given.items()})

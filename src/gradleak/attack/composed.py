@@ -1,0 +1,326 @@
+"""What an attack is: stages of six small parts (`scene.py`), solved over lanes, chosen by matching and nothing else."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.listeners import Share
+from gradleak.engine.lanes import Engine, solve
+from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.stage import Stage
+from gradleak.parts.view import TargetView, in_turn
+from gradleak.scenario.fit import fits
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
+from gradleak.scenario.task import Batch, Field, Task
+
+if TYPE_CHECKING:
+    from gradleak.identify.certificates import Certificate
+
+# --- composition ----------------------------------------------------------------------------------------------------
+
+
+def lowest_match(match: Tensor) -> Tensor:
+    """The restart with the lowest match; NaN never wins. (targets, restarts) -> (targets,)"""
+    return torch.where(match.isnan(), torch.inf, match).argmin(dim=1)
+
+
+class Attack(Protocol):
+    """What every attack offers, composed or not."""
+
+    @property
+    def name(self) -> str:
+        """As tables and errors call it."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What `Knowledge` must grant."""
+        ...
+
+    def run(
+        self,
+        task: Task,
+        seen: Seen,
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Any = None,
+        progress: Share | None = None,
+    ) -> Reconstruction:
+        """Attack one target or several independent ones."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """What an attack found. Shapes: T targets, R restarts, B examples (padded with NaN / -1 where targets differ).
+
+    `unknowns`: what the last stage found besides the fields of the batch, at the kept iterate, such as alpha; parts of
+    nested ones are called NAME/PART. Of those too large to keep (a control point is as large as the network) the root
+    mean square, NAME_rms. Where lanes return their best stage: `stage`, which one that is, counted from 0.
+    """
+
+    batch: Batch  # (T, B, ...) of the chosen restart
+    candidates: Batch  # (T, R, B, ...) of every restart
+    objective: Tensor  # (T, R) at the kept iterate, priors included
+    match: Tensor  # (T, R) at the kept iterate
+    chosen: Tensor  # (T,)
+    diverged: Tensor  # (T, R) lanes frozen because something was not finite
+    trace: dict[str, Tensor]  # "step" (P,), "objective" and "match" (P, T, R)
+    fields: dict[str, Field]
+    keys: tuple[str, ...]
+    examples: tuple[int, ...]
+    seconds: float
+    evaluations: int  # gradient evaluations per lane
+    settings: dict[str, Any] = field(default_factory=dict)
+    certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
+    noise: Tensor | None = None  # (T, R) the match that the known defence's noise leaves at the truth, about
+    unknowns: dict[str, Tensor] = field(default_factory=dict)  # each (T, R, ...), padded with NaN
+    snapshots: dict[str, Tensor] = field(default_factory=dict)  # Engine(snapshots=S): "step" (T, S), "x" (T, S, B, ...)
+
+    @property
+    def checks(self) -> Any:
+        """Did the attack work as an optimiser?"""
+        from gradleak.attack.checks import checks_of
+
+        return checks_of(self)
+
+    def target(self, index: int) -> Batch:
+        """The batch of one target, without padding."""
+        return {name: value[index, : self.examples[index]] for name, value in self.batch.items()}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """An attack made of stages: fields first (labels and the like), every stage over all lanes, then the choice."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    fields: FieldRule
+    restarts: int = 1
+    keep: str = "best_match"  # or "last": the final iterate, as some papers return
+    choose: Callable[[Tensor], Tensor] = lowest_match
+    output: str = "last_stage"  # or "best_stage": each lane returns the stage whose kept iterate matches best
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("best_match", "last"):
+            raise ValueError(f"keep must be 'best_match' or 'last'; given {self.keep!r}.")
+        if self.restarts < 1:
+            raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
+        if self.output not in ("last_stage", "best_stage"):
+            raise ValueError(f"output must be 'last_stage' or 'best_stage'; given {self.output!r}.")
+        measures = {repr((stage.predict, stage.match, stage.view)) for stage in self.stages}
+        if self.output == "best_stage" and len(measures) > 1:
+            raise ValueError(
+                "output='best_stage' compares the matches of stages, so all must have the same prediction, match and "
+                f"view; given {len(measures)} different ones."
+            )
+
+    @property
+    def search_needs(self) -> Needs:
+        """Of the stages alone: what it needs where the labels are given."""
+        return frozenset().union(*(stage.needs for stage in self.stages))
+
+    @property
+    def needs(self) -> Needs:
+        """Of the stages, and of the rule that reads the labels."""
+        return self.search_needs | getattr(self.fields, "needs", frozenset())
+
+    def run(
+        self,
+        task: Task,
+        seen: Seen,
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Any = None,
+        progress: Share | None = None,
+        begin: Batch | None = None,
+    ) -> Reconstruction:
+        """Attack one target or several independent ones. Nothing here, or below, has ever seen the private batch.
+
+        begin   what another attack found, (targets, examples, ...): the first stage goes on from there
+        """
+        engine = engine or Engine()
+        targets = as_targets(seen)
+        require(self, knows)
+        fits(task, [seen for target in targets for seen in target.observations])
+        began = time.perf_counter()
+        with engine.settings():
+            work = task.to(engine.where, engine.dtype)
+            scenes = scenes_of(work, targets, knows, self.fields)
+            keys = [
+                [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
+                for target in targets
+            ]
+            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output, begin))
+        return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
+
+
+def require(attack: Attack, knows: Knowledge) -> None:
+    """Refuse to run without what the attack needs to know. Given labels spare what a label rule would need."""
+    needs = getattr(attack, "search_needs", attack.needs) if "y" in knows.grants else attack.needs
+    missing = sorted(needs - knows.grants)
+    if missing:
+        how = {
+            "training": "Knowledge(training=LocalTraining(lr=...)): the update is lr times the gradient, and this "
+            "attack compares absolute values",
+            "y": "Knowledge(given={'y': labels}), or an attack that recovers them",
+            "t": "Knowledge(given={'t': steps}), or t='analytic'",
+            "noise": "Knowledge(given={'noise': noise}), or noise='unknown'",
+            "generator": "Knowledge(generator=...): a trained generator of images, as `gradleak.generators` has them "
+            "(gidm: a denoiser)",
+        }
+        advice = "; ".join(how.get(name, f"Knowledge({name}=...)") for name in missing)
+        raise MissingKnowledge(
+            f"{attack.name} needs {', '.join(missing)}, which the threat model does not grant. Pass {advice}."
+        )
+
+
+def scenes_of(task: Task, targets: Sequence[Track], knows: Knowledge, fields: FieldRule) -> list[TargetView]:
+    """The targets as parts look at them, with what Knowledge gives of their fields and what the rule reads off."""
+    scenes = [_scene(task, target, knows, position, len(targets)) for position, target in enumerate(targets)]
+    return [
+        replace(scene, fields={**fields(_averaged(there)), **scene.fields})
+        for scene, there in zip(scenes, in_turn(scenes), strict=True)
+    ]
+
+
+def _averaged(scene: TargetView) -> TargetView:
+    """A track as one round with the mean update: what fields are read off, with less noise."""
+    if not scene.earlier:
+        return scene
+    mean = tree.map(lambda *updates: torch.stack(updates).mean(0), *(each.update for each in scene.rounds))
+    return replace(scene, update=mean, earlier=())
+
+
+def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: int) -> TargetView:
+    scene = TargetView.waiting(task, target, knows)
+    like = next(p for p in task.model.parameters() if p.requires_grad)
+    given: Batch = {}
+    for name, value in knows.given.items():
+        if name not in task.fields:
+            raise MissingKnowledge(f"Knowledge.given names {name!r}; the task's fields are {', '.join(task.fields)}.")
+        if not isinstance(value, Tensor):
+            raise MissingKnowledge(f"Knowledge.given[{name!r}] must be a tensor; given {type(value).__name__}.")
+        known = task.fields[name]
+        # Targets of fewer examples than others are padded, as in a Reconstruction: with -1 or NaN, which end here.
+        own = value[position][: scene.num_examples] if of_each(known, value, targets) else value
+        filled = bool(own.isfinite().all()) if own.is_floating_point() else bool((own >= 0).all())
+        if own.dim() != _rank(known, value) or own.shape[0] != scene.num_examples or not filled:
+            raise MissingKnowledge(
+                f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one "
+                f"such per target ({targets}, {scene.num_examples}, ...), with no padding among the examples."
+            )
+        if known.classes is not None and not own.is_floating_point() and int(own.max()) >= known.classes:
+            raise MissingKnowledge(
+                f"Knowledge.given[{name!r}] holds {int(own.max())}; the model has classes 0 to {known.classes - 1}."
+            )
+        given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
+    return replace(scene, fields=given)
+
+
+def of_each(field: Field, value: Tensor, targets: int) -> bool:
+    """Is a given field one value for each target, (targets, examples, ...)? Else it is one for all, (examples, ...)."""
+    return value.dim() == _rank(field, value) + 1 and value.shape[0] == targets
+
+
+def _rank(field: Field, value: Tensor) -> int:
+    """Dimensions of the field of a batch; categories may be shares, with one dimension more."""
+    return 1 + len(field.shape) + (field.classes is not None and value.is_floating_point())
+
+
+def _configuration(attack: Composed) -> str:
+    """The attack's repr without the addresses of functions, so that it is the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(attack))
+
+
+def _collect(
+    attack: Composed, task: Task, targets: list[Track], pieces: list[Any], seconds: float, engine: Any, seed: int
+) -> Reconstruction:
+    """Put the solved pieces back into the order of the targets, and choose a restart for each, by match alone."""
+    count, restarts = len(targets), attack.restarts
+    most = max(target.num_examples for target in targets)
+    curves = ("objective", "match")
+    numbers = {name: torch.full((count, restarts), torch.nan, dtype=torch.float64) for name in (*curves, "noise")}
+    diverged = torch.zeros((count, restarts), dtype=torch.bool)
+    steps = pieces[0].trace["step"]
+    trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in curves}
+    for piece in pieces:
+        rows = torch.tensor(piece.targets)
+        for name, held in numbers.items():
+            held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
+        for name in curves:
+            trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
+        diverged[rows] = piece.diverged.reshape(len(rows), restarts)
+    chosen = attack.choose(numbers["match"])
+    pick = chosen[:, None].expand(count, most)  # which restart each example comes from, (T, B)
+    if all(piece.each is not None for piece in pieces):
+        each = torch.full((count, restarts, most), torch.inf)
+        for piece in pieces:
+            rows, size = torch.tensor(piece.targets), piece.each.shape[1]
+            each[rows, :, :size] = piece.each.reshape(-1, restarts, size).float()
+        pick = torch.where(each.isnan(), torch.inf, each).argmin(dim=1)
+    row, column = torch.arange(count)[:, None], torch.arange(most)
+    candidates = _gathered([(piece.targets, piece.batch) for piece in pieces], count, restarts)
+    snapshots: dict[str, Tensor] = {}
+    if moments := pieces[0].moments:
+        on_the_way = _gathered([(piece.targets, {"x": piece.snapshots}) for piece in pieces], count, restarts)["x"]
+        shown = on_the_way[row, pick, :, column].movedim(2, 1)  # (T, B, S, ...) to (T, S, B, ...)
+        snapshots = {"step": torch.tensor(moments).expand(count, -1).clone(), "x": shown}
+    return Reconstruction(
+        batch={name: value[row, pick, column] for name, value in candidates.items()},
+        candidates=candidates,
+        unknowns=_gathered([(piece.targets, piece.unknowns) for piece in pieces], count, restarts),
+        snapshots=snapshots,
+        objective=numbers["objective"],
+        match=numbers["match"],
+        noise=numbers["noise"],
+        chosen=chosen,
+        diverged=diverged,
+        trace={"step": steps, **trace},
+        fields=task.fields,
+        keys=tuple(target.key for target in targets),
+        examples=tuple(target.num_examples for target in targets),
+        seconds=seconds,
+        evaluations=sum(getattr(s.optimiser, "evaluations", s.optimiser.steps) for s in attack.stages),
+        settings={
+            "attack": _configuration(attack),
+            "seed": seed,
+            "engine": repr(engine),
+            "chunks": [p.lanes for p in pieces],
+        },
+    )
+
+
+def _gathered(
+    pieces: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]], count: int, restarts: int
+) -> dict[str, Tensor]:
+    """(lanes, ...) of all pieces by name, as (targets, restarts, ...) in the order of the targets.
+
+    Padded with NaN, or -1, where a target has none of that name, or a smaller one: fewer examples, rounds, copies.
+    """
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for targets, named in pieces:
+        for name, value in named.items():
+            own = value.reshape(-1, restarts, *value.shape[1:])
+            parts.setdefault(name, []).append((torch.tensor(targets), own))
+    found: dict[str, Tensor] = {}
+    for name, held in parts.items():
+        most = [max(sizes) for sizes in zip(*(value.shape[2:] for _, value in held), strict=True)]
+        first = held[0][1]
+        filler = torch.nan if first.is_floating_point() else -1
+        found[name] = first.new_full((count, restarts, *most), filler)
+        for rows, value in held:
+            corner: list[Any] = [rows, slice(None), *(slice(size) for size in value.shape[2:])]
+            found[name][tuple(corner)] = value
+    return found

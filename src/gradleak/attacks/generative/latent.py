@@ -1,0 +1,416 @@
+"""Images that a trained generator can make: the unknown is its latent, a feature inside it, or its weights.
+
+All go through `gradleak.generators.Generator`: begin, blocks, picture. Its images in [0, 1] are brought to the size of
+the task by area and into model-input space. A class-conditional generator is told the label that was found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from gradleak.attacks.generative.projections import l1_ball
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params, Tree
+from gradleak.generators import Generator, with_weights
+from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
+from gradleak.parts.protocols import Needs
+from gradleak.parts.spaces import from_unit
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.task import Batch
+
+Trained: TypeAlias = Any  # an nn.Module that follows `Generator`; no type says both
+CARRIED = "carried"  # in `before`: what enters a block, under the number of the block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What all spaces of a generator share.
+
+    shift   added to the label (modulo the classes) before a conditional generator is told it. 0: the label that was
+            found; anything else is the wrong class, a condition to be measured
+    """
+
+    shift: int = 0
+    field: str = "x"
+    needs: ClassVar[Needs] = frozenset({"generator"})
+
+    def generator(self, scene: TargetView) -> Trained:
+        """The generator, frozen, on the device and in the type of the search."""
+        given = scene.knows.generator
+        if not isinstance(given, nn.Module) or not isinstance(given, Generator):
+            raise MissingKnowledge(
+                "A search among the images of a generator needs Knowledge(generator=...), a network that has latent, "
+                "classes, shape, blocks, begin, block and picture (gradleak.generators.Generator); given "
+                f"{type(given).__name__}."
+            )
+        wanted = scene.task.fields[self.field].shape
+        if len(wanted) != 3 or given.shape[0] != wanted[0]:
+            raise MissingKnowledge(
+                f"The generator makes images of shape {tuple(given.shape)} and the task's examples are {wanted}: their "
+                "colour channels must agree, sizes may differ. Train one on images like the client's."
+            )
+        return frozen(given, next(tree.leaves(scene.weights)))
+
+    def classes(self, scene: TargetView, generator: Trained) -> Tensor | None:
+        """What a conditional generator is told: (B,) classes, or (B, classes) shares of them."""
+        if generator.classes is None:
+            return None
+        y, field = scene.fields.get("y"), scene.task.fields.get("y")
+        if y is None or field is None:
+            raise MissingKnowledge(
+                "The generator is class-conditional and no label was found or given: use a label rule (labels='auto'), "
+                "Knowledge(given={'y': ...}), or a generator without classes."
+            )
+        if field.classes != generator.classes:
+            raise MissingKnowledge(
+                f"The generator knows {generator.classes} classes and the task has {field.classes}: they must be the "
+                "same ones, in the same order; otherwise use a generator without classes."
+            )
+        return y.roll(self.shift, -1) if y.is_floating_point() else (y + self.shift) % generator.classes
+
+    def drawn(self, scene: TargetView, draws: Draws) -> Tensor:
+        """z ~ N(0, I), (B, latent)."""
+        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        return _own(scene, draws).normal((scene.num_examples, generator.latent), dtype=like.dtype)
+
+    def entering(self, scene: TargetView, draws: Draws, before: Tree | None, stage: int) -> Tree:
+        """What enters block `stage`, from where the last stage ended; from a random latent where there was none."""
+        generator = self.generator(scene)
+        if not 0 <= stage <= generator.blocks:
+            raise ValueError(
+                f"The generator has {generator.blocks} blocks; the features that enter block {stage} do not exist. "
+                f"Search at most {generator.blocks} features."
+            )
+        number = 0
+        if before is not None:
+            if CARRIED not in before:
+                raise ValueError(
+                    f"The last stage left {', '.join(before)} and nothing that enters a block of the generator: search "
+                    "its latent or its features first."
+                )
+            [(name, carried)] = before[CARRIED].items()
+            number = int(name)
+            if number > stage:
+                raise ValueError(f"The last stage left what enters block {number}; block {stage} lies before it.")
+        else:
+            carried = generator.begin(self.drawn(scene, draws), self.classes(scene, generator))
+        for index in range(number, stage):
+            carried = generator.block(index, carried)
+        return dict(carried)
+
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        return {}
+
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
+        return v
+
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        raise NotImplementedError
+
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
+        raise NotImplementedError
+
+    def unknowns(self, scene: TargetView) -> int:
+        """Made once to be counted."""
+        return tree.size(self.variables(scene, _anything(scene), None))
+
+    def decoding(self, scene: TargetView) -> int:
+        """Numbers that autograd keeps of one pass through the whole generator."""
+        return scene.num_examples * _graph(self.generator(scene))
+
+    def batch(self, images: Tensor, scene: TargetView) -> Batch:
+        """Images in [0, 1] -> the field, in the task's size and in model-input space."""
+        _, height, width = scene.task.fields[self.field].shape
+        return {self.field: from_unit(scene, self.field, resized(images, height, width))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent(Generated):
+    """x = G(z): the unknown is the latent, from N(0, I).
+
+    of        "z"; "w": the styles that `begin` makes of a random z, one for every layer (w+), where the generator
+              carries "w"; "auto": these where there are any, else z
+    squash    tanh(z) is what the generator gets, and z starts from U[0, 1] (GGL with CMA-ES)
+    sphere    keep the length of every latent (of every style) where it began, after each step
+    """
+
+    of: str = "auto"
+    squash: bool = False
+    sphere: bool = False
+
+    def __post_init__(self) -> None:
+        if self.of not in ("auto", "z", "w"):
+            raise ValueError(f"of must be 'auto', 'z' or 'w'; given {self.of!r}.")
+        if self.squash and self.of != "z":
+            raise ValueError(f"squash is for the latent itself: use it with of='z'; given {self.of!r}.")
+
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        if styles := self._styles(scene):
+            return styles.variables(scene, draws, before)
+        if before is not None and "z" in before:
+            return {"z": before["z"]}
+        if not self.squash:
+            return {"z": self.drawn(scene, draws)}
+        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        return {"z": _own(scene, draws).uniform((scene.num_examples, generator.latent), dtype=like.dtype)}
+
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        if styles := self._styles(scene):
+            return styles.constants(scene, draws, before)
+        return {"lengths": tree.map(_length, self.variables(scene, draws, before))} if self.sphere else {}
+
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
+        if styles := self._styles(scene):
+            return styles.decode(v, scene, now)
+        return self.batch(rest_of(self.generator(scene), self._begun(v, scene), 0), scene)
+
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
+        if styles := self._styles(scene):
+            return styles.project(v, scene, now)
+        return {**v, "z": _on_sphere(v["z"], scene.constants["lengths"]["z"])} if self.sphere else v
+
+    def left(self, v: Tree, scene: TargetView) -> Tree:
+        """What enters block 0."""
+        if styles := self._styles(scene):
+            return styles.left(v, scene)
+        return {CARRIED: {"0": self._begun(v, scene)}}
+
+    def _begun(self, v: Tree, scene: TargetView) -> Tree:
+        generator = self.generator(scene)
+        return dict(generator.begin(v["z"].tanh() if self.squash else v["z"], self.classes(scene, generator)))
+
+    def _styles(self, scene: TargetView) -> Features | None:
+        """The same search among styles, where that is meant and the generator has them."""
+        if self.of == "z":
+            return None
+        if "w" in _names(self.generator(scene)):
+            return Features(shift=self.shift, field=self.field, of=("w",), sphere=self.sphere)
+        if self.of == "w":
+            found = ", ".join(sorted(_names(self.generator(scene))))
+            raise ValueError(f"This generator carries no styles 'w', only {found}: search its latent, of='z'.")
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features(Generated):
+    """x = G_K ... G_stage(h): the unknown is what enters block `stage`, from where the last stage ended.
+
+    of        names of what is carried between blocks: "h" is the feature, others are moved too where the generator has
+              them, such as its styles "w"
+    radius    every unknown stays in the l1 ball around where it began, example by example: this share of its l1 norm,
+              or this number itself where not `relative`; None: no ball
+    sphere    keep the length of every latent, style and noise map, all but the feature
+    """
+
+    stage: int = 0
+    of: tuple[str, ...] = ("h",)
+    radius: float | None = None
+    relative: bool = True
+    sphere: bool = False
+
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        carried = self.entering(scene, draws, before, self.stage)
+        found = {name: carried[name] for name in self.of if name in carried}
+        if not found:
+            raise ValueError(f"The generator carries {', '.join(sorted(carried))}; none of {', '.join(self.of)}.")
+        return found
+
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        carried = self.entering(scene, draws, before, self.stage)
+        began = {name: value for name, value in carried.items() if name in self.of}
+        held: Tree = {CARRIED: {name: value for name, value in carried.items() if name not in began}}
+        if self.radius is not None:
+            held["centre"] = began
+        if self.sphere:
+            held["lengths"] = tree.map(_length, {name: value for name, value in began.items() if name != "h"})
+        return held
+
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
+        return self.batch(rest_of(self.generator(scene), self._whole(v, scene), self.stage), scene)
+
+    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
+        """On the sphere, then into the ball, as GIFD does."""
+        own = {name: v[name] for name in self.of if name in v}
+        if self.sphere:
+            lengths = scene.constants["lengths"]
+            own |= tree.map(_on_sphere, {name: own[name] for name in own if name != "h"}, lengths)
+        if self.radius is not None:
+            own = tree.map(self._near, own, scene.constants["centre"])
+        return {**v, **own}
+
+    def left(self, v: Tree, scene: TargetView) -> Tree:
+        """What enters this block, with the unknowns as they ended."""
+        return {CARRIED: {str(self.stage): self._whole(v, scene)}}
+
+    def _whole(self, v: Tree, scene: TargetView) -> Tree:
+        return {**scene.constants[CARRIED], **{name: v[name] for name in self.of if name in v}}
+
+    def _near(self, value: Tensor, centre: Tensor) -> Tensor:
+        assert self.radius is not None
+        share = centre.flatten(1).abs().sum(1) if self.relative else centre.new_ones(centre.shape[0])
+        return centre + vmap(l1_ball)(value - centre, self.radius * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(Generated):
+    """x_i = G(z_i; w_i): the unknown is a copy of the generator's weights for every image, z where it was left.
+
+    Those weights that the blocks and the picture use; what comes before (a mapping network) stays as it is. Unknown
+    `generator`: {parameter name: (B, ...)}.
+
+    jitter  each weight starts off by this share of its tensor's RMS, N(0, 1): restarts of a stage that begin at the
+            same latent would else be copies of one another
+    """
+
+    jitter: float = 0.0
+
+    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        generator, stage = self.generator(scene), self._stage(before)
+        held = dict(generator.named_parameters())
+        source, found = _own(scene, draws).child(1), Params()
+        for stream, name in enumerate(moving(generator, stage)):
+            value = held[name].expand(scene.num_examples, *held[name].shape)
+            if self.jitter:
+                size = held[name].square().mean().sqrt()
+                value = value + self.jitter * size * source.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
+            found[name] = value.clone()
+        return {"generator": found}
+
+    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
+        stage = self._stage(before)
+        return {CARRIED: {str(stage): self.entering(scene, draws, before, stage)}}
+
+    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
+        [(stage, carried)] = scene.constants[CARRIED].items()
+        generator = self.generator(scene)
+
+        def images(weights: Params, carried: Tree) -> Tensor:
+            return with_weights(generator, weights, lambda own: rest_of(own, carried, int(stage)))
+
+        if scene.num_examples == 1:  # no axis more than needed: convolutions with weights of their own are dear
+            return self.batch(images({n: w[0] for n, w in v["generator"].items()}, carried), scene)
+        one_by_one = vmap(lambda weights, held: images(weights, tree.map(lambda value: value[None], held))[0])
+        return self.batch(one_by_one(v["generator"], carried), scene)
+
+    def _stage(self, before: Tree | None) -> int:
+        """The block at which the last stage's search began."""
+        return 0 if before is None or CARRIED not in before else int(next(iter(before[CARRIED])))
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def rest_of(generator: Trained, carried: Tree, stage: int) -> Tensor:
+    """From what enters block `stage` to images in [0, 1]."""
+    for index in range(stage, generator.blocks):
+        carried = generator.block(index, carried)
+    images: Tensor = generator.picture(carried)
+    return images
+
+
+def resized(images: Tensor, height: int, width: int) -> Tensor:
+    """(B, C, H, W) -> (B, C, height, width), each pixel the mean over the area it covers; exact for any ratio."""
+    for axis, size in ((-2, height), (-1, width)):
+        if images.shape[axis] != size:
+            share = _overlap(images.shape[axis], size, images)
+            images = (images.transpose(axis, -1) @ share.T).transpose(axis, -1)
+    return images
+
+
+def _overlap(old: int, new: int, like: Tensor) -> Tensor:
+    """(new, old): which share of each new pixel lies in each old one, along one axis."""
+    ratio = old / new
+    left = ratio * torch.arange(new, device=like.device, dtype=like.dtype)[:, None]
+    cell = torch.arange(old, device=like.device, dtype=like.dtype)
+    return (torch.minimum(left + ratio, cell + 1) - torch.maximum(left, cell)).clamp_min(0) / ratio
+
+
+def _own(scene: TargetView, draws: Draws) -> Draws:
+    """A source of its own, apart from those of the fields."""
+    return draws.child(len(scene.task.fields))
+
+
+def _anything(scene: TargetView) -> Draws:
+    return Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+
+
+def _axes(value: Tensor) -> tuple[int, ...]:
+    """A latent or style is its last axis; a map its last three."""
+    return (-1,) if value.dim() < 4 else (-3, -2, -1)
+
+
+def _length(value: Tensor) -> Tensor:
+    return tree.safe_sqrt(value.square().sum(_axes(value), keepdim=True))
+
+
+def _on_sphere(value: Tensor, length: Tensor) -> Tensor:
+    own = _length(value)
+    return torch.where(own > 0, value * (length / torch.where(own > 0, own, 1.0)), value)
+
+
+def moving(generator: Trained, stage: int = 0) -> tuple[str, ...]:
+    """Names of the weights that the image depends on after block `stage` is entered."""
+    return _moving(generator, state_of(generator), stage)
+
+
+@lru_cache(maxsize=16)
+def _moving(generator: Trained, state: State, stage: int) -> tuple[str, ...]:
+    """Found by one backward pass of a single image: those that it does not reach have no gradient at all."""
+
+    def found() -> tuple[str, ...]:
+        own = {name: value.detach().clone().requires_grad_() for name, value in generator.named_parameters()}
+        with torch.no_grad():
+            carried = _sample(generator)
+            for index in range(stage):
+                carried = generator.block(index, carried)
+        image = with_weights(generator, own, lambda changed: rest_of(changed, carried, stage))
+        slopes = torch.autograd.grad(image.sum(), list(own.values()), allow_unused=True)
+        return tuple(name for name, slope in zip(own, slopes, strict=True) if slope is not None)
+
+    return aside(found)
+
+
+def _names(generator: Trained) -> frozenset[str]:
+    """What is carried between the blocks of this generator."""
+    return _carried_names(generator, state_of(generator))
+
+
+@lru_cache(maxsize=8)
+def _carried_names(generator: Trained, state: State) -> frozenset[str]:
+    def found() -> frozenset[str]:
+        with torch.no_grad():
+            return frozenset(_sample(generator))
+
+    return aside(found)
+
+
+def _graph(generator: Trained) -> int:
+    return _graph_of(generator, state_of(generator))
+
+
+@lru_cache(maxsize=8)
+def _graph_of(generator: Trained, state: State) -> int:
+    def found() -> int:
+        def run() -> Tensor:
+            return rest_of(generator, _sample(generator, slope=True), 0)
+
+        return graph_entries(run, generator)
+
+    return aside(found)
+
+
+def _sample(generator: Trained, *, slope: bool = False) -> Tree:
+    """What enters block 0 for one latent, which is zero: for questions about shapes and names."""
+    like = next(generator.parameters())
+    z = torch.zeros(1, generator.latent, device=like.device, dtype=like.dtype, requires_grad=slope)
+    y = None if generator.classes is None else torch.zeros(1, device=like.device, dtype=torch.long)
+    return dict(generator.begin(z, y))

@@ -1,0 +1,304 @@
+"""Second-order inversion: matching as nonlinear least squares, solved to the last digit, with a certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations, product
+
+import torch
+
+from gradleak.attack import Composed, Reconstruction, require
+from gradleak.attack.cascade import given_of, matches, part, taken, unsolved
+from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
+from gradleak.attacks.second_order.peeling import Peeled, applies
+from gradleak.attacks.second_order.smoothing import Smoothed, kinked
+from gradleak.core import registry, tree
+from gradleak.core.listeners import Share
+from gradleak.core.registry import named
+from gradleak.diffusion import Denoising
+from gradleak.engine import Engine, memory_of, unknowns_of
+from gradleak.identify.certificates import certify
+from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
+from gradleak.parts.matches import Relative, Sketched
+from gradleak.parts.optimisers import require_positive
+from gradleak.parts.predictions import Replay
+from gradleak.parts.priors import NaturalImage, Smoothness
+from gradleak.parts.protocols import FieldRule, Needs, Space
+from gradleak.parts.residual import FreeNoise
+from gradleak.parts.spaces import FreeCategories, JointSpace, Normal, Pixels
+from gradleak.parts.stage import Stage
+from gradleak.parts.steps import ReadSteps
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import Order
+from gradleak.scenario.defence import overrides
+from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
+from gradleak.scenario.task import Task
+
+GREY = Normal(0.5, 0.02, unit=True)
+NOISY = Normal(0.5, 0.25, unit=True)  # where restarts must differ
+SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # of the smoothed networks that lead to one with kinks
+FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian tells the units
+MOST_DENSE = 12_288  # unknowns: four colour images of 32 x 32
+SKETCH = 4  # rows for every unknown, where a network has many times as many parameters
+REFINING = 15  # steps with all equations, after those with a sketch of them
+RESTARTS = 4  # along the smoothed networks: which solution the path ends in is a matter of where it began
+SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches were seen down to 4e-9
+TRIAL = 25  # steps for one of several orders: the right one is solved in ten
+MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
+
+
+@named("second-order", kind="attack", paper="gradleak's own; Levenberg 1944, Marquardt 1963")
+@dataclass(frozen=True)
+class SecondOrder:
+    """Solve for the images that give exactly this update: least squares with second-order steps, in float64.
+
+    min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * roughness of x (`parts.priors.roughness`), f the
+    client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`). Where a
+    known defence adds noise, all are measured in the RMS of the whole update.
+
+    Where the unknowns are few the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
+    (`GaussNewtonKrylov`); `method` forces one. A smooth network is solved from a grey image. A chain of layers that has
+    kinks, or that this does not solve, is peeled off from the top (`Peeled`); what is left of networks with kinks is
+    followed from smoothed ones (`Smoothed`) in four restarts. A dearer way counts only where it solves the update to
+    rounding: on the way there a lower match does not mean a better image. A client that shuffles its minibatches is
+    tried in every order, up to 16, and where it takes several steps over several examples their labels are unknowns
+    beside them.
+
+    steps       of the final search at most; a lane that is solved stops
+    restarts    None: one, and four along smoothed networks, where the end of the path depends on its beginning
+    prior       first weight of the roughness, in units of the data's own
+    after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"; its own labels and
+                restarts then count
+    certify     say for each target whether the update determines it (`gradleak.analysis.certify`), where its Jacobian
+                fits in memory and it was seen in one round
+    """
+
+    steps: int = 60
+    prior: float = 1.0
+    fall: float = 0.1
+    restarts: int | None = None
+    labels: str = "auto"
+    method: str = "auto"
+    vectors: int = 100
+    after: str = ""
+    certify: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("steps", "vectors"), real=("prior", "fall"))
+        if self.restarts is not None and self.restarts < 1:
+            raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
+        Homotopy(self.prior, self.fall)
+        label_rule(self.labels)
+        if self.method not in ("auto", "dense", "krylov"):
+            raise ValueError(f"method must be auto, dense or krylov; given {self.method!r}.")
+        if self.after and not isinstance(registry.parse("attack", self.after), Composed):
+            raise ValueError(f"after must name an attack made of stages, such as 'ig:steps=500'; given {self.after!r}.")
+
+    @property
+    def name(self) -> str:
+        return "second-order"
+
+    @property
+    def search_needs(self) -> Needs:
+        return frozenset({"training"})
+
+    @property
+    def needs(self) -> Needs:
+        if self.after:
+            return self.search_needs | registry.parse("attack", self.after).needs
+        return self.search_needs | label_rule(self.labels).needs
+
+    def run(
+        self,
+        task: Task,
+        seen: Seen,
+        knows: Knowledge = Knowledge(),
+        seed: int = 0,
+        *,
+        engine: Engine | None = None,
+        progress: Share | None = None,
+    ) -> Reconstruction:
+        """Attack every target in every order its client may have used, keep the lowest match, and certify it."""
+        require(self, knows)
+        engine = replace(engine or Engine(), precision="double")
+        targets = as_targets(seen)
+        orders = orders_of(knows, {target.num_examples for target in targets}, engine)
+        one = self if len(orders) == 1 else replace(self, steps=min(self.steps, TRIAL))
+        best = one._cascade(task, targets, knows, seed, engine, orders[0], part(progress, 0, len(orders)))
+        walked = [orders[0]] * len(targets)
+        for done, order in enumerate(orders[1:], start=1):
+            rows = unsolved(best, SOLVED)
+            if rows:
+                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+                found = one._cascade(task, some, own, seed, engine, order, part(progress, done, len(orders)))
+                lower = matches(found) < matches(best)[rows]
+                best = taken(best, found, rows, lower)
+                walked = [order if row in rows and lower[rows.index(row)] else held for row, held in enumerate(walked)]
+        if progress is not None:
+            progress(1.0)
+        best = replace(best, settings={**best.settings, "attack": repr(self)})
+        if not self.certify or not _room(engine, task, targets) or any(len(each.observations) > 1 for each in targets):
+            return best
+        # At the images as found, in the order that won; labels are the attack's own.
+        certificates = [
+            certify(task, target.last, best.target(row), knows, engine=engine, order=walked[row])
+            for row, target in enumerate(targets)
+        ]
+        return replace(best, certificates=tuple(certificates))
+
+    def _cascade(
+        self,
+        task: Task,
+        targets: Sequence[Track],
+        knows: Knowledge,
+        seed: int,
+        engine: Engine,
+        order: Order | None,
+        progress: Share | None,
+    ) -> Reconstruction:
+        """One way after the other, each on the targets that none before has solved."""
+        ways = self.ways(task, knows, targets, engine, order)
+        best = ways[0].run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, len(ways)))
+        for done, way in enumerate(ways[1:], start=1):
+            rows = unsolved(best, SOLVED)
+            if rows:
+                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+                found = way.run(task, some, own, seed, engine=engine, progress=part(progress, done, len(ways)))
+                best = taken(best, found, rows, matches(found) < SOLVED)
+        if progress is not None:
+            progress(1.0)
+        return best
+
+    def ways(
+        self, task: Task, knows: Knowledge, targets: Sequence[Track], engine: Engine, order: Order | None = None
+    ) -> list[Composed]:
+        """The attacks to try on this task, cheapest first."""
+        largest = max(targets, key=lambda target: target.num_examples)
+        unknowns, equations = unknowns_of(task, largest.num_examples, knows.given), largest.equations
+        rows = SKETCH * unknowns
+        large = equations > 2 * rows
+        dense = LevenbergMarquardt(steps=self.steps, homotopy=Homotopy(self.prior, self.fall), single=large)
+        room = lambda rows: 8 * dense.entries(unknowns, rows) < 0.6 * memory_of(engine)  # noqa: E731
+        few = unknowns <= MOST_DENSE and room(rows if large else equations)
+        small = self.method == "dense" or (self.method == "auto" and few)
+        every = Relative(whole=_noisy(task, knows, targets))
+        match = Sketched(every, rows) if large and small else every
+        diffusion = isinstance(task.objective, Denoising)
+        free = diffusion and "noise" not in knows.given
+        space: Space = JointSpace((Pixels(NOISY), FreeNoise())) if free else Pixels(GREY)
+        fields: FieldRule = ReadSteps() if diffusion else Labels(label_rule(self.labels))
+        stage = Stage(space, Replay(order=order), match, (NaturalImage(),), dense)
+        bare = replace(dense, homotopy=None, damping=1e-4)
+        polish = replace(stage, priors=(), optimiser=bare)
+        if self.after:
+            first: Composed = registry.parse("attack", self.after)
+            # In its own space: labels that it optimises beside the images stay unknowns.
+            last = replace(polish, space=first.stages[-1].space)
+            last = last if small else replace(last, optimiser=self._krylov(self.steps))
+            return [replace(first, name=self.name, stages=(*first.stages, last))]
+        if not small:
+            return [self._attack(self._matrix_free(polish, task), fields)]
+        bent, chain = kinked(task), not diffusion and applies(task, knows, largest.num_examples)
+        peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
+        # Without the prior to the last digit, where there is no noise that it would fit.
+        sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
+        if self._joint(task, knows, targets):
+            both = JointSpace((stage.space, FreeCategories()))
+            stage, sharpened = replace(stage, space=both), replace(sharpened, space=both)
+        smooth = [stage, sharpened]
+        if large and room(equations):
+            # Against noise every equation counts, and a sketch has only some: a few steps with all of them. They begin
+            # with a strong prior, which would undo what is solved.
+            refining = replace(dense, steps=REFINING, solved=SOLVED)
+            smooth.insert(1, replace(stage, match=every, optimiser=refining))
+        several = self.restarts or RESTARTS
+        ways = [] if bent else [self._attack(smooth, fields, several if free else None)]
+        if chain:
+            ways.append(self._attack([peeled], fields))
+        if bent:
+            ways.append(self._attack([*self._path(stage, dense, task), sharpened], fields, several))
+        return ways
+
+    def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
+        """Are labels unknowns beside the images? After several steps no rule reads those of several examples well.
+
+        On 50 pairs of CIFAR-10 images, an untrained LeNet and four steps of lr 0.1, the best rule was right on 26.
+        """
+        training, loss = knows.training, getattr(task.objective, "loss", None)
+        if (
+            self.labels != "auto"
+            or self.after
+            or "y" not in task.fields
+            or "y" in knows.given
+            or training is None
+            or kinked(task)
+        ):
+            return False
+        soft = loss is torch.nn.functional.cross_entropy or isinstance(loss, torch.nn.CrossEntropyLoss)
+        several = [target.num_examples for target in targets if target.num_examples > 1]
+        return soft and bool(several) and any(len(training.order(examples)) > 1 for examples in several)
+
+    def _attack(self, stages: Iterable[Stage], fields: FieldRule, restarts: int | None = None) -> Composed:
+        return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts or 1, keep="last")
+
+    def _path(self, stage: Stage, dense: LevenbergMarquardt, task: Task) -> Iterator[Stage]:
+        """Networks ever less smooth, each solved as far as it can explain the update, and the real one."""
+        # Plain smoothness: of 12 restarts on four 8 x 8 images and one small ReLU ResNet 10 arrived, with the roughness
+        # of photographs 4. It is made for images; other fields keep the roughness.
+        image = len(task.fields["x"].shape) == 3
+        stage = replace(stage, space=Pixels(NOISY), priors=(Smoothness(),) if image else stage.priors)
+        brief = replace(dense, steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
+        for sharpness in SHARPER:
+            yield replace(stage, optimiser=brief, view=Smoothed(sharpness))
+        yield replace(stage, optimiser=replace(dense, homotopy=Homotopy(start=1e-2)))
+
+    def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
+        """The same in stages of fixed weights: a Krylov space is of one objective."""
+        for sharpness in SHARPER if kinked(task) else ():
+            yield replace(whole, priors=(NaturalImage(FADING[0]),), optimiser=self._krylov(3), view=Smoothed(sharpness))
+        for weight in FADING:
+            yield replace(whole, priors=(NaturalImage(weight),), optimiser=self._krylov(self.steps // 6))
+        yield replace(whole, optimiser=self._krylov(self.steps // 2))
+
+    def _krylov(self, iterations: int) -> GaussNewtonKrylov:
+        return GaussNewtonKrylov(steps=max(1, iterations) * self.vectors, vectors=self.vectors)
+
+
+def _noisy(task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
+    """Does the defence, as far as it is known, add noise of a known size to what it leaves?"""
+    if knows.defence is None or not overrides(knows.defence, "noise_variance"):
+        return False
+    scene = TargetView.of(task, targets[0].last, knows)
+    variance = tree.flatten(knows.defence.assumed(scene, task).noise_variance(scene))
+    return bool(((variance > 0) & variance.isfinite()).any())
+
+
+def _room(engine: Engine, task: Task, targets: Sequence[Track]) -> bool:
+    """Does the Jacobian of the largest target fit beside its factors?"""
+    largest = max(targets, key=lambda target: target.num_examples)
+    entries = unknowns_of(task, largest.num_examples) * largest.equations
+    return 8 * entries < 0.4 * memory_of(engine)
+
+
+def orders_of(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order | None]:
+    """The orders in which a client may have walked through its minibatches; its own shuffle is its secret.
+
+    [None] stands for the examples as they are: where every step takes all of them, targets differ in their number, or
+    there are more orders than can be tried.
+    """
+    training, [examples, *others] = knows.training, counts
+    size = None if training is None else training.batch_size
+    if training is None or others or size is None or size >= examples:
+        return [None]
+    steps = len(training.order(examples))
+    epochs = -(-steps // -(-examples // size))
+    if math.factorial(examples) ** epochs > MOST_ORDERS:
+        return [None]
+    # All of them, although labels may be unknowns as well and examples then have no names: two examples that have
+    # changed places are a deep local minimum (match 1e-4 where the right ones give 1e-28).
+    walks = product(permutations(range(examples)), repeat=epochs)
+    rows = lambda walk: torch.tensor(walk, device=engine.where).split(size)  # noqa: E731
+    return [[part for walk in each for part in rows(walk)][:steps] for each in walks]

@@ -1,0 +1,287 @@
+"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; schema.py says what a row is.
+
+    result = AuditResult.load("runs/first")
+    print(result.table()); print(result.verdict)
+
+A result in a folder holds the private images beside what was made of them: treat the folder as the data itself.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradleak.audit.comparison import Change, Comparison
+from gradleak.audit.headline import Headline, headlines_of
+from gradleak.audit.junit import junit_of
+from gradleak.audit.ledger import Assumption, ledger_of
+from gradleak.audit.notebook import shown
+from gradleak.audit.scoring import scores_of
+from gradleak.audit.store import Arrays, Folder, Memory, Store
+from gradleak.audit.summary import Rate, Summary, summaries_of
+from gradleak.audit.tables import FORMATS
+from gradleak.audit.verdict import TRIAL, Control, Verdict, card_of, control_of, overall, verdict_on
+from gradleak.core import registry
+from gradleak.core.configuration import from_toml
+from gradleak.core.files import BadRun, Row, read_object
+from gradleak.core.registry import did_you_mean
+from gradleak.metrics import to_unit
+from gradleak.scenario.task import Field
+
+if TYPE_CHECKING:
+    from gradleak.curvature.result import StudyResult
+    from gradleak.metrics.perceptual import LPIPS
+
+__all__ = [
+    "Assumption",
+    "AuditResult",
+    "BadRun",
+    "Change",
+    "Comparison",
+    "Control",
+    "Headline",
+    "Rate",
+    "Row",
+    "Summary",
+    "Verdict",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class AuditResult:
+    """Rows and arrays of a run, finished or not. `settings` is what run.toml holds, `environment` environment.json."""
+
+    rows: list[Row]
+    settings: dict[str, Any]
+    environment: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    store: Store = field(default_factory=Memory)
+
+    @staticmethod
+    def load(folder: str | Path) -> AuditResult:
+        """Read and check a folder that `Audit.run` wrote. Every defect is one BadRun that says where it is."""
+        folder = Path(folder)
+        path = folder / "run.toml"
+        try:
+            settings = from_toml(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadRun(f"{folder} is not the folder of a run: it has no run.toml.{_near(folder)}") from None
+        except (OSError, ValueError, RecursionError) as problem:
+            raise BadRun(f"{path} cannot be read: {problem}.") from None
+        _check_settings(settings, path)
+        try:
+            environment = read_object((folder / "environment.json").read_bytes(), str(folder / "environment.json"))
+        except FileNotFoundError:
+            environment = {}
+        return AuditResult.of(Folder(folder), settings, environment, folder)
+
+    @staticmethod
+    def of(
+        store: Store, settings: dict[str, Any], environment: dict[str, Any], folder: Path | None = None
+    ) -> AuditResult:
+        """The rows of a store in the order of the plan, however the run was interrupted and resumed."""
+        return AuditResult(_in_order(store.rows(), settings), settings, environment, folder, store)
+
+    # --- what it says ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def summaries(self) -> list[Summary]:
+        """One per line of the table."""
+        return summaries_of(self.rows)
+
+    @property
+    def headlines(self) -> list[Headline]:
+        """One per defence, round and batch size: its three attackers, the undefended reference, what it proves."""
+        return headlines_of(self.summaries)
+
+    @property
+    def positive_control(self) -> Control:
+        """Did the first attack recover an undefended example? If not, the run is void."""
+        return control_of(self.rows, self.settings["plan"]["control"])
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """By the name of the defence; "none" is the undefended client."""
+        planned = self.settings["plan"]["defences"]
+        return {
+            name: verdict_on([line for line in self.summaries if line.defence == name], planned.count(name))
+            for name in dict.fromkeys(planned)
+        }
+
+    @property
+    def verdict(self) -> Verdict:
+        """The headline, by the rule of verdict.py; first of all, what keeps it from counting."""
+        found, total = overall(self.verdicts, self.positive_control), len(set(self.settings["plan"]["cells"]))
+        run = len({row["cell"] for row in self.rows})
+        caveats = [] if self.complete else [f"Incomplete: {run} of {total} cells."]
+        caveats += [TRIAL] if self.trial else []
+        granted = " and ".join(map(str, self.settings.get("given", ())))
+        caveats += [f"The attacker was granted {granted} of every example."] if granted else []
+        return replace(found, paragraph=" ".join([*caveats, found.paragraph]))
+
+    @property
+    def ledger(self) -> tuple[Assumption, ...]:
+        """What the attacker was assumed to know, capability by capability."""
+        return ledger_of(self.settings, [row for row in self.rows if not row["control"]])
+
+    @property
+    def cards(self) -> list[dict[str, Any]]:
+        """Everything that is said of each line of the table, as JSON holds it."""
+        return [card_of(line, self.positive_control) for line in self.summaries]
+
+    def record(self) -> dict[str, Any]:
+        """The verdict as JSON: the headline, every line with the rule behind its word, and the assumptions."""
+        verdict = self.verdict
+        return {
+            "version": 1,
+            "word": verdict.word,
+            "because": verdict.because,
+            "paragraph": verdict.paragraph,
+            "rule": verdict.rule,
+            "complete": self.complete,
+            "trial": self.trial,
+            "control": self.positive_control.text,
+            "lines": self.cards,
+            "assumptions": [each.record() for each in self.ledger],
+        }
+
+    @property
+    def trial(self) -> bool:
+        """Whether the run only shows that everything runs."""
+        return bool(self.settings.get("trial"))
+
+    @property
+    def failed(self) -> list[Row]:
+        """Rows of cells that ended in an error."""
+        return [row for row in self.rows if row["status"] == "failed"]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every planned cell has its rows."""
+        return {row["cell"] for row in self.rows} == set(self.settings["plan"]["cells"])
+
+    def table(self, format: str = "text") -> str:
+        """One line per attack, defence and form; below it, but in "csv", what each defence is worth and proves.
+
+        Formats: "text", "markdown", "latex" (with booktabs), "csv" (plain numbers, no rounding).
+        """
+        if format not in FORMATS:
+            raise ValueError(f"format is {format!r}; there are {', '.join(FORMATS)}.")
+        return FORMATS[format](self.summaries)
+
+    def compare(self, other: AuditResult) -> Comparison:
+        """Line by line against a later run: what leaks more there, what leaks less, with intervals."""
+        return Comparison(self, other)
+
+    def junit(self, fail_above: float | None = None, reason: str = "") -> str:
+        """The run as JUnit XML: a test case for each planned cell, and one for the run (see junit.py)."""
+        return junit_of(self, fail_above, reason)
+
+    def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
+        """Write one self-contained HTML file. It shows private images. `study`: curvature of the same training."""
+        path, render = Path(path), registry.entry("report", "html").make  # drawn by a layer above this one
+        path.write_text(render(self, study), encoding="utf-8")
+        return path
+
+    def write_verdict(self, path: str | Path) -> Path:
+        """Write `record` as JSON. It holds figures and words, no images."""
+        path = Path(path)
+        path.write_text(json.dumps(self.record(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict and a compact table. It holds no images."""
+        return shown(self)
+
+    # --- arrays ----------------------------------------------------------------------------------------------------
+
+    def images(self, cell: str) -> dict[str, Tensor]:
+        """`true` and `found`, each (targets, examples, C, H, W) in [0, 1], paired as they were scored."""
+        held, rows = self._cell(cell)
+        unit = self.fields["x"].unit
+        found = torch.stack([held["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
+        return {"true": to_unit(unit(held["truth/x"].double())), "found": to_unit(unit(found.double()))}
+
+    def trace(self, cell: str) -> dict[str, Tensor]:
+        """`step` (P,), `match` and `objective` (P, targets) of the chosen restarts, along the search."""
+        held, _ = self._cell(cell)
+        return {name: held[f"trace/{name}"] for name in ("step", "match", "objective")}
+
+    def rescore(self, *, lpips: LPIPS | None = None) -> AuditResult:
+        """The same reconstructions under the scores of this version; no attack is run and no file is changed."""
+        gallery = _group(self.store.arrays("gallery"), "gallery")
+        rows = list(self.failed)
+        for cell in dict.fromkeys(row["cell"] for row in self.rows if row["status"] == "done"):
+            held, own = self._cell(cell)
+            found, truth, unrelated = _group(held, "found"), _group(held, "truth"), held.get("unrelated/x")
+            scored = scores_of(found, truth, unrelated, gallery, self.fields, held["diverged"], lpips)
+            rows += [{**row, **new} for row, new in zip(own, scored, strict=True)]
+        return replace(self, rows=_in_order(rows, self.settings))
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The private fields of the task, as run.toml describes them."""
+        return {name: _field(held) for name, held in self.settings["fields"].items()}
+
+    def _cell(self, cell: str) -> tuple[Arrays, list[Row]]:
+        rows = [row for row in self.rows if row["cell"] == cell and row["status"] == "done"]
+        if not rows:
+            raise BadRun(f"There is no finished cell {cell!r} in this run.")
+        held = self.store.arrays(cell)
+        wanted = (len(rows), rows[0]["examples"], *self.fields["x"].shape)
+        for name in ("found/x", "truth/x"):
+            if name not in held or tuple(held[name].shape) != wanted:
+                raise BadRun(f"The arrays of cell {cell} do not fit its rows: {name} should be {wanted}.")
+        if missing := {"diverged", "trace/step", "trace/match", "trace/objective"} - held.keys():
+            raise BadRun(f"The arrays of cell {cell} lack {', '.join(sorted(missing))}.")
+        return held, rows
+
+
+def _near(folder: Path) -> str:
+    """The runs beside it, where there are some, and what to do."""
+    beside = [path.parent.name for path in folder.absolute().parent.glob("*/run.toml")]
+    if not beside:
+        return " `gradleak audit -o FOLDER` makes one."
+    return f" Beside it:{did_you_mean(folder.absolute().name, beside)}"
+
+
+def _in_order(rows: list[Row], settings: dict[str, Any]) -> list[Row]:
+    place = {key: index for index, key in enumerate(settings["plan"]["cells"])}
+    planned = [row for row in rows if row["cell"] in place]
+    return sorted(planned, key=lambda row: (place[row["cell"]], row.get("target") or 0))
+
+
+def _group(held: Arrays, group: str) -> Arrays:
+    return {name.partition("/")[2]: value for name, value in held.items() if name.startswith(f"{group}/")}
+
+
+def _field(held: dict[str, Any]) -> Field:
+    low, high = held["bounds"]
+    return Field(tuple(held["shape"]), (low, high), tuple(held["mean"]), tuple(held["std"]), held.get("classes"))
+
+
+def _check_settings(settings: dict[str, Any], path: Path) -> None:
+    """As far as a result relies on them."""
+    version = settings.get("version")
+    if type(version) is int and version > 1:
+        made = f"gradleak {settings.get('gradleak', 'that is newer')}, which wrote it"
+        raise BadRun(f"{path} has version {version}; this gradleak reads 1. Read it with {made}.")
+    plan = settings.get("plan")
+    lists = [plan.get("cells"), plan.get("defences")] if isinstance(plan, dict) else [None]
+    texts = all(isinstance(held, list) and all(isinstance(entry, str) for entry in held) for held in lists)
+    if version != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
+        raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
+    try:
+        image = AuditResult([], settings).fields["x"]
+        image.limits(torch.zeros(()))
+        fits = len(image.shape) == 3 and all(isinstance(side, int) and side > 0 for side in image.shape)
+    except (AttributeError, TypeError, KeyError, ValueError, RuntimeError) as problem:
+        raise BadRun(f"{path}: [fields] does not describe the private tensors ({problem}).") from None
+    if not fits:
+        raise BadRun(f"{path}: [fields.x] should have a shape of three positive sizes; it has {image.shape}.")

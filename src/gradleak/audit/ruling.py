@@ -1,0 +1,116 @@
+"""The words of a line, and the rule behind each: the first rule that holds gives the word.
+
+A rule is a sentence that can be read out, a test, and what the line says to it in figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradleak.audit.intervals import Rate
+    from gradleak.audit.summary import Summary
+
+LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
+WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)
+"""From the worst to the best; a line that is inconclusive is worse than one that shows nothing: it may yet leak."""
+
+HALF = 0.5  # of the images
+CONVERGED = 0.8  # share of targets on which an attack must have converged before its failure means anything
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`name` for records, `text` as a person reads it."""
+
+    word: str
+    name: str
+    text: str
+    holds: Callable[[Summary], bool]
+    because: Callable[[Summary], str]
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """The word of a line, the rule that produced it, and the figures that made it hold."""
+
+    word: str
+    rule: str
+    text: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.text} ({self.because})"
+
+
+def _over(line: Summary, more: Rate) -> str:
+    """What exceeds the unrelated update; where none was attacked, nothing was taken off, and that is said."""
+    if not line.baseline:
+        return "no unrelated update was attacked, so nothing is taken off"
+    return f"{more.value:+.0%} [{more.low:+.0%}, {more.high:+.0%}] over an unrelated update"
+
+
+def _shares(line: Summary) -> str:
+    return f"recovered {line.recovered}, {_over(line, line.excess)}"
+
+
+def _ranks(line: Summary) -> str:
+    return f"rank 1 in {line.rates['rank1']}, chance {line.chance:.1%}, {_over(line, line.identified)}"
+
+
+def _searched(line: Summary) -> str:
+    if line.errors:
+        return f"a cell failed: {line.errors[0]}"
+    return f"converged on {line.converged:.0%} of {line.targets} targets" if line.targets else "it was not run"
+
+
+def _identified(line: Summary) -> bool:
+    rank = line.rates.get("rank1")
+    return rank is not None and line.identified.low > 0 and rank.low > line.chance
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        LEAKS,
+        "half recovered",
+        "at least half of the images are recovered, and the interval of what exceeds an unrelated update lies above 0",
+        lambda line: line.recovered.value >= HALF and line.excess.low > 0,
+        _shares,
+    ),
+    Rule(
+        PART,
+        "some recovered",
+        "any image is recovered, but fewer than half, or not surely more than from an unrelated update",
+        lambda line: line.recovered.value > 0,
+        _shares,
+    ),
+    Rule(
+        PART,
+        "re-identified",
+        "no image is recovered, but re-identification at rank 1 exceeds chance and an unrelated update's, by intervals",
+        _identified,
+        _ranks,
+    ),
+    Rule(
+        NOT_SHOWN,
+        "searched in vain",
+        f"nothing was recovered or re-identified, although the attack converged on {CONVERGED:.0%} of the targets",
+        lambda line: line.optimised,
+        _searched,
+    ),
+    Rule(
+        INCONCLUSIVE,
+        "no working attack",
+        "nothing was recovered, and the attack diverged, did not converge, failed or was not run: that shows nothing",
+        lambda line: True,
+        _searched,
+    ),
+)
+
+
+def ruling_of(line: Summary) -> Ruling:
+    """The first rule that holds."""
+    rule = next(rule for rule in RULES if rule.holds(line))
+    return Ruling(rule.word, rule.name, rule.text, rule.because(line))

@@ -1,0 +1,151 @@
+"""Where a run lives: a folder that survives being killed at any moment, or memory.
+
+run.toml               the configuration, readable and, where everything in it has a name, enough to repeat the run
+environment.json       commit, versions, hardware, time; later runs that resumed are listed in it
+rows.jsonl             one line per cell and target (schema.py, docs/rows.md)
+arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
+arrays/gallery.safetensors   the images used for re-identification
+workers.jsonl          of a run on several machines: which attempt at which cell ended how
+
+The folder holds private images: treat it as the data itself. Nothing that is read from it is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from torch import Tensor
+
+from gradleak.audit.rows import REQUIRED, decode
+from gradleak.core.files import BadRun, Row, encode
+from gradleak.core.folder import FolderInUse, ResumableFolder, whole_lines, with_resumption
+
+Arrays: TypeAlias = dict[str, Tensor]
+
+
+class Store(Protocol):
+    """What an audit writes to and a result reads from."""
+
+    def rows(self) -> list[Row]: ...
+
+    def add(self, key: str, rows: Sequence[Row], arrays: Arrays | None) -> None: ...
+
+    def put(self, name: str, arrays: Arrays) -> None: ...
+
+    def arrays(self, name: str) -> Arrays: ...
+
+
+class Memory:
+    """A run without a folder."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._arrays: dict[str, Arrays] = {}
+
+    def rows(self) -> list[Row]:
+        return self._rows
+
+    def add(self, key: str, rows: Sequence[Row], arrays: Arrays | None) -> None:
+        if arrays is not None:
+            self.put(key, arrays)
+        self._rows += rows
+
+    def put(self, name: str, arrays: Arrays) -> None:
+        self._arrays[name] = arrays
+
+    def log(self, told: Mapping[str, Any]) -> None:
+        """What happened to workers, which nobody keeps without a folder."""
+
+    def arrays(self, name: str) -> Arrays:
+        if name not in self._arrays:
+            raise BadRun(f"There are no arrays of cell {name}.")
+        return self._arrays[name]
+
+
+class Folder(ResumableFolder):
+    """A run on disk."""
+
+    work = "run"
+    config = "run.toml"
+    free = ("gradleak", "engine.device", "plan.")
+    meaning: ClassVar[Mapping[str, str]] = {
+        "fingerprint.task": "the task (layers, weights, fields, or the code of model or loss)",
+        "fingerprint.gradient": "what model and loss compute: their gradient at fixed inputs is another",
+        "fingerprint.data": "the data",
+        "fingerprint.gallery": "the gallery",
+        "fingerprint.attacks": "settings inside an attack, or its code",
+        "fingerprint.defences": "settings inside a defence, or its code",
+        "fingerprint.training": "the client's recipe, or its code",
+    }
+
+    def rows(self) -> list[Row]:
+        """All rows of finished cells. A last line without its end, and a cell without all its rows, were in flight."""
+        path = self.path / "rows.jsonl"
+        found = [decode(line, f"{path}:{number}") for number, line in enumerate(whole_lines(path), start=1)]
+        cells: dict[str, list[Row]] = {}
+        for row in found:
+            cells.setdefault(row["cell"], []).append(row)
+        return [row for rows in cells.values() if _whole(rows, path) for row in rows]
+
+    def tidy(self, keep: Sequence[Row]) -> None:
+        """Drop what was in flight, so that appending starts on a clean line."""
+        self.write("rows.jsonl", b"".join(map(encode, keep)))
+
+    def add(self, key: str, rows: Sequence[Row], arrays: Arrays | None) -> None:
+        if arrays is not None:
+            self.put(key, arrays)
+        self.append("rows.jsonl", rows, sync=True)
+
+    def put(self, name: str, arrays: Arrays) -> None:
+        from safetensors.torch import save
+
+        plain = {key: value.detach().cpu().contiguous().clone() for key, value in arrays.items()}
+        self.write(f"arrays/{name}.safetensors", save(plain))
+
+    def log(self, told: Mapping[str, Any]) -> None:
+        """One line of workers.jsonl: which attempt at which cell ended how."""
+        self.append("workers.jsonl", [dict(told)])
+
+    def arrays(self, name: str) -> Arrays:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self.path / "arrays" / f"{name}.safetensors"
+        try:
+            return load_file(path)
+        except FileNotFoundError:
+            raise BadRun(f"{path} is missing: the rows are there, the images are not. Copy the whole folder.") from None
+        except (SafetensorError, OSError, ValueError, KeyError, OverflowError) as problem:
+            told = f"{path} cannot be read ({type(problem).__name__}: {problem}). It may be cut off; copy it again."
+            raise BadRun(told) from None
+
+
+def _whole(rows: Sequence[Row], path: Path) -> bool:
+    """Are these all rows of their cell? Rows of one cell that contradict each other are no run of ours."""
+    first = rows[0]
+    if any(row[name] != first[name] for row in rows for name in REQUIRED):
+        raise BadRun(f"{path}: the rows of cell {first['cell']} contradict each other.")
+    return first["status"] == "failed" or sorted(row["target"] for row in rows) == list(range(first["targets"]))
+
+
+def prepare(
+    folder: Folder, settings: dict[str, Any], toml: str, environment: dict[str, Any], resume: bool
+) -> dict[str, Any]:
+    """Make a folder ready for writing: new, or holding the same run. Returns the environment it records."""
+    folder.lock()
+    if folder.holds(settings):
+        environment = with_resumption(folder.path, environment)
+    elif (folder.path / "rows.jsonl").exists() or (folder.path / "arrays").exists():
+        raise FolderInUse(f"{folder.path} holds rows or arrays but no run.toml. Choose another folder.")
+    done = [row for row in folder.rows() if row["status"] == "done"]  # failed cells are tried again
+    if done and not resume:
+        count = len({row["cell"] for row in done})
+        raise FolderInUse(f"{folder.path} holds {count} finished cells. Resume, or choose another folder.")
+    # In this order: whatever moment it is killed at, a folder with rows has its configuration.
+    folder.write("environment.json", json.dumps(environment, indent=2, allow_nan=False) + "\n")
+    folder.write("run.toml", toml)
+    folder.tidy(done)
+    return environment

@@ -1,0 +1,208 @@
+"""From rows to the lines of the table: rates with their intervals, spreads, baselines, and a word for each line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gradleak.audit.certificate import Certified
+from gradleak.audit.intervals import NAN, RESAMPLES, Paired, Rate, paired, rate
+from gradleak.audit.labels import Trained, guarantee_of
+from gradleak.audit.rows import FORMS
+from gradleak.audit.ruling import CONVERGED, INCONCLUSIVE, LEAKS, NOT_SHOWN, PART, VOID, WORDS, Ruling, ruling_of
+from gradleak.audit.scoring import UNRELATED
+from gradleak.core.files import Row
+from gradleak.scenario.guarantee import Guarantee
+
+__all__ = [
+    "INCONCLUSIVE",
+    "LEAKS",
+    "NAN",
+    "NOT_SHOWN",
+    "PART",
+    "RESAMPLES",
+    "SMALL",
+    "VOID",
+    "WORDS",
+    "Rate",
+    "Summary",
+]
+__all__ += ["Name", "name_of", "rate", "summaries_of"]
+
+SMALL = 20  # targets; below, tables and texts call the sample small
+Name: TypeAlias = tuple[str, str, str, int, int]
+"""What tells lines apart: attack, defence, form, round, examples."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One line of the table: one attack against one defence in one form, all targets and seeds together."""
+
+    attack: str
+    defence: str
+    form: str
+    round: int
+    examples: int
+    cells: tuple[str, ...]  # keys, one per seed
+    targets: int
+    seeds: int
+    recovered: Rate
+    excess: Rate  # recovered minus the unrelated update's
+    identified: Rate  # rank 1 minus the unrelated update's
+    rates: dict[str, Rate]  # "ssim>0.5", "psnr>18", "psnr>20", "rank1"
+    chance: float  # of rank 1
+    means: dict[str, float]  # of psnr, ssim, mse, lpips, labels
+    medians: dict[str, float]
+    worst: dict[str, float]  # of the best recovered image: the worst case for a client
+    baseline: dict[str, float]  # means of the unrelated update: psnr, ssim, rank1, recovered; empty without one
+    match: float  # median
+    converged: float  # share of targets
+    diverged: float
+    seconds: float
+    errors: tuple[str, ...] = ()  # of failed cells
+    certified: Certified | None = None  # where the attack says what the update determines
+    guarantee: Guarantee | None = None  # what the defence proves; None: there is no defence, or no row says
+    trained: Trained | None = None  # whose weights were attacked, where they come from the folder of a training
+    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, from the worst for the attacker
+    ranks: dict[str, float] = field(default_factory=dict)  # of re-identification: median, and the median by chance
+    paired: Paired | None = None  # PSNR against the unrelated update's; None without one
+
+    @property
+    def word(self) -> str:
+        """The verdict for this line alone, by the rules of ruling.py."""
+        return self.ruling.word
+
+    @property
+    def ruling(self) -> Ruling:
+        """The word with the rule that produced it."""
+        return ruling_of(self)
+
+    @property
+    def optimised(self) -> bool:
+        """Did the attack work as an optimiser, so that its failure would mean something?"""
+        return not self.errors and self.targets > 0 and self.converged >= CONVERGED
+
+    @property
+    def strength(self) -> tuple[int, float, float]:
+        """The larger, the more it shows of the data: by whether it leaks, the recovered share, the mean PSNR."""
+        recovered = self.recovered.value if self.targets else -1.0
+        return ({LEAKS: 2, PART: 1}.get(self.word, 0), recovered, self.means.get("psnr", -math.inf))
+
+    @property
+    def small(self) -> bool:
+        return self.targets < SMALL
+
+    @property
+    def name(self) -> Name:
+        return (self.attack, self.defence, self.form, self.round, self.examples)
+
+    def __str__(self) -> str:
+        return self.attack if self.form == FORMS[0] else f"{self.attack} ({self.form})"
+
+
+def name_of(row: Row) -> Name:
+    """The line that a row belongs to."""
+    return (row["attack"], row["defence"], row["form"], row["round"], row["examples"])
+
+
+def summaries_of(rows: Iterable[Row]) -> list[Summary]:
+    """The lines in the order of the rows. A control that is not part of the grid is not a line."""
+    lines: dict[Name, list[Row]] = {}
+    for row in rows:
+        if not row["control"]:
+            lines.setdefault(name_of(row), []).append(row)
+    return [_summary(name, held) for name, held in lines.items()]
+
+
+def _summary(name: Name, rows: Sequence[Row]) -> Summary:
+    done = [row for row in rows if row["status"] == "done"]
+    columns = {key: _numbers(row["scores"].get(key) for row in done) for key in ("psnr", "ssim", "mse", "lpips")}
+    columns["labels"] = _numbers([row["labels"].get("multiset_accuracy")] for row in done)
+    columns = {key: values for key, values in columns.items() if values}
+    unrelated = [row["baselines"].get(UNRELATED, {}) for row in done]
+    baseline = {key: _numbers(held.get(key) for held in unrelated) for key in ("psnr", "ssim", "rank1", "recovered")}
+    clearest: dict[str, Callable[..., float]] = {"psnr": max, "ssim": max, "labels": max, "mse": min, "lpips": min}
+    attack, defence, form, number, examples = name
+    return Summary(
+        attack,
+        defence,
+        form,
+        number,
+        examples,
+        cells=tuple(dict.fromkeys(row["cell"] for row in rows)),
+        targets=len({row["target"] for row in done}),
+        seeds=len({row["seed"] for row in done}),
+        recovered=_rate(done, lambda row: row["hits"]["recovered"]),
+        excess=_rate(done, lambda row: _beyond(row, "recovered"), difference=True),
+        identified=_rate(done, lambda row: _beyond(row, "rank1"), difference=True),
+        rates={
+            hit: _rate(done, lambda row, hit=hit: row["hits"][hit])  # type: ignore[misc]
+            for hit in ("ssim>0.5", "psnr>18", "psnr>20", "rank1")
+        },
+        chance=_mean([1 / size for row in done for size in row["gallery_size"]]),
+        means={key: fmean(values) for key, values in columns.items()},
+        medians={key: median(values) for key, values in columns.items()},
+        worst={key: clearest[key](values) for key, values in columns.items()},
+        baseline={key: fmean(values) for key, values in baseline.items() if values},
+        match=median(_numbers([row["match"]] for row in done) or [NAN]),
+        converged=_mean([row["converged"] for row in done]),
+        diverged=_mean([row["diverged"] for row in done]),
+        seconds=sum(row["seconds"] for row in done),
+        errors=tuple(row["error"] for row in rows if row["status"] == "failed"),
+        certified=Certified.of(done),
+        guarantee=next((guarantee_of(row["guarantee"]) for row in done if row.get("guarantee")), None),
+        trained=next((Trained.of(row["trained"]) for row in done if row.get("trained")), None),
+        tail={key: _tail(values, clearest[key] is min) for key, values in columns.items()},
+        ranks=_ranks(done),
+        paired=paired(_against(done)),
+    )
+
+
+def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, difference: bool = False) -> Rate:
+    """Over targets: all seeds and examples of a target stay together, since they are not independent."""
+    targets: dict[int, list[float]] = {}
+    for row in rows:
+        targets.setdefault(row["target"], []).extend(take(row))
+    return rate(list(targets.values()), difference=difference)
+
+
+def _tail(values: Sequence[float], small: bool) -> float:
+    """The value that 5 % of the images are beyond, towards the private image: what averages hide of a few clients."""
+    return float(np.quantile(values, 0.05 if small else 0.95))
+
+
+def _ranks(rows: Sequence[Row]) -> dict[str, float]:
+    """The median rank of the private image in its gallery, and what the median would be by chance."""
+    found = _numbers(row["scores"]["rank"] for row in rows)
+    sizes = [size for row in rows for size in row["gallery_size"]]
+    return {"median": float(median(found)), "by chance": (median(sizes) + 1) / 2} if found else {}
+
+
+def _against(rows: Sequence[Row]) -> list[float]:
+    """Per target: the mean PSNR minus that of the same attack on an unrelated update."""
+    targets: dict[int, list[float]] = {}
+    for row in rows:
+        blind = row["baselines"].get(UNRELATED, {}).get("psnr") or ()
+        pairs = zip(row["scores"]["psnr"], blind, strict=False)
+        held = [own - other for own, other in pairs if own is not None and other is not None]
+        targets.setdefault(row["target"], []).extend(held)
+    return [fmean(held) for held in targets.values() if held]
+
+
+def _beyond(row: Row, hit: str) -> list[int]:
+    """Per example: hit by the attack, minus hit by the same attack on an unrelated update."""
+    blind = row["baselines"].get(UNRELATED, {}).get(hit) or [0] * row["examples"]
+    return [int(own) - int(other or 0) for own, other in zip(row["hits"][hit], blind, strict=True)]
+
+
+def _numbers(lists: Iterable[Sequence[Any] | None]) -> list[float]:
+    return [value for values in lists for value in values or () if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else NAN

@@ -1,0 +1,441 @@
+"""What an update says about the recipe of the client that made it, and how far a guess of the recipe is off.
+
+For an attacker, and for an auditor who wants to know what that attacker could: nothing here reads the truth.
+
+    replay_error    how well a recipe, replayed on given images, reproduces the update
+    linearity       is the update a sum of gradients (SGD, with or without momentum)? how much did weight decay take?
+    way             the client's total way S = sum of its learning rates, from the classifier and the label counts alone
+    way_on          the same from images, such as those of an attack that needs no recipe (SME, IG): replay until there
+    recipes         learning rates, epochs and batch sizes that go with a way and with what is known
+
+What can be told, and what cannot. To first order a client of plain SGD follows the gradient flow of all its examples
+for a time S = lr x steps: S shows in the update, lr and steps apart do not, nor do batch size and order, whose noise
+shows in images that are known exactly at best. Momentum makes S about 1 / (1 - momentum) times as long and is not told
+from a larger learning rate. Weight decay shows exactly, S x decay together. Adam shows as what it is not: no sum of
+gradients. A client that fits its examples stops moving: from then on the update hardly depends on S, and only a lower
+bound is left.
+
+`way`: estimate / S of two clients each, and the lower bound / S of the first. 50 examples of any class, or of an eighth
+of the classes only, in batches of 10; untrained networks, 100 dummies of noise. EMNIST letters on cnn-mnist, CIFAR-100
+on cnn-cifar. Where no estimate stands none was given; when to give none (AWAY) was settled with such clients in view:
+
+    lr, epochs               0.004, 5           0.004, 20          0.004, 50          0.05, 20
+    EMNIST, any class        1.01 1.00 (0.99)   0.99 0.99 (0.93)   0.95 0.95 (0.71)   -    -    (0.19)
+    EMNIST, an eighth        1.00 1.00 (0.98)   -    -    (0.57)   -    -    (0.22)   -    -    (0.09)
+    CIFAR-100, any class     1.00 1.00 (0.99)   1.00 1.00 (0.98)   -    1.03 (0.67)   -    -    (0.30)
+    CIFAR-100, an eighth     1.00 1.00 (0.99)   0.96 1.02 (0.76)   -    -    (0.37)   -    -    (0.18)
+
+`way_on`, one client each, on its own images blurred by 3 x 3 (CIFAR-100: any class only): 1.04 to 1.14 up to 20 epochs,
+1.14 and 0.97 at 50; 0.98 where the classifier alone told nothing (EMNIST, an eighth, 20 epochs), and no estimate at 50
+epochs there, nor for the rate of 0.05.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.functional import linear
+
+from gradleak.core import random as randomness
+from gradleak.core import tree
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params
+from gradleak.identify.rounding import rounding_of
+from gradleak.parts.predictions import Replay
+from gradleak.parts.surrogates import gauss_legendre
+from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.client import ClientState, LocalTraining, Order
+from gradleak.scenario.defence import Defence
+from gradleak.scenario.fit import fits
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.rules import SGD, Rule, Schedule, constant
+from gradleak.scenario.task import Batch, Task, TaskError, float32_products
+
+NODES = 8  # of the segment from w0 to wT
+DUMMIES = 300
+AWAY = 3.0  # times the lowest way: beyond, the classifier has stopped moving somewhere on the segment
+LINEAR = 1e-3  # of the classifier's update: sums over the classes below are zero. Adam's and Lion's are near 0.5
+EXPLAINED = 0.5  # relative error of a walk: above, its lowest point was anywhere in trials; below, within a fifth of S
+BATCH_SIZES = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128)
+EPOCHS = (1, 2, 3, 5, 10, 20, 50, 100)
+
+
+# --- how far a recipe is off ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A predicted update against the observed one: ||predicted - observed|| / ||observed||, their cosine and lengths.
+
+    `scale` is ||predicted|| / ||observed||. An observed update of zero has no relative error: inf, or 0 where the
+    prediction is zero too.
+    """
+
+    relative: float
+    cosine: float
+    scale: float
+
+    def __str__(self) -> str:
+        return f"relative error {self.relative:.1e}, cosine {self.cosine:.4f}, {self.scale:.2f} times as long"
+
+
+@dataclass(frozen=True)
+class ReplayError:
+    """What a replay leaves unexplained, of all tensors together and of each.
+
+    Zero up to rounding: recipe, images and order are the client's, or as good as. Above: something is not known, and
+    the replay does not say what. `worst` is the tensor of the largest relative error.
+    """
+
+    total: Apart
+    tensors: dict[str, Apart]
+
+    @property
+    def relative(self) -> float:
+        return self.total.relative
+
+    @property
+    def cosine(self) -> float:
+        return self.total.cosine
+
+    @property
+    def worst(self) -> str:
+        return max(self.tensors, key=lambda name: self.tensors[name].relative)
+
+    def __str__(self) -> str:
+        return f"{self.total}; worst in {self.worst} ({self.tensors[self.worst].relative:.1e})"
+
+
+def replay_error(
+    task: Task,
+    seen: Observation,
+    batch: Batch,
+    training: LocalTraining,
+    *,
+    defence: Defence | None = None,
+    order: Order | None = None,
+) -> ReplayError:
+    """Replay `training` on `batch` from the weights sent, in float64, and compare with the update.
+
+    As the attacks do: random augmentations are left out, a known `defence` is assumed, batches come in the order of the
+    rows unless `order` says otherwise. A model with active dropout is refused: put it in evaluation mode, and the error
+    tells what the client's masks have done.
+    """
+    fits(task, [seen])
+    scene, batch = _doubled(task, seen, batch, Knowledge(training=training, defence=defence))
+    predict = Replay(training, order)
+    with float32_products(), torch.no_grad():
+        found = predict(batch, {}, scene, Step(torch.zeros(()), 1))
+        return _apart(found, predict.target(scene))
+
+
+def ranked(
+    task: Task, seen: Observation, batch: Batch, trainings: Iterable[LocalTraining]
+) -> list[tuple[LocalTraining, ReplayError]]:
+    """The recipes by how well they reproduce the update on these images, best first.
+
+    Recipes of the same way come out alike: read the errors, not the order alone.
+    """
+    errors = [(training, replay_error(task, seen, batch, training)) for training in trainings]
+    return sorted(errors, key=lambda pair: pair[1].relative)
+
+
+def _apart(found: Params, seen: Params) -> ReplayError:
+    def of(names: Sequence[str]) -> Apart:
+        a, b = ({name: held[name] for name in names} for held in (found, seen))
+        off, length, other = (float(tree.norm(held)) for held in (tree.subtract(a, b), b, a))
+        both = float(tree.dot(a, b))
+        nothing = 0.0 if off == 0 else math.inf
+        return Apart(
+            relative=off / length if length else nothing,
+            cosine=both / (length * other) if length and other else math.nan,
+            scale=other / length if length else math.nan,
+        )
+
+    return ReplayError(of(list(seen)), {name: of([name]) for name in seen})
+
+
+# --- which family of rules --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Linearity:
+    """What the sums over the classes of the classifier's update say.
+
+    left        ||sum over classes of u_W, less what shrinking explains|| / (sqrt(classes) ||u_W||)
+    shrunk      the share that the sums of the classifier's weights have lost; 0 where there is no weight decay
+    tolerance   below this `left` is zero: 1e-3, or what the digits of the update allow
+
+    Softmax and cross-entropy give a gradient whose rows sum to zero over the classes, whatever the images, labels,
+    dropout masks, batches and momentum. So a sum of gradients has no such part, and what weight decay took off is all
+    that is left of it, exactly: 1 - shrunk = (1 - lr x decay)^steps for SGD without momentum.
+    """
+
+    left: float
+    shrunk: float
+    tolerance: float = LINEAR
+
+    @property
+    def linear(self) -> bool:
+        """Is the update a sum of gradients? If not: Adam, Lion, noise, pruning, or another loss than cross-entropy."""
+        return self.left < self.tolerance
+
+    @property
+    def decay(self) -> float:
+        """Way times weight decay, -log(1 - shrunk); nan where the update is no sum of gradients."""
+        return -math.log1p(-self.shrunk) if self.linear and self.shrunk < 1 else math.nan
+
+    def __str__(self) -> str:
+        if not self.linear:
+            return f"no sum of gradients: {self.left:.1e} of the classifier's update moves all classes at once"
+        taken = f"weight decay took {self.shrunk:.1e} of the weights" if abs(self.shrunk) > 1e-6 else "no weight decay"
+        return f"a sum of gradients; {taken}"
+
+
+def linearity(task: Task, seen: Observation) -> Linearity:
+    """Whether the client's rule is SGD, with or without momentum, and how much weight decay took."""
+    fits(task, [seen])
+    name = task.classifier.weight
+    if name not in seen.update:
+        raise TaskError(f"The client does not train the classifier {name!r}, whose update would tell its rule.")
+    blank = task.gradient(task.weights(), task.blank(2))[name].double()
+    if blank.sum(0).norm() > 1e-4 * blank.norm():
+        raise TaskError(
+            "The objective's gradient moves all classes at once, as softmax with cross-entropy does not: nothing can "
+            "be told from sums over classes. Compare recipes by `replay_error`."
+        )
+    update, weight = seen.update[name].double(), seen.weights[name].double()
+    moved, held = update.sum(0), weight.sum(0)
+    unit = float(update.norm()) * math.sqrt(update.shape[0])
+    if unit == 0:
+        raise TaskError(f"The update of the classifier {name!r} is zero: it tells nothing of the client's rule.")
+    shrunk = float((moved * held).sum() / held.square().sum()) if bool(held.any()) else 0.0
+    tolerance = max(LINEAR, rounding_of(seen).residual)
+    return Linearity(float((moved - shrunk * held).norm()) / unit, shrunk, tolerance)
+
+
+# --- the total way ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """The sum of a client's learning rates, S: an estimate, and bounds within which it is to be expected.
+
+    The bounds are no confidence interval: they hold as far as the classifier's way from w0 to wT is straight, and
+    predictions on the dummies move as those on the client's own examples do. estimate = nan and high = inf: the client
+    has fitted its examples, or nearly, and only `low` says something.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    by: str
+
+    @property
+    def told(self) -> bool:
+        return math.isfinite(self.estimate)
+
+    def __str__(self) -> str:
+        if not self.told:
+            return f"a way of at least {self.low:.3g} (by {self.by}): too far to tell how far"
+        return f"a way of {self.estimate:.3g}, between {self.low:.3g} and {self.high:.3g} (by {self.by})"
+
+
+def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None = None) -> Way:
+    """S from the classifier's bias, w0, wT and how many examples each class has, (classes,); no images needed.
+
+    u_b = integral of d over the way, d = p - counts / N, p the mean prediction. Along the segment from w0 to wT, where
+    u_b dalpha = d dS, so that S = integral over alpha of |u_b|^2 / <u_b, d(alpha)>; p is measured on dummies, N(0, 1)
+    in model-input space, or on `images` (M, ...) of the attacker's own. Bounds: as if d had always been the largest, or
+    the smallest, of the segment; for the lower one p at w0 fits u_b best. Without a trained bias the rows of the
+    classifier's weight are used, with the mean sum of its inputs: all is then off by as much as that sum is on dummies.
+
+    A momentum of m counts as a way 1 / (1 - m) times as long, nearly; for rules other than SGD S means nothing (see
+    `linearity`).
+    """
+    fits(task, [seen])
+    classes = task.fields["y"].classes
+    if tuple(counts.shape) != (classes,) or int(counts.sum()) != seen.num_examples or bool((counts < 0).any()):
+        raise ValueError(
+            f"counts must hold the number of examples of each of {classes} classes, {seen.num_examples} in all; given "
+            f"shape {tuple(counts.shape)} with sum {float(counts.sum()):g}."
+        )
+    scene, _ = _doubled(task, seen, {}, Knowledge())
+    layer = task.classifier
+    if layer.weight not in scene.update:
+        raise TaskError(f"The client does not train the classifier {layer.weight!r}: use `way_on` with images.")
+    biased = layer.bias in scene.update
+    moved = scene.update[layer.bias or ""] if biased else scene.update[layer.weight].sum(1)
+    shares = counts.to(moved) / seen.num_examples
+    nodes = [(0.0, 0.0), *gauss_legendre(NODES), (0.0, 1.0)]
+    weights, points = torch.tensor(nodes, dtype=torch.float64, device=moved.device).unbind(1)
+    predicted, sums = _along(scene, points, _dummies(scene) if images is None else images.to(moved))
+    slopes = (predicted - shares) * (1.0 if biased else sums[:, None])  # (points, classes)
+    inner = slopes @ moved
+    local = torch.where(inner > 0, moved.square().sum() / inner, torch.inf)  # (points,)
+    first = (inner[0] / slopes[0].square().sum()).clamp_min(0)  # never above local[0]: Cauchy and Schwarz
+    low, high = float(torch.minimum(first, local.min())), float(local.max())
+    settled = bool((local <= AWAY * low).all())
+    estimate = float((weights * local)[1:-1].sum()) if settled else math.nan
+    return Way(estimate, low, high if settled else math.inf, "bias" if biased else "rows")
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A replay beside the observed update, after each of its steps (K,): way so far, relative error and cosine."""
+
+    ways: Tensor
+    relative: Tensor
+    cosine: Tensor
+
+    @property
+    def steps(self) -> int:
+        """After how many steps the replay came nearest to the update."""
+        return int(self.relative.argmin()) + 1
+
+    @property
+    def error(self) -> float:
+        return float(self.relative.min())
+
+
+def walk(task: Task, seen: Observation, batch: Batch, training: LocalTraining) -> Walk:
+    """Replay `training` on `batch` and compare with the update after every step: how many of them did the client make?
+
+    For any rule, momentum and Adam too. Ways count learning rates.
+    """
+    fits(task, [seen])
+    scene, batch = _doubled(task, seen, batch, Knowledge())
+    plan = training.order(seen.num_examples)
+    state, weights, moved = ClientState(buffers=scene.buffers), scene.weights, tree.zeros_like(scene.update)
+    rows, total = [], 0.0
+    with float32_products(), torch.no_grad():
+        for step, some in enumerate(plan):
+            rate = float(training.lr) * training.schedule(step, len(plan))
+            one = LocalTraining(lr=rate, optimiser=training.optimiser) if rate > 0 else None
+            if one is not None:  # a schedule may end at zero
+                upload, state = one.run(scene.task, weights, batch, client=state, order=[some])
+                moved = tree.add(moved, upload.payload["update"])
+                weights = tree.subtract(weights, upload.payload["update"])
+            total += rate
+            found = _apart({"": tree.flatten(moved)}, {"": tree.flatten(scene.update)}).total
+            rows.append((total, found.relative, found.cosine))
+    return Walk(*torch.tensor(rows, dtype=torch.float64).unbind(1))
+
+
+def way_on(task: Task, seen: Observation, batch: Batch, *, start: float, steps: int = 60, fine: int = 10) -> Way:
+    """S from images with their labels, a reconstruction: full-batch steps from w0 until the update is nearest.
+
+    `start` is a first idea of S, such as `way(...).low` or `.estimate`; the walk takes `fine` steps for it and `steps`
+    in all, and the estimate is where a parabola through the three best has its lowest point. Bounds: where the error is
+    within a tenth of its lowest. No estimate where the error still falls at the end, or stays above a half: then
+    images, rule or premise are wrong, or the client has fitted its examples, and `walk` shows the curve.
+    """
+    if not 0 < start < math.inf:
+        raise ValueError(f"start must be a positive way; given {start}.")
+    if not 1 <= fine <= steps - 2:
+        raise ValueError(f"fine must be at least 1 and at most steps - 2; given {fine} of {steps}.")
+    curve = walk(task, seen, batch, LocalTraining(lr=start / fine, steps=steps))
+    errors, best = curve.relative.nan_to_num(torch.inf), curve.steps - 1
+    near = (errors <= 1.1 * errors[best]).nonzero()[:, 0]
+    low, high = float(curve.ways[near[0]]), float(curve.ways[near[-1]])
+    if best == len(errors) - 1 or float(errors[best]) > EXPLAINED:
+        return Way(math.nan, low if best else 0.0, math.inf, "images")
+    left = errors[best - 1] if best else torch.ones((), dtype=torch.float64)
+    middle, right = errors[best], errors[best + 1]
+    bend = left - 2 * middle + right
+    shift = float(0.5 * (left - right) / bend) if bend > 0 else 0.0
+    unit = start / fine
+    return Way(float(curve.ways[best]) + unit * shift, low - unit, high + unit, "images")
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def way_of(training: LocalTraining, examples: int) -> float:
+    """The way of a known recipe: how far its SGD goes along a gradient of length one that does not change."""
+    rule = training.optimiser
+    if not isinstance(rule, SGD):
+        raise ValueError(f"Only SGD has a way along a gradient; {type(rule).__name__} moves by signs and sizes of its.")
+    return float(training.lr) * rule.way(training.factors(examples))
+
+
+def recipes(
+    found: Way,
+    examples: int,
+    *,
+    lr: float | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    optimiser: Rule | None = None,
+    schedule: Schedule = constant,
+) -> list[LocalTraining]:
+    """Recipes that go with a way and with what is known; what is not known takes usual values.
+
+    Where the learning rate is known, those whose way is within the bounds, nearest to the estimate first. Where it is
+    not, every one goes: it is chosen so that the way is the estimate. Which of them it was, the way does not tell:
+    `ranked` on a reconstruction tells a little. With nothing known LocalTraining(lr=estimate / K, steps=K), K large
+    enough for the path to be smooth, does as well as any.
+    """
+    if not found.told:
+        raise ValueError(f"No recipe follows from {found}. Use a reconstruction (`way_on`), or try recipes (`ranked`).")
+    sizes = [batch_size] if batch_size else [size for size in BATCH_SIZES if size < examples] + [examples]
+    made = []
+    for size in sizes:
+        unit = LocalTraining(lr=1.0, epochs=1, batch_size=size, optimiser=optimiser or SGD(), schedule=schedule)
+        if epochs is not None:
+            passes: Iterable[int] = (epochs,)
+        elif lr is None:
+            passes = EPOCHS
+        else:
+            one = lr * way_of(unit, examples)
+            passes = range(1, math.ceil(found.high / one) + 1)
+        for number in passes:
+            length = way_of(replace(unit, epochs=number), examples)
+            rate = found.estimate / length if lr is None else lr
+            if lr is None or found.low <= rate * length <= found.high:
+                made.append((abs(rate * length - found.estimate), replace(unit, epochs=number, lr=rate)))
+    return [training for _, training in sorted(made, key=lambda pair: pair[0])]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> tuple[TargetView, Batch]:
+    """The scene and the batch in float64, where the task is."""
+    like = next(tree.leaves(task.weights()))
+    work = task.to(like.device, torch.float64)
+    missing = task.fields.keys() - batch.keys() if batch else set()
+    if missing:
+        raise TaskError(f"The batch lacks {', '.join(sorted(missing))}: a replay needs every field of the task.")
+    sizes = {name: value.shape[0] for name, value in batch.items()}
+    if batch and set(sizes.values()) != {seen.num_examples}:
+        raise TaskError(f"The client had {seen.num_examples} examples; the batch has {sizes}.")
+    return TargetView.of(work, seen, knows), tree.to(batch, like.device, torch.float64)
+
+
+def _dummies(scene: TargetView) -> Tensor:
+    """N(0, 1) in model-input space, (DUMMIES, ...): what the attacker has where it has no images."""
+    low, _ = scene.limits["x"]
+    source = Draws(randomness.key("recipe").to(low.device))
+    return source.normal((DUMMIES, *scene.task.fields["x"].shape), dtype=low.dtype)
+
+
+@torch.no_grad()
+def _along(scene: TargetView, points: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean prediction (points, classes) and mean sum of the classifier's inputs (points,) on the segment w0 to wT."""
+    layer, batch = scene.task.classifier, {**scene.task.blank(len(images)), "x": images}
+
+    def at(point: Tensor) -> tuple[Tensor, Tensor]:
+        weights = tree.add(scene.weights, scene.update, -point)
+        features = scene.task.inputs_of([layer.module], weights, batch, scene.buffers)[layer.module]
+        bias = weights.get(layer.bias or "", (scene.buffers or {}).get(layer.bias or ""))
+        logits = linear(features, weights[layer.weight], bias)
+        return logits.softmax(-1).mean(0), features.sum(-1).mean()
+
+    predicted, sums = vmap(at, chunk_size=1)(points)  # one after another: every point holds all activations
+    return predicted, sums

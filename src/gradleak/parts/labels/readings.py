@@ -1,0 +1,149 @@
+"""What every label rule is: its premises, and the ways from scores of classes to whole counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradleak.core import tree
+from gradleak.parts.fields import RuleDoesNotApply, last_layer
+from gradleak.parts.protocols import Needs
+from gradleak.parts.view import TargetView
+from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.rules import SGD
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a rule found, and how far it is from finding something else.
+
+    `margin`: 1 is what clients that meet the rule's premises give, 0 is a toss-up. Label smoothing, mixup, noise, and
+    clipping with noise lower it.
+    """
+
+    counts: Tensor  # (classes,), whole, sum B
+    margin: Tensor  # 0-d, in [0, 1]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What all rules share. Each implements `read`; `counts` is what a `LabelRule` promises."""
+
+    needs: ClassVar[Needs] = frozenset()
+
+    def read(self, scene: TargetView) -> Reading:
+        raise NotImplementedError
+
+    def counts(self, scene: TargetView) -> Tensor:
+        return self.read(scene).counts.to(next(tree.leaves(scene.weights)).device)
+
+    def margin(self, scene: TargetView) -> Tensor:
+        return self.read(scene).margin
+
+
+# --- premises ---------------------------------------------------------------------------------------------------------
+
+
+def bias_gradient(scene: TargetView, rule: str) -> Tensor:
+    """dL/db, (classes,), for a rule that reads nothing else."""
+    deltas = last_layer(scene).deltas
+    if deltas is None:
+        raise RuleDoesNotApply(
+            f"Label rule {rule!r} reads the gradient of the classifier's bias, and {scene.task.classifier.module!r} "
+            "has none that is trained. Rules that do without: 'row-products' and 'row-sum' (one example), "
+            "'row-minimum', 'llg', 'llg-star', 'llg-plus'; 'auto' picks one."
+        )
+    return deltas
+
+
+def demand_one_example(scene: TargetView, rule: str) -> None:
+    """Refuse batches, for a rule that holds for one example."""
+    if scene.num_examples != 1:
+        raise RuleDoesNotApply(
+            f"Label rule {rule!r} holds for one example; this client has {scene.num_examples}. Rules for several: "
+            "'ilrg', 'bias-counts', 'bias-corrected', 'bias-sign', 'llg', 'llg-star', 'llg-plus', 'row-minimum'; "
+            "'auto' picks one."
+        )
+
+
+def demand_training(scene: TargetView, rule: str) -> None:
+    """Refuse to read without the recipe, for a rule that compares absolute values."""
+    if scene.knows.training is None:
+        raise MissingKnowledge(
+            f"Label rule {rule!r} compares absolute values, and an update is lr times a gradient: pass "
+            "Knowledge(training=LocalTraining(lr=...)), or use 'bias-counts', 'bias-corrected' or 'llg'."
+        )
+
+
+def scale_is_known(scene: TargetView) -> bool:
+    """Whether `gradient(scene)` is a mean gradient in absolute terms, as far as the attacker can tell."""
+    training = scene.knows.training
+    if training is None or scene.knows.defence is not None or not isinstance(training.optimiser, SGD):
+        return False
+    return not training.optimiser.momentum or len(training.order(scene.num_examples)) == 1
+
+
+# --- from scores to counts --------------------------------------------------------------------------------------------
+
+
+def in_turn(scores: Tensor, candidates: int, examples: int) -> Reading:
+    """One label each to the lowest-scored `candidates` classes, lowest first, and again from the start until B.
+
+    Margin: from the last class named to the first not named, in units of the former; 1 where the latter is positive.
+    """
+    lowest, order = scores.sort(stable=True)
+    counts = torch.zeros_like(order)
+    counts[order[:candidates]] = examples // candidates
+    counts[order[: examples % candidates]] += 1
+    named = int((counts > 0).sum())
+    if named == len(lowest):
+        return Reading(counts, lowest.new_ones(()))
+    last, following = lowest[named - 1], lowest[named]
+    return Reading(counts, torch.where(last < 0, (following - last) / -last, 0.0).nan_to_num().clamp(0, 1))
+
+
+def greedy(scores: Tensor, raw: Tensor, impact: Tensor, examples: int) -> Reading:
+    """LLG's two steps: every class with raw < 0 once, most negative first; then, until B, always the lowest score.
+
+    Each label raises the score of its class by -impact > 0, so the t-th one of class c is worth scores_c - t * impact,
+    and taking the lowest score B times is taking the B lowest entries of that table.
+    Margin: from the last label named to the next one, in shares of one example.
+    """
+    step = -impact.clamp(max=0)
+    first = raw.argsort(stable=True)[: min(examples, int((raw < 0).sum()))]
+    counts = torch.zeros_like(raw, dtype=torch.long)
+    counts[first] = 1
+    left = examples - len(first)
+    table = (scores + counts * step)[:, None] + torch.arange(left + 1) * step  # (classes, left + 1)
+    values, entries = table.flatten().sort(stable=True)
+    counts += torch.bincount(entries[:left] // (left + 1), minlength=len(raw))
+    last = values[left - 1] if left else scores[first].max()
+    return Reading(counts, torch.where(step > 0, (values[left] - last) / step, 0.0).nan_to_num().clamp(0, 1))
+
+
+def rounded_counts(real: Tensor, examples: int) -> Reading:
+    """Margin: 1 where the real counts are whole, 0 where one of them is half a label or more away from its whole."""
+    counts = whole_counts(real, examples)
+    return Reading(counts, (1 - 2 * (real - counts).abs().max()).clamp(0, 1))
+
+
+def whole_counts(real: Tensor, examples: int) -> Tensor:
+    """iLRG's whole numbers: negatives are 0; round; more than B is 0; then repair the sum to B. (classes,)
+
+    The repair takes from the entries that were rounded up furthest, or gives to those rounded down furthest, one unit
+    at a time: the t-th unit moves the error of an entry to rounded +- t - real, and the best units are moved.
+    """
+    rounded = real.clamp_min(0).round()
+    rounded = torch.where(rounded > examples, 0.0, rounded)
+    missing = examples - int(rounded.sum())
+    error = (rounded - real)[:, None]
+    units = torch.arange(max(missing, int(rounded.max()), 1))
+    if missing > 0:
+        cost, sign = error + units, 1
+    else:
+        cost, sign = torch.where(units < rounded[:, None], units - error, torch.inf), -1  # below 0 nothing is taken
+    moved = cost.flatten().argsort(stable=True)[: abs(missing)] // len(units)
+    return rounded.long() + sign * torch.bincount(moved, minlength=len(real))

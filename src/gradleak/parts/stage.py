@@ -1,0 +1,38 @@
+"""A stage: the parts of one search, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradleak.parts.protocols import Match, Needs, Optimiser, Prediction, Prior, Space
+from gradleak.parts.view import TargetView
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One search: a space, a prediction, a match, priors and an optimiser.
+
+    `carry`: the next stage starts "each" lane from its own solution, or every lane from the "best_of_target".
+    `view`: what the stage sees instead of the scene, such as a smoothed network.
+    """
+
+    space: Space
+    predict: Prediction
+    match: Match
+    priors: tuple[Prior, ...]
+    optimiser: Optimiser
+    carry: str = "each"
+    view: Callable[[TargetView], TargetView] | None = None
+
+    def __post_init__(self) -> None:
+        if self.carry not in ("each", "best_of_target"):
+            raise ValueError(f"carry must be 'each' or 'best_of_target'; given {self.carry!r}.")
+
+    @property
+    def needs(self) -> Needs:
+        """What the attacker must know for this search (`Knowledge.grants`)."""
+        parts = (self.space, self.predict, self.match, self.optimiser, *self.priors)
+        needs: Needs = frozenset().union(*(getattr(part, "needs", frozenset()) for part in parts))
+        # An update is lr times a gradient: a match that sees the scale fails silently with the wrong one.
+        return needs if self.match.scale_free else needs | getattr(self.predict, "needs_for_scale", frozenset())

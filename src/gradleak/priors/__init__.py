@@ -1,0 +1,1 @@
+"""Training generators: recipes, the two networks against each other, scores, resumable training."""

@@ -1,0 +1,141 @@
+"""Checks of the objective: shapes, precision, labels, and the second derivative under vmap."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from gradleak.scenario.inspection.model import RECURRENT
+from gradleak.scenario.inspection.subject import (
+    Failed,
+    Pass,
+    Subject,
+    continuous,
+    device_of,
+    one_hot,
+)
+from gradleak.scenario.task import Problem
+
+
+def model_accepts_the_shapes(subject: Subject) -> Iterator[Problem]:
+    """The objective must run on a blank batch of the declared shapes."""
+    if isinstance(subject.forward, Failed):
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in subject.blank.items())
+        yield Problem(
+            "error",
+            f"the objective fails on a blank batch ({shapes}): {subject.forward.why}",
+            "check the shapes of the fields (channels first, no batch axis) and the number of classes",
+        )
+
+
+def objective_is_scalar(subject: Subject) -> Iterator[Problem]:
+    """Gradients are of one number per batch."""
+    if not isinstance(subject.forward, Pass) or subject.scalar:
+        return
+    value = subject.forward.value
+    if not isinstance(value, Tensor):
+        what, fix = f"returns {type(value).__name__}", "return the loss as a tensor"
+    elif value.dim() > 0:
+        what, fix = f"returns shape {tuple(value.shape)}", 'return a scalar: reduction="mean", or .mean()'
+    elif not value.is_floating_point():
+        what, fix = f"returns {value.dtype}", "return a floating-point loss"
+    elif not any(p.requires_grad for p in subject.task.model.parameters()):
+        return  # said already
+    else:
+        what, fix = (
+            "does not depend on the weights",
+            "remove torch.no_grad(), .detach() and .item() from model and loss",
+        )
+    yield Problem("error", f"the objective {what}, so it has no gradient to upload", fix)
+
+
+def other_precisions(subject: Subject) -> Iterator[Problem]:
+    """Attacks run in float32 or float64, on a copy of the model; a tensor inside the loss is not part of the model."""
+    for dtype in (torch.float32, torch.float64):
+        attempt = Subject(subject.task.to(device_of(subject.task), dtype)).forward
+        if isinstance(attempt, Failed) and isinstance(subject.forward, Pass):
+            yield Problem(
+                "warning",
+                f"the objective fails where attacks convert the model to {dtype}: {attempt.why}",
+                "convert the loss's own tensors in each call, such as cross_entropy(out, y, weight=w.to(out))",
+            )
+
+
+def fields_are_images(subject: Subject) -> Iterator[Problem]:
+    """Image priors mean nothing on other shapes."""
+    flat = {name: f.shape for name in continuous(subject.task) if len((f := subject.task.fields[name]).shape) != 3}
+    if flat:
+        yield Problem(
+            "warning",
+            f"fields that are not images (channels, height, width): {flat}. Image priors and tiled starts (ig, gi, "
+            "cpl) mean nothing there: such attacks diverge at once or refuse",
+            "use dlg, idlg or representation, or a composition without them; reshape what is an image",
+        )
+
+
+def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
+    """The model must have an output for every declared class."""
+    task = subject.task
+    labels = [(name, f.classes) for name, f in task.fields.items() if f.classes is not None and name not in task.drawn]
+    outputs = subject.forward.outputs[-1] if isinstance(subject.forward, Pass) and subject.forward.outputs else None
+    if len(labels) != 1 or not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        return
+    name, classes = labels[0]
+    if classes in (outputs.shape[1], outputs.shape[-1]):
+        return
+    yield Problem(
+        "error" if outputs.shape[-1] < classes else "warning",
+        f"the model has {outputs.shape[-1]} outputs, but field {name!r} declares {classes} classes",
+        f"pass classes={outputs.shape[-1]}, or give the model a last layer of {classes} outputs",
+    )
+
+
+def soft_labels(subject: Subject) -> Iterator[Problem]:
+    """Attacks that search for labels need a loss that takes probabilities."""
+    names = [name for name, f in subject.task.fields.items() if f.classes is not None]
+    if not names or not subject.scalar:
+        return
+    soft = {name: one_hot(subject.blank[name], subject.task.fields[name], subject.blank) for name in names}
+    quiet = copy.deepcopy(subject.task.model).eval()  # so that two passes differ by the label alone
+    hard, passed = subject.run(subject.blank, quiet), subject.run({**subject.blank, **soft}, quiet)
+    if isinstance(passed, Failed):
+        what = f"the loss refuses soft labels ({passed.why})"
+    elif isinstance(hard, Pass) and not torch.allclose(torch.as_tensor(passed.value), hard.value, rtol=1e-3):
+        what = "the loss gives another value for a one-hot label than for its index"
+    else:
+        return
+    yield Problem(
+        "note",
+        f"{what}, so attacks that optimise the label with the image (dlg) cannot run",
+        "use attacks that read the label off the update (idlg, ig), or a loss that takes probabilities (cross_entropy)",
+    )
+
+
+def second_derivative(subject: Subject) -> Iterator[Problem]:
+    """Really take it, two lanes at once. Recurrent layers are reported by their own check."""
+    if not subject.scalar or not continuous(subject.task):
+        return
+    lanes = subject.lanes
+    if isinstance(lanes, Tensor):
+        if not lanes.isfinite().all():
+            yield Problem(
+                "warning",
+                "the second derivative is not finite at a blank image: lanes that start there freeze at once",
+                "look for sqrt, norm, log or division at zero in model and loss; add a small constant inside them",
+            )
+    elif isinstance(subject.one_by_one, Failed):
+        yield Problem(
+            "error",
+            f"the gradient cannot be differentiated again: {subject.one_by_one.why}",
+            "replace the operation that has no double backward (a custom autograd.Function, a fused kernel)",
+        )
+    elif not subject.named(RECURRENT):
+        yield Problem(
+            "error",
+            f"vmap rejects the second derivative: {lanes.why}",
+            "Engine(batched=False) attacks lane after lane; to keep the speed, remove .item(), branches on values, "
+            "random layers and in-place writes into tensors made inside forward",
+        )

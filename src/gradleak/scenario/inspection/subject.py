@@ -1,0 +1,212 @@
+"""What the checks look at: a private copy of the task, one recorded pass, and one real second derivative."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from inspect import signature
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.overrides import TorchFunctionMode
+
+from gradleak.core import tree
+from gradleak.scenario.task import Batch, Field, Problem, Task
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An attempt that raised."""
+
+    why: str
+
+
+class _Calls(TorchFunctionMode):
+    """Notes every torch function by name, and every write into a floating-point tensor that is not a buffer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.in_place: set[str] = set()
+        self.dropout: set[str] = set()
+        self.buffers = {id(buffer) for buffer in model.buffers()}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        self.names.add(name)
+        first = next((value for value in args if isinstance(value, Tensor)), None)
+        writes = (kwargs or {}).get("inplace") is True or name == "__setitem__" or _is_in_place(name)
+        if writes and first is not None and first.is_floating_point() and id(first) not in self.buffers:
+            self.in_place.add(name)
+        if (
+            name.endswith("dropout")
+            and _given(function, args, kwargs, "training")
+            and _given(function, args, kwargs, "p")
+        ):
+            self.dropout.add(f"F.{name}")
+        return function(*args, **(kwargs or {}))
+
+
+def _given(function: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The value of a named argument, as passed or by default."""
+    try:
+        bound = signature(function).bind(*args, **(kwargs or {}))
+    except (TypeError, ValueError):  # a built-in without a signature: inside the function of the same name
+        return None
+    bound.apply_defaults()
+    return bound.arguments.get(name)
+
+
+def _is_in_place(name: str) -> bool:
+    dunder = name.startswith("__")
+    setter = name in ("requires_grad_", "retain_grad_", "share_memory_")
+    return (dunder and name.startswith("__i") and name not in ("__invert__", "__init__", "__index__", "__int__")) or (
+        not dunder and name.endswith("_") and not setter
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One run of the objective: what it gave, what the model gave on the way, which functions were called."""
+
+    value: Any
+    outputs: list[Any]
+    calls: _Calls
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What the checks look at; everything expensive is computed once."""
+
+    task: Task
+    data: Batch | None = None
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        return dict(self.task.model.named_modules())
+
+    @cached_property
+    def blank(self) -> Batch:
+        """Two blank examples: one alone would hide what couples them, and BatchNorm refuses it."""
+        return self.task.blank(2)
+
+    def named(self, kinds: tuple[type, ...], which: Callable[[Any], bool] = lambda _: True) -> list[str]:
+        """The layers of these kinds, as "name (kind)"."""
+        chosen = {name: module for name, module in self.modules.items() if isinstance(module, kinds) and which(module)}
+        return [f"{name} ({type(module).__name__})".strip() for name, module in chosen.items()]
+
+    def run(self, batch: Batch, model: nn.Module | None = None) -> Pass | Failed:
+        """The objective on a batch, with the model in the mode it is in, or with another model."""
+        outputs: list[Any] = []
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs.append((model or self.task.model)(*args, **kwargs))
+            return outputs[-1]
+
+        calls = _Calls(self.task.model)
+        try:
+            with calls:
+                return Pass(self.task.objective(call, batch), outputs, calls)
+        except Exception as problem:  # a user's model and loss can raise anything; here that is the finding
+            return Failed(first_line(problem))
+
+    @cached_property
+    def forward(self) -> Pass | Failed:
+        return self.run(self.blank)
+
+    @cached_property
+    def scalar(self) -> bool:
+        """Does the objective give what can be differentiated twice?"""
+        passed = self.forward
+        return (
+            isinstance(passed, Pass)
+            and isinstance(passed.value, Tensor)
+            and passed.value.dim() == 0
+            and passed.value.is_floating_point()
+            and passed.value.requires_grad
+        )
+
+    @cached_property
+    def lanes(self) -> Tensor | Failed:
+        """Two lanes of the second derivative under vmap, as the engine takes it."""
+        return self._attempt(batched=True)
+
+    @cached_property
+    def one_by_one(self) -> Tensor | Failed:
+        return self._attempt(batched=False)
+
+    def _attempt(self, batched: bool) -> Tensor | Failed:
+        """The gradient, by the unknowns, of the gradient's squared norm. Dropout has a check of its own: off here."""
+        model = copy.deepcopy(self.task.model)
+        for module in model.modules():
+            if isinstance(module, DROPOUT):
+                module.eval()
+        task = replace(self.task, model=model)
+        weights, buffers = task.weights(), task.buffers()
+        unknown = {name: self.blank[name] for name in continuous(task)}
+
+        def match(guess: Batch, buffers: tree.Params) -> Tensor:
+            return tree.squared_norm(task.gradient(weights, {**self.blank, **guess}, buffers))
+
+        try:
+            if not batched:
+                return tree.flatten(grad(match)(unknown, buffers))
+            twice = lambda value: torch.stack([value, value])  # noqa: E731
+            apart = {name: torch.stack([value, value * 0.9]) for name, value in unknown.items()}
+            return tree.flatten(vmap(grad(match))(apart, tree.map(twice, buffers)))
+        except Exception as problem:  # as above: what is raised here is the finding
+            return Failed(first_line(problem))
+
+
+Check: TypeAlias = Callable[[Subject], Iterable[Problem]]
+
+
+def continuous(task: Task) -> list[str]:
+    """The names of the fields that are no classes."""
+    return [name for name, f in task.fields.items() if f.classes is None]
+
+
+def declared(subject: Subject) -> Iterator[tuple[str, Tensor, Field]]:
+    """The batch's tensors that the task declares, each with its field."""
+    for name, value in (subject.data or {}).items():
+        if name in subject.task.fields:
+            yield name, value, subject.task.fields[name]
+
+
+def examples_in(batch: Batch) -> int | None:
+    """How many examples a batch holds; None where no tensor has an axis."""
+    return next((value.shape[0] for value in batch.values() if value.dim()), None)
+
+
+def device_of(task: Task) -> torch.device:
+    """Where the model's parameters are."""
+    return next((p.device for p in task.model.parameters()), torch.device("cpu"))
+
+
+def one_hot(index: Tensor, kind: Field, blank: Batch) -> Tensor:
+    """A class index as probabilities, in the floating-point type of the blank batch."""
+    assert kind.classes is not None
+    dtype = next((value.dtype for value in blank.values() if value.is_floating_point()), torch.float32)
+    return (index[..., None] == torch.arange(kind.classes, device=index.device)).to(dtype)
+
+
+def is_simplex(value: Tensor) -> bool:
+    """Are these probabilities over the last axis?"""
+    return bool((value >= 0).all()) and bool((value.sum(-1) - 1).abs().max() < 1e-3)
+
+
+def some(names: Iterable[str]) -> str:
+    """The first four names, and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+
+
+def first_line(problem: Exception) -> str:
+    """An exception in one line of at most 300 characters."""
+    return f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
