@@ -25,7 +25,7 @@ __all__ = [
     # the experiment
     "Audit", "AuditResult", "Federation", "Study", "StudyResult",
     # modules
-    "adapters", "analysis", "assignment", "attacks", "audit", "auto", "bench", "checks", "data", "defences",
+    "adapters", "analysis", "assignment", "attacks", "audit", "auto", "checks", "data", "defences",
     "distributed", "federation", "flower", "gate", "generators", "metrics", "models", "parts", "registry", "report",
     "results", "rules", "secure", "study", "tree",
 ]  # fmt: skip

@@ -6,7 +6,6 @@ from gradleak import assignment as assignment
 from gradleak import attacks as attacks
 from gradleak import audit as audit
 from gradleak import auto as auto
-from gradleak import bench as bench
 from gradleak import checks as checks
 from gradleak import data as data
 from gradleak import defences as defences
