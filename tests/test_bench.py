@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import __main__ as command
-from benchmarks import options, peers, tables
+from benchmarks import compare, options, peers, tables
 from benchmarks.speed import costs, memory, peer, quality, regression, roofline, scaling, suite, throughput, timing
+from benchmarks.speed.lanes import Stopwatch
 from benchmarks.speed.networks import NETWORKS, pictures
 from benchmarks.speed.workloads import Workload, workload
 from conftest import script
@@ -404,6 +405,56 @@ def test_a_busy_moment_is_forgiven() -> None:
     (kept,) = regression.confirmed(fallen, lambda one: 6.0)
     assert kept.now == 6.0
     assert regression.confirmed(fallen, lambda one: None) == fallen
+
+
+# --- two source trees -------------------------------------------------------------------------------------------------
+
+
+def test_trees_take_turns_and_ratios_are_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[tuple[str, list[str]]] = []
+    speed = {"old": 10.0, "new": 9.0}
+
+    def run(self: compare.Turn, source: Path, cases: list[str]) -> Any:
+        met.append((source.name, list(cases)))
+        rate = speed[source.name] * len(met)  # the machine gets faster: only neighbours are compared
+        return {}, [{"network": "lenet", "lanes": 8, "precision": "strict", "steps": 50, "rate": rate}]
+
+    monkeypatch.setattr(compare.Turn, "run", run)
+    turn = compare.Turn("cpu", "strict", 1.0, 1)
+    found = compare.measure({"before": Path("old"), "after": Path("new")}, ["lenet:8"], turn, 3)
+    assert [name for name, _ in met] == ["old", "new", "new", "old", "old", "new"]
+    assert [cases for _, cases in met] == [["lenet:8"], *([["lenet:8:50"]] * 5)]
+    row = compare.summary(found["rows"][0], 0.03)
+    assert row["ratios"] == pytest.approx([0.9 * 2 / 1, 0.9 * 3 / 4, 0.9 * 6 / 5])
+    assert (row["ratio"], row["holds"]) == (pytest.approx(1.08), True)
+    assert (row["before"], row["after"]) == (40.0, 27.0)
+    rates = {"before": [{**row, "rate": 100.0}], "after": [{**row, "rate": 96.9}]}
+    assert compare.summary(rates, 0.03)["holds"] is False
+
+
+def test_a_stopwatch_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0, 108.0, 112.0, 116.0, 119.0])
+    monkeypatch.setattr("benchmarks.speed.lanes.now", lambda cuda: next(clock))
+    watch = Stopwatch(20, cuda=False)
+    for step in range(20):
+        watch((step + 1) / 20)
+    watch(1.0)  # the end is reported once more
+    assert [done for done, _ in watch.notes] == [1, 5, 9, 13, 17, 20]
+    assert watch.rates == pytest.approx([1.0] * 5)
+
+
+def test_two_trees_are_compared_in_processes_of_their_own(tmp_path: Path) -> None:
+    source, out = Path(models.__file__).parents[2], tmp_path / "speed.json"
+    words = ("--workloads", "lenet:1:20", "--repeats", 1, "--device", "cpu", "--threads", 1, "--within", 1, "-o", out)
+    answer = called("compare", "--before", source, "--after", source, *words)
+    assert answer.exit_code == 0, answer.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["network"], row["lanes"], row["steps"], row["precision"]) == ("lenet", 1, 20, "strict")
+    assert row["ratio"] == pytest.approx(row["after"] / row["before"])
+    refused = called("compare", "--before", tmp_path)
+    assert refused.exit_code == 2
+    assert "must be a folder with the package gradleak" in refused.stderr
+    assert "Did you mean 'lenet'" in called("compare", "--before", source, "--workloads", "lennet").stderr
 
 
 # --- the peer ---------------------------------------------------------------------------------------------------------
