@@ -33,9 +33,7 @@ PACKAGE = "gradleak"
 MOST_LINES, MOST_PARAMETERS = 50, 8
 PROBE = r"getattr\((self\.)?(stage|space|predict|prediction|match|prior|optimiser|part)"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-COMMAND = (
-    "python tools/house.py --before CHECKOUT_BEFORE --tests BEFORE.xml AFTER.xml --out benchmarks/results/house.json"
-)
+COMMAND = "python tools/house.py --before CHECKOUT --tests BEFORE.xml AFTER.xml --out benchmarks/results/house.json"
 
 TARGETS = {
     "units": "at most 30",
