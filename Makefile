@@ -53,7 +53,7 @@ docs: $(FULL) ## build the documentation site into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(FULL) ## measure speed on this machine
-	$(BIN)/gradleak bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov

@@ -271,8 +271,8 @@ def rows_of(name: str, columns: tuple[str, ...]) -> str:
     return "\n".join([*lines, "", machine(held)])
 
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import tables  # noqa: E402  the other tables of speed, and their pictures
+sys.path.insert(0, str(ROOT))
+from benchmarks import tables  # noqa: E402  the other tables of speed, and their pictures
 
 TABLES = {
     **tables.TABLES,

@@ -5,8 +5,7 @@ from gradleak import attack as attack
 from gradleak import attacks as attacks
 from gradleak import audit as audit
 from gradleak import auto as auto
-from gradleak import core as core
-from gradleak import curvature as curvature
+from gradleak import checks as checks
 from gradleak import data as data
 from gradleak import defences as defences
 from gradleak import diffusion as diffusion

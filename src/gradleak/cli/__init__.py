@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 import typer.core
 
-from gradleak.cli import analyse, attack, audit, bench, check, gate, listing, priors, reproduce, runs, train
+from gradleak.cli import analyse, attack, audit, check, gate, listing, priors, reproduce, runs, train
 from gradleak.cli.root import DEFECT, Commands, tell
 
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -32,7 +32,6 @@ COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 FAMILIES: dict[str, tuple[typer.Typer, str]] = {
     "data": (listing.app, "Real images: what there is, and how to get the full sets."),
     "prior": (priors.app, "Generators as priors of attacks: train, show, check."),
-    "bench": (bench.app, "Measure speed on this machine; alone: everything there is."),
 }
 """The tree, with a line for each in the help of `gradleak` itself."""
 

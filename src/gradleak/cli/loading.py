@@ -30,11 +30,12 @@ from gradleak.cli import tasks  # noqa: F401 (registers them)
 from gradleak.core.folder import FolderInUse
 from gradleak.core.registry import BadSetting, UnknownName, did_you_mean, pieces
 from gradleak.engine import Engine
-from gradleak.scenario.client import LocalTraining
-from gradleak.scenario.defence import Defence, overrides
-from gradleak.scenario.guarantee import Exposure
-from gradleak.scenario.observation import Knowledge, Observation
-from gradleak.scenario.task import Batch, Task
+from gradleak.guarantee import Exposure
+from gradleak.local import LocalTraining
+from gradleak.observation import Knowledge, Observation
+from gradleak.registry import BadSetting, did_you_mean, pieces
+from gradleak.results.resumable import FolderInUse
+from gradleak.task import Batch, Task
 
 if TYPE_CHECKING:
     from gradleak.core.listeners import Progress
@@ -121,15 +122,6 @@ def numbers(text: str, what: str, unique: bool = True) -> tuple[int, ...]:
 def fields(text: str) -> tuple[str, ...]:
     """`"t,noise"` -> `("t", "noise")`; an audit checks them against its task."""
     return tuple(dict.fromkeys(pieces(text)))
-
-
-def names(text: str, known: Iterable[str], what: str) -> tuple[str, ...]:
-    """`"lenet,resnet18"` -> `("lenet", "resnet18")`, each one of the known."""
-    known, given = list(known), pieces(text)
-    for name in given:
-        if name not in known:
-            raise UnknownName(f"Unknown {what} {name!r}.{did_you_mean(name, known)}")
-    return tuple(given)
 
 
 def recipe(lr: float | None, steps: int | None, epochs: int | None, batch_size: int | None) -> LocalTraining | None:
@@ -262,15 +254,6 @@ def leave_room() -> None:
     alone = hasattr(os, "getloadavg") and os.getloadavg()[0] < IDLE  # Windows does not tell
     if "OMP_NUM_THREADS" not in os.environ and not alone:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-
-
-def measured(row: Mapping[str, Any]) -> str:
-    """One line of a benchmark: beside the rate, how many times that of one lane after the other in the same run."""
-    how = f"{row['lanes']:>4} lanes" if row["batched"] else "one at a time"
-    what = f"{row['network']:<12}{how:>14}  {row['precision']:<7}"
-    if row["rate"] is None:
-        return f"{what} too large for this device"
-    return f"{what}{row['rate']:>12,.0f} a second  x{row['times_one_at_a_time']:,.1f}"
 
 
 def task(reference: str) -> Task:

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from gradleak.bench.speed import Row, Show, forget, quiet
-from gradleak.bench.timing import Running, cudnn_benchmark, seconds_of, turn_by_turn
-from gradleak.bench.workloads import Workload, workload
+from benchmarks.speed.throughput import Row, Show, forget, quiet
+from benchmarks.speed.timing import Running, cudnn_benchmark, seconds_of, turn_by_turn
+from benchmarks.speed.workloads import Workload, workload
 from gradleak.engine import Engine
 
 MOST_FORWARD = {"cuda": 512, "cpu": 32}  # images of one forward pass: more would add nothing

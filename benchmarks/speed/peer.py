@@ -14,6 +14,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
 from itertools import cycle
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak.bench.quality import Course, course, scores
-from gradleak.bench.speed import LANES, Row, Show, forget, quiet
-from gradleak.bench.timing import cudnn_benchmark, now, synchronise
-from gradleak.bench.workloads import Workload, workload
+from benchmarks.speed.quality import Course, course, scores
+from benchmarks.speed.throughput import LANES, Row, Show, forget, quiet
+from benchmarks.speed.timing import cudnn_benchmark, now, synchronise
+from benchmarks.speed.workloads import Workload, workload
 from gradleak.engine import Engine
 
 VERSION = "0.1.2"
@@ -46,16 +47,16 @@ def load() -> Any:
     except (ImportError, RuntimeError) as problem:
         raise NoPeer(
             f"breaching {VERSION} cannot be imported ({problem}). Install the extra `bench`; where torchvision does "
-            "not work: python benchmarks/peers.py --without-torchvision."
+            "not work: python -m benchmarks peers --without-torchvision."
         ) from problem
 
 
 def configuration(breaching: Any, steps: int) -> Any:
     """Its own settings of IG, with our number of steps, rate and weight of total variation."""
-    told = [f"optim.max_iterations={steps}", f"optim.step_size={LR}", f"regularization.total_variation.scale={TV}"]
+    settings = [f"optim.max_iterations={steps}", f"optim.step_size={LR}", f"regularization.total_variation.scale={TV}"]
     with redirect_stdout(StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return breaching.get_attack_config("invertinggradients", overrides=told)
+        return breaching.get_attack_config("invertinggradients", overrides=settings)
 
 
 def run_peer(breaching: Any, settings: Any, work: Workload, target: int, start: Tensor, device: torch.device) -> Course:
@@ -104,18 +105,41 @@ def settings_of_cudnn(
     return rates[True] > rates[False], {"off": rates[False], "on": rates[True]}
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure. On a machine that is rented by the minute, fewer `loops`, `turns` or `seconds`.
+
+    steps      of every search
+    rounds     targets that the peer solves, one in each round
+    loops      rounds in which our loop runs; None: all
+    turns      rounds in which our lanes run; later rounds are compared with these again; None: all
+    seconds    on a GPU: as many rounds as the peer can do in that time, by its rate in the trial, at least one
+    """
+
+    steps: int = 200
+    rounds: int = 3
+    loops: int | None = None
+    turns: int | None = None
+    seconds: float | None = None
+
+    def rounds_at(self, rates: Iterable[float]) -> int:
+        """Rounds that fit into `seconds`, where the peer's rates in steps per second are known."""
+        best = max(rates, default=None)
+        if self.seconds is None or best is None:
+            return self.rounds
+        return max(1, min(self.rounds, int(self.seconds * best / self.steps)))
+
+
+EFFORT = Effort()
+
+
 def peers(
     networks: Sequence[str] = ("lenet", "convnet64", "resnet18"),
     lanes: Sequence[int] = LANES[2:],
-    steps: int = 200,
+    effort: Effort = EFFORT,
     precisions: Sequence[str] = ("strict", "fast"),
-    rounds: int = 3,
     show: Show = quiet,
     device: str = "auto",
-    *,
-    loops: int | None = None,
-    turns: int | None = None,
-    seconds: float | None = None,
     draft: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
     """Rows of each network, number of lanes and precision, with the peer and our own eager loop beside them.
@@ -125,45 +149,33 @@ def peers(
     per second within a round, the median over rounds. `times_peer` counts steps alone; `times_peer_whole` the whole
     call, our start and the capture of the graph included. PSNR is of the targets that both solved, from equal starts.
     The peer has the setting of cuDNN that is the faster for it (`peer_cudnn_benchmark`, `peer_trial_rates`).
-
-    For a machine that is lent by the minute: our loop runs in the first `loops` rounds only and the lanes in the first
-    `turns`, which later rounds are held against again; with `seconds`, on a GPU, there are as many rounds as the peer
-    can do in that time, by its rate in the trial, one at least. `draft` gets the rows of a network after every round.
+    `draft` gets the rows of a network after every round.
     """
     breaching = load()
     rows: list[Row] = []
     for network in networks:
-        work = workload(network, steps=steps, targets=min(max(lanes), max(8, rounds)))
+        work = workload(network, steps=effort.steps, targets=min(max(lanes), max(8, effort.rounds)))
         engines = [Engine(device, precision) for precision in precisions]
         ways = list(dict.fromkeys((engine, min(count, work.chunk(engine))) for engine in engines for count in lanes))
-        own: list[Row] = []
-        for own in _beside(breaching, work, ways, rounds, loops or rounds, turns or rounds, seconds):
-            draft(own)
-        for row in own:
+        of_network: list[Row] = []
+        for of_network in _beside(breaching, work, ways, effort):
+            draft(of_network)
+        for row in of_network:
             rows.append(row)
             show(row)
     return rows
 
 
-def _beside(
-    breaching: Any,
-    work: Workload,
-    ways: Sequence[tuple[Engine, int]],
-    rounds: int,
-    loops: int,
-    turns: int,
-    seconds: float | None,
-) -> Iterator[list[Row]]:
+def _beside(breaching: Any, work: Workload, ways: Sequence[tuple[Engine, int]], effort: Effort) -> Iterator[list[Row]]:
     """After every round: a row for each of the `ways`, from all rounds so far."""
-    first, steps = ways[0][0], work.attack.stages[0].optimiser.steps
+    first = ways[0][0]
     eager = Engine(first.device, first.precision, batched=False, graph=False)
     with eager.settings():
-        begin = work.search(rounds, eager)
+        begin = work.search(effort.rounds, eager)
         starts = begin.decode(begin.v)["x"].detach().cpu()
-    settings = configuration(breaching, steps)
-    search, trials = settings_of_cudnn(breaching, work, starts[0], max(1, steps // 5), eager.where)
-    if seconds is not None and trials:
-        rounds = max(1, min(rounds, int(seconds * max(trials.values()) / steps)))
+    settings = configuration(breaching, effort.steps)
+    search, trials = settings_of_cudnn(breaching, work, starts[0], max(1, effort.steps // 5), eager.where)
+    rounds = effort.rounds_at(trials.values())
     cudnn: Row = {"peer_cudnn_benchmark": "on" if search else "off", "peer_trial_rates": trials} if trials else {}
     theirs: list[Course] = []
     looped: list[Course] = []
@@ -171,9 +183,9 @@ def _beside(
     for number in range(rounds):
         with cudnn_benchmark(search):
             theirs.append(run_peer(breaching, settings, work, number % len(work.seen), starts[number], eager.where))
-        if number < loops:
+        if number < (effort.loops or rounds):
             looped.append(course(work, 1, eager, first=number))
-        if number < turns:
+        if number < (effort.turns or rounds):
             for (engine, lanes), own in zip(ways, ours, strict=True):
                 forget()
                 own.append(course(work, lanes, engine))

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradleak.bench import peer, regression, scaling, timing
-from gradleak.bench.costs import GROWTH, costs
-from gradleak.bench.memory import memory
-from gradleak.bench.quality import chunks, quality
-from gradleak.bench.roofline import roofline
-from gradleak.bench.speed import LANES, Row, engine
-from gradleak.bench.workloads import NETWORKS
-from gradleak.core.environment import describe
-from gradleak.core.registry import did_you_mean
+from benchmarks.speed import peer, regression, scaling, timing
+from benchmarks.speed.costs import GROWTH, costs
+from benchmarks.speed.memory import memory
+from benchmarks.speed.networks import NETWORKS
+from benchmarks.speed.quality import chunks, quality
+from benchmarks.speed.roofline import roofline
+from benchmarks.speed.throughput import LANES, Row, engine
 from gradleak.engine import Engine
 
 
@@ -36,7 +34,7 @@ class Plan:
     peer_lanes: tuple[int, ...]
     peer_steps: int
     growing: tuple[str, ...] = tuple(GROWTH)
-    most_doubling: float | None = None  # times the time for twice the lanes; more is a failure. None: only told
+    most_doubling: float | None = None  # times the time for twice the lanes; more is a failure. None: only reported
     device: str = "auto"
 
     @staticmethod
@@ -101,7 +99,7 @@ SECTIONS: dict[str, Callable[[Plan, Callable[[Row], None]], list[Row]]] = {
     "cost": lambda plan, show: costs(8, plan.precisions[-1], plan.seconds, show, plan.device, plan.growing),
     "chunks": _chunks,
     "peer": lambda plan, show: peer.peers(
-        plan.peer_networks, plan.peer_lanes, plan.peer_steps, plan.precisions, 3, show, plan.device
+        plan.peer_networks, plan.peer_lanes, peer.Effort(plan.peer_steps), plan.precisions, show, plan.device
     ),
 }
 STORED = {"engine": "rows"}  # sections are stored by their own names, but this one
@@ -117,53 +115,53 @@ def measure(
 ) -> dict[str, Any]:
     """Measure; `only` these sections, in this order. The peer is left out where it is not installed: `left_out`.
 
-    A section that fails keeps its rows and does not stop the others; `failed` says why. `doubling` is told from the
+    A section that fails keeps its rows and does not stop the others; `failed` says why. `doubling` is computed from the
     rows of the engine: more than `plan.most_doubling` is measured again and, if it stays so, in `failed` too.
     `before`: a result of this machine that this one is added to; rows that are measured again are replaced.
     """
     for name in only:
         if name not in SECTIONS:
             raise ValueError(f"There is no section {name!r} of measurements.{did_you_mean(name, SECTIONS)}")
-    held: dict[str, Any] = {**(before or {}), "environment": describe(), "load": {"before": timing.load()}}
+    result: dict[str, Any] = {**(before or {}), "environment": describe(), "load": {"before": timing.load()}}
     if before is not None:
-        regression.same_machine(held["environment"], before["environment"])
-    for told_of in ("seconds", "left_out", "failed"):
-        held[told_of] = dict(held.get(told_of, {}))
-    held["clock"] = timing.clock(Engine(plan.device).where.type == "cuda")
+        regression.same_machine(result["environment"], before["environment"])
+    for part in ("seconds", "left_out", "failed"):
+        result[part] = dict(result.get(part, {}))
+    result["clock"] = timing.clock(Engine(plan.device).where.type == "cuda")
     for name in only or SECTIONS:
-        section, began, rows = SECTIONS[name], time.perf_counter(), held.setdefault(STORED.get(name, name), [])
-        held["failed"].pop(name, None)
+        section, began, rows = SECTIONS[name], time.perf_counter(), result.setdefault(STORED.get(name, name), [])
+        result["failed"].pop(name, None)
 
         def note(row: Row, name: str = name, rows: list[Row] = rows) -> None:
             rows[:] = [other for other in rows if _identity(other) != _identity(row)] + [row]
             show(name, row)
-            write(held, out)
+            write(result, out)
 
         try:
             section(plan, note)
         except peer.NoPeer as problem:
-            held["left_out"][name] = str(problem)
+            result["left_out"][name] = str(problem)
             if not rows:
-                del held[name]
+                del result[name]
         except Exception as problem:  # the other sections are worth having; the caller is told, and fails
-            held["failed"][name] = f"{type(problem).__name__}: {problem}"
+            result["failed"][name] = f"{type(problem).__name__}: {problem}"
         if name == "engine":
-            _doubling(held, plan, show)
-        held["seconds"][name] = time.perf_counter() - began
-        write(held, out)
-    held["load"]["after"] = timing.load()
-    write(held, out)
-    return held
+            _doubling(result, plan, show)
+        result["seconds"][name] = time.perf_counter() - began
+        write(result, out)
+    result["load"]["after"] = timing.load()
+    write(result, out)
+    return result
 
 
 def _identity(row: Row) -> tuple[str, ...]:
     return tuple(str(row.get(name)) for name in ROW)
 
 
-def _doubling(held: dict[str, Any], plan: Plan, show: Callable[[str, Row], None]) -> None:
+def _doubling(result: dict[str, Any], plan: Plan, show: Callable[[str, Row], None]) -> None:
     """What twice the lanes cost, from all rows of the engine; on a GPU more than `plan.most_doubling` is a failure."""
-    found = scaling.doubling(held["rows"])
-    held["failed"].pop("doubling", None)
+    found = scaling.doubling(result["rows"])
+    result["failed"].pop("doubling", None)
     if plan.most_doubling is not None:
 
         def again(row: Row) -> list[Row]:
@@ -178,16 +176,16 @@ def _doubling(held: dict[str, Any], plan: Plan, show: Callable[[str, Row], None]
 
         found = scaling.judged(found, again, plan.most_doubling)
         if broken := [scaling.why(row) for row in found if not row["holds"]]:
-            held["failed"]["doubling"] = f"{'; '.join(broken)}; at most {plan.most_doubling} is wanted."
-    held["doubling"] = found
+            result["failed"]["doubling"] = f"{'; '.join(broken)}; at most {plan.most_doubling} is wanted."
+    result["doubling"] = found
     for row in found:
         show("doubling", row)
 
 
-def write(held: dict[str, Any], out: str | Path | None) -> None:
+def write(result: dict[str, Any], out: str | Path | None) -> None:
     """What there is so far, where a file was named."""
     if out is not None:
-        Path(out).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def fallen(now: dict[str, Any], then: dict[str, Any], plan: Plan) -> list[regression.Fallen]:
@@ -198,24 +196,23 @@ def fallen(now: dict[str, Any], then: dict[str, Any], plan: Plan) -> list[regres
         if one.section == "rows":
             found = engine([row["network"]], [row["lanes"]], [row["precision"]], None, plan.seconds, device=plan.device)
         else:
-            found = peer.peers(
-                [row["network"]], [row["lanes"]], plan.peer_steps, [row["precision"]], device=plan.device
-            )
+            effort = peer.Effort(plan.peer_steps)
+            found = peer.peers([row["network"]], [row["lanes"]], effort, [row["precision"]], device=plan.device)
         return regression.ratios(found, *regression.RATIOS[one.section]).get(one.key)
 
     return regression.confirmed(regression.compare(now, then), again)
 
 
-def told(section: str, row: Row) -> str:
+def format_row(section: str, row: Row) -> str:
     """A row as a line for people."""
 
-    def value(held: Any) -> str:
-        if isinstance(held, float):
-            return f"{held:,.0f}" if abs(held) >= 1000 else f"{held:.3g}"
-        if isinstance(held, dict):
-            return "{" + " ".join(f"{name} {value(each)}" for name, each in held.items()) + "}"
-        if isinstance(held, list):
-            return "[" + " ".join(value(each) for each in held[:8]) + (" ...]" if len(held) > 8 else "]")
-        return str(held)
+    def text(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        if isinstance(value, dict):
+            return "{" + " ".join(f"{name} {text(each)}" for name, each in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + " ".join(text(each) for each in value[:8]) + (" ...]" if len(value) > 8 else "]")
+        return str(value)
 
-    return f"{section}: " + "  ".join(f"{name} {value(held)}" for name, held in row.items() if held is not None)
+    return f"{section}: " + "  ".join(f"{name} {text(value)}" for name, value in row.items() if value is not None)

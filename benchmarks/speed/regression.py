@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradleak.bench.speed import Row
+from benchmarks.speed.throughput import Row
 
 FALL = 0.15
 # Of each section: what tells its rows apart, and the ratio that must not fall.

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.bench.speed import Row, Show, forget, gigabytes, quiet
-from gradleak.bench.timing import now, synchronise
-from gradleak.bench.workloads import Workload, workload
+from benchmarks.speed.throughput import Row, Show, forget, gigabytes, quiet
+from benchmarks.speed.timing import now, synchronise
+from benchmarks.speed.workloads import Workload, workload
 from gradleak.engine import Engine, moments_of
 from gradleak.metrics import psnr
 from gradleak.scenario.observation import Knowledge, Observation

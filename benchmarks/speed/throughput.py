@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gradleak.bench.timing import Running, turn_by_turn
-from gradleak.bench.workloads import NETWORKS, Workload, workload
+from benchmarks.speed.networks import NETWORKS
+from benchmarks.speed.timing import Running, turn_by_turn
+from benchmarks.speed.workloads import Workload, workload
 from gradleak.engine import Engine
 
 Row: TypeAlias = dict[str, Any]
@@ -69,6 +70,15 @@ def engine(
 
         Path(out).write_text(json.dumps({"environment": describe(), "rows": rows}, indent=1) + "\n")
     return rows
+
+
+def format_rate(row: Row) -> str:
+    """A row of `engine` as a line for people: the rate, and how many times that of one lane after the other."""
+    how = f"{row['lanes']:>4} lanes" if row["batched"] else "one at a time"
+    what = f"{row['network']:<12}{how:>14}  {row['precision']:<7}"
+    if row["rate"] is None:
+        return f"{what} too large for this device"
+    return f"{what}{row['rate']:>12,.0f} a second  x{row['times_one_at_a_time']:,.1f}"
 
 
 def _beside_one(work: Workload, lanes: Sequence[int], how: Engine, seconds: float) -> Iterator[Row]:

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gradleak.bench.speed import Row, Show, forget, gigabytes, out_of_memory, quiet
-from gradleak.bench.timing import Running
-from gradleak.bench.workloads import workload
+from benchmarks.speed.throughput import Row, Show, forget, gigabytes, out_of_memory, quiet
+from benchmarks.speed.timing import Running
+from benchmarks.speed.workloads import workload
 from gradleak.engine import Engine
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from gradleak.bench.speed import Row
+from benchmarks.speed.throughput import Row
 
 FROM = 32  # lanes; with fewer a GPU is not full, and twice as many are nearly free
 MOST = 2.1  # times the time for twice the lanes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from benchmarks.speed.throughput import Row, Show, forget, gigabytes, quiet
+from benchmarks.speed.timing import Running, turn_by_turn
+from benchmarks.speed.workloads import Workload, workload
 from gradleak import models
-from gradleak.bench.speed import Row, Show, forget, gigabytes, quiet
-from gradleak.bench.timing import Running, turn_by_turn
-from gradleak.bench.workloads import Workload, workload
 from gradleak.engine import Engine
 
 

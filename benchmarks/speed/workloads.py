@@ -6,37 +6,24 @@ are its images compared with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradleak import models
+from benchmarks.speed.networks import CLASSES, NETWORKS, Build, pictures
+from gradleak import draws, registry
 from gradleak.attack import Composed
 from gradleak.core import random as draws
 from gradleak.core import registry
 from gradleak.core.registry import did_you_mean
 from gradleak.diffusion import denoising
 from gradleak.engine import Engine, Search, chunk_size, lanes_of
-from gradleak.models import Shape
-from gradleak.parts.view import TargetView
-from gradleak.scenario.client import LocalTraining, observe
-from gradleak.scenario.observation import Knowledge, Observation
-from gradleak.scenario.task import Batch, Task
-
-CLASSES = 10
-Build: TypeAlias = Callable[[Shape], nn.Module]
-
-NETWORKS: dict[str, Build] = {
-    "lenet": lambda shape: models.lenet_zhu(shape=shape),
-    "convnet64": lambda shape: models.convnet(shape=shape, norm="batch").eval(),
-    "resnet18": lambda shape: models.resnet18(shape=shape, norm="group"),
-    "vit": lambda shape: models.vit(shape=shape),
-    "unet": lambda shape: models.unet(shape=shape, base=32),
-}
-"""Untrained, for images of a shape. The U-Net is a denoiser (3.2 million parameters); all others classify."""
+from gradleak.local import LocalTraining, observe
+from gradleak.observation import Knowledge, Observation
+from gradleak.registry import did_you_mean
+from gradleak.scene import Scene
+from gradleak.task import Batch, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +76,11 @@ def workload(
     side: int = 32,
     local_steps: int = 1,
     build: Build | None = None,
-    x: Tensor | None = None,
     attack: str | None = None,
 ) -> Workload:
     """IG on a classifier, InvG-dm with the client's noise and step on a denoiser. Labels are given.
 
-    `build`: another network than the one of that name. `x`: other pictures than made-up ones, (targets * examples, 3,
-    side, side). `attack`: another one of a single stage, as on the command line.
+    `build`: another network than the one of that name. `attack`: another one of a single stage, as on the command line.
     """
     if network not in NETWORKS and build is None:
         raise ValueError(f"There is no network {network!r} to measure.{did_you_mean(network, NETWORKS)}")
@@ -105,7 +90,7 @@ def workload(
         model = make((3, side, side))
         y = torch.randint(CLASSES, (targets, examples))
         noise, t = torch.randn(targets, examples, 3, side, side), torch.randint(100, 900, (targets, examples))
-    x = (pictures(targets * examples, side) if x is None else x).reshape(targets, examples, 3, side, side)
+    x = pictures(targets * examples, side).reshape(targets, examples, 3, side, side)
     training = LocalTraining(lr=1.0 if local_steps == 1 else 0.01, steps=local_steps)
     denoiser = hasattr(model, "time_layer")
     if denoiser:
@@ -125,10 +110,3 @@ def workload(
     if not isinstance(chosen, Composed) or len(chosen.stages) != 1 or hasattr(chosen.stages[0].optimiser, "finished"):
         raise ValueError(f"{attack} is not one search of a fixed number of steps: steps per second say nothing of it.")
     return Workload(network, task, truth, seen, knows, chosen)
-
-
-def pictures(count: int, side: int, seed: int = 0) -> Tensor:
-    """Smooth made-up colour pictures in [0, 1], (count, 3, side, side): coarse noise, enlarged."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand((count, 3, 6, 6), generator=generator)
-    return nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1)
