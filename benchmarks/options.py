@@ -21,7 +21,7 @@ def parser(description: str | None, command: str = "") -> argparse.ArgumentParse
 
 def names(text: str, known: Collection[str], what: str) -> tuple[str, ...]:
     """Names separated by commas, all of them known."""
-    from gradleak.registry import did_you_mean
+    from gradleak.core.registry import did_you_mean
 
     chosen = tuple(text.split(","))
     for name in chosen:

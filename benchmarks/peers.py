@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     import torch
 
     from benchmarks.speed import peer, suite, timing
-    from gradleak import environment
+    from gradleak.core import environment
     from gradleak.engine import Engine
 
     if given.threads:

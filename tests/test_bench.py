@@ -28,9 +28,10 @@ from benchmarks.speed.workloads import Workload, workload
 from conftest import script
 from gradleak import attacks, engine, models
 from gradleak.attack import Composed
-from gradleak.engine import Engine, EngineError, _buckets, lanes_of
-from gradleak.observation import Knowledge
-from gradleak.scene import Scene, in_turn
+from gradleak.engine import Engine, EngineError, lanes_of
+from gradleak.engine.lanes import _buckets
+from gradleak.parts.view import TargetView, in_turn
+from gradleak.scenario.observation import Knowledge
 
 STRICT, DOUBLE = Engine("cpu"), Engine("cpu", "double")
 
@@ -83,7 +84,7 @@ def test_an_unknown_network_is_refused() -> None:
 # --- targets that wait for their chunk --------------------------------------------------------------------------------
 
 
-def waiting(work: Workload, engine: Engine) -> list[Scene]:
+def waiting(work: Workload, engine: Engine) -> list[TargetView]:
     task = work.task.to(engine.where, engine.dtype)
     return [
         replace(TargetView.waiting(task, seen, knows), fields=dict(knows.given))

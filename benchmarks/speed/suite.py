@@ -16,6 +16,8 @@ from benchmarks.speed.networks import NETWORKS
 from benchmarks.speed.quality import chunks, quality
 from benchmarks.speed.roofline import roofline
 from benchmarks.speed.throughput import LANES, Row, engine
+from gradleak.core.environment import describe
+from gradleak.core.registry import did_you_mean
 from gradleak.engine import Engine
 
 

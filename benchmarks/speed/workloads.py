@@ -12,18 +12,16 @@ import torch
 from torch import nn
 
 from benchmarks.speed.networks import CLASSES, NETWORKS, Build, pictures
-from gradleak import draws, registry
 from gradleak.attack import Composed
 from gradleak.core import random as draws
 from gradleak.core import registry
 from gradleak.core.registry import did_you_mean
 from gradleak.diffusion import denoising
 from gradleak.engine import Engine, Search, chunk_size, lanes_of
-from gradleak.local import LocalTraining, observe
-from gradleak.observation import Knowledge, Observation
-from gradleak.registry import did_you_mean
-from gradleak.scene import Scene
-from gradleak.task import Batch, Task
+from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining, observe
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.task import Batch, Task
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,14 +28,13 @@ from gradleak import data
 from gradleak.audit.cells import defence_of
 from gradleak.cli import tasks  # noqa: F401 (registers them)
 from gradleak.core.folder import FolderInUse
-from gradleak.core.registry import BadSetting, UnknownName, did_you_mean, pieces
+from gradleak.core.registry import BadSetting, did_you_mean, pieces
 from gradleak.engine import Engine
-from gradleak.guarantee import Exposure
-from gradleak.local import LocalTraining
-from gradleak.observation import Knowledge, Observation
-from gradleak.registry import BadSetting, did_you_mean, pieces
-from gradleak.results.resumable import FolderInUse
-from gradleak.task import Batch, Task
+from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.defence import Defence, overrides
+from gradleak.scenario.guarantee import Exposure
+from gradleak.scenario.observation import Knowledge, Observation
+from gradleak.scenario.task import Batch, Task
 
 if TYPE_CHECKING:
     from gradleak.core.listeners import Progress
