@@ -26,9 +26,10 @@ from benchmarks.speed.lanes import Stopwatch
 from benchmarks.speed.networks import NETWORKS, pictures
 from benchmarks.speed.workloads import Workload, workload
 from conftest import script
-from gradleak import attacks, engine, models
+from gradleak import attacks, models
 from gradleak.attack import Composed
 from gradleak.engine import Engine, EngineError, lanes_of
+from gradleak.engine import lanes as engine
 from gradleak.engine.lanes import _buckets
 from gradleak.parts.view import TargetView, in_turn
 from gradleak.scenario.observation import Knowledge

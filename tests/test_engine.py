@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradleak as gl
 from conftest import CLASSES, SHAPE, largest_difference, on_classifiers, perceptron, private, short, tiny
-from gradleak import engine
 from gradleak.attack import Composed, Reconstruction, lowest_match
 from gradleak.core import random as draws
 from gradleak.core import registry, tree
@@ -26,6 +25,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.defences import FedGF
 from gradleak.engine import Engine, EngineError, Search
+from gradleak.engine import lanes as engine
 from gradleak.parts import levenberg
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
