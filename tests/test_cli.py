@@ -26,8 +26,10 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from gradleak import watching
-from gradleak.cli import app, loading, progress
-from gradleak.cli.request import Request
+from gradleak.cli import app, loading, progress, references, root
+from gradleak.cli.audit import AuditOptions
+from gradleak.cli.formatting import duration
+from gradleak.cli.planning import plan_audit
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
 from gradleak.results.configuration import from_toml
@@ -337,7 +339,7 @@ def test_numbers() -> None:
     assert loading.numbers("0-3,2", "--seeds") == (0, 1, 2, 3)
     assert loading.numbers("5,5", "--labels", unique=False) == (5, 5)
     for bad in ("x", "1-", ",", "1.5"):
-        with pytest.raises(loading.LoadError, match="--rounds"):
+        with pytest.raises(root.LoadError, match="--rounds"):
             loading.numbers(bad, "--rounds")
 
 
@@ -353,7 +355,7 @@ def test_numbers() -> None:
     ],
 )
 def test_data_may_be_a_reference(text: str, is_one: bool) -> None:
-    assert loading.is_reference(text) is is_one
+    assert references.is_reference(text) is is_one
 
 
 def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,13 +364,13 @@ def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == []
     monkeypatch.delenv("OMP_NUM_THREADS")
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == [3]
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 2.0, 2.0))
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == [3]
 
 
@@ -714,7 +716,7 @@ def test_a_run_in_which_every_cell_failed_did_not_run(monkeypatch: pytest.Monkey
 def test_quick_shortens_attacks_that_were_made_in_python() -> None:
     made = "attacks = [gl.attacks.get('ig', steps=5000), gl.attacks.get('second-order')]\n"
     Path("made.py").write_text(USER_FILE + made + "audit = gl.Audit(task, images, attacks, targets=2)\n")
-    planned = Request(reference="made.py:audit", quick=True).audit()
+    planned = plan_audit(AuditOptions(reference="made.py:audit", quick=True))
     assert [attack.stages[0].optimiser.steps for attack in planned.attacks[:1]] == [2]
     assert planned.attacks[1].steps == 2
     assert planned.trial
@@ -733,7 +735,7 @@ def test_junit_beside_a_run() -> None:
 
 
 def test_plain_is_what_a_pipe_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "plain", lambda stream: False)  # as on a terminal
+    monkeypatch.setattr(progress, "is_plain", lambda stream: False)  # as on a terminal
     assert "[1/1] ig:steps=3" in Answer(*TINY, "--plain", "-o", "one").errors
     monkeypatch.setenv("GRADLEAK_PLAIN", "1")
     assert "[1/1] ig:steps=3" in Answer(*TINY, "-o", "two").errors
@@ -918,7 +920,7 @@ def test_a_training_that_cannot_be(words: tuple[object, ...], told: str) -> None
 
 
 def test_plain_lines_count_cells_and_name_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.shown() as shown:  # pytest's stderr is no terminal
+    with progress.display() as shown:  # pytest's stderr is no terminal
         shown.start(3)
         shown.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
         shown.cell("new", 1)
@@ -935,7 +937,7 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with progress.shown() as shown:
+    with progress.display() as shown:
         assert isinstance(shown, progress.Bars)
         shown.start(2)
         shown.cell("[bold]first[/bold]", 0)
@@ -943,7 +945,7 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         shown.finished("[bold]first[/bold]", [])
     assert "[bold]first[/bold]: 0 targets" in capsys.readouterr().err
     monkeypatch.setenv("NO_COLOR", "1")
-    assert progress.plain(sys.stderr)
+    assert progress.is_plain(sys.stderr)
 
 
 def test_an_objective_is_drawn_as_a_curve() -> None:
@@ -965,9 +967,9 @@ def test_an_objective_is_drawn_as_a_curve() -> None:
 
 
 def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "SPEAK_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     watching.tell(torch.ones(2))  # nobody listens
-    with progress.shown(lines=True) as shown:
+    with progress.display(plain=True) as shown:
         shown.start(1)
         shown.cell("only", 0)
         watching.tell(torch.tensor([torch.nan, 0.25, 0.25, 4.0]))
@@ -980,7 +982,7 @@ def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys
     ("seconds", "text"), [(0.44, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 # --- the manual ------------------------------------------------------------------------------------------------------

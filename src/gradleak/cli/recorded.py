@@ -1,110 +1,146 @@
-"""What `gradleak audit --observations` was asked for, and what it does."""
+"""`gradleak audit --observations`: updates that were recorded, with or without their examples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradleak.audit import Progress, default_attacks
 from gradleak.audit.cells import defence_of
 from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replays, told
-from gradleak.cli.loading import LoadError, counted, images, kept_in, task
+from gradleak.cli import loading
+from gradleak.cli.audit import AuditOptions
+from gradleak.cli.formatting import counted
+from gradleak.cli.root import LoadError
+from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge
-
-if TYPE_CHECKING:
-    from gradleak.task import Task
+from gradleak.task import Task
 
 
-@dataclass(frozen=True)
-class RecordedRequest:
-    """The options of `gradleak audit --observations`."""
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """Recorded observations, the model that they are of, and what the attacker knows."""
 
-    observations: Path
-    reference: str  # FILE.py:task
-    truth: Path | None = None
-    attacks: tuple[str, ...] = ()
-    defences: tuple[str, ...] = ()
-    rounds: tuple[int, ...] = ()
-    seeds: tuple[int, ...] = ()
-    data: str = ""  # images that are no client's
-    given: tuple[str, ...] = ()
-    training: LocalTraining | None = None
-    engine: Engine = Engine()
-    quick: bool = False
+    options: AuditOptions
+    folder: Path  # of the observations
+    task: Task
+    recorded: Sequence[Recorded]
+    training: LocalTraining | None
+    defence_name: str | None
+    engine: Engine
 
-    def __post_init__(self) -> None:
-        if not self.reference:
-            raise LoadError("--observations needs the task of the model that was sent: --task FILE.py:task.")
-        if len(self.defences) > 1:
-            raise LoadError(f"Clients used one defence when they were recorded; given {', '.join(self.defences)}.")
-        if self.quick:
-            raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
-        if self.truth is not None and self.training is None:
-            raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
-        if self.truth is not None and not self.data:
-            raise LoadError(
-                "--truth needs real images that are no client's, among which reconstructions are looked up: --data "
-                "NAME, a folder, an .npz file or FILE.py:name."
-            )
-
-    @property
-    def task(self) -> Task:
-        return task(self.reference)
-
-    @property
-    def folder(self) -> Path:
-        """Where the run is kept when nothing was said."""
-        return Path("runs") / f"audit-{self.observations.resolve().name}"
-
-    def heading(self, task: Task, recorded: Sequence[Recorded]) -> list[str]:
-        """What is known before anything is attacked."""
-        known = sum(one.truth is not None for one in recorded)
-        lines = [f"{counted(len(recorded), 'observation')} in {self.observations}, {known} with their examples."]
-        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.observations)]
-        if self.training is not None and known:
-            lines.append(told(replays(task, recorded, self.training, self._defence), recorded, self.training))
-        return lines
-
-    @property
-    def _defence(self) -> Any:
-        return defence_of(self.defences[0]) if self.defences else None
-
-    def read(self, task: Task) -> list[Recorded]:
-        return read(self.observations, task, self.truth, self.rounds)
-
-    def methods(self, task: Task, recorded: Sequence[Recorded]) -> tuple[str, ...]:
-        sizes = {one.seen.num_examples for one in recorded}
-        examples = sizes.pop() if len(sizes) == 1 else None
-        return self.attacks or default_attacks(self.engine, task, examples, self.training)
-
-    def audit(self, task: Task, recorded: Sequence[Recorded]) -> RecordedAudit:
-        """Of the observations whose examples are known."""
-        assert self.training is not None
-        return RecordedAudit.of(
+    @classmethod
+    def load(cls, options: AuditOptions) -> RecordedRun:
+        assert options.observations is not None
+        _check(options)
+        defences = loading.methods(options.defence or ())
+        if len(defences) > 1:
+            raise LoadError(f"Clients used one defence when they were recorded; given {', '.join(defences)}.")
+        task = loading.task(options.model)
+        rounds = loading.optional_numbers(options.rounds, "--rounds")
+        return cls(
+            options,
+            options.observations,
             task,
-            recorded,
-            self.methods(task, recorded),
-            self.training,
-            images(self.data),
-            defence=self.defences[0] if self.defences else None,
-            seeds=self.seeds or (0,),
-            engine=self.engine,
-            given=self.given,
-            origin={"task": self.reference, "observations": str(self.observations), "gallery": self.data},
+            read(options.observations, task, options.truth, rounds),
+            options.recipe.training(),
+            defences[0] if defences else None,
+            options.engine.engine(),
         )
 
-    def blind(self, task: Task, recorded: Sequence[Recorded], out: Path | None, progress: Progress) -> Any:
-        """Of observations without examples: findings, and the folder they are in."""
-        knows = Knowledge(training=self.training, defence=self._defence)
-        home = out or self.folder
-        seed = self.seeds[0] if self.seeds else 0
-        return blind(
-            task, recorded, self.methods(task, recorded), knows, home, seed=seed, engine=self.engine, progress=progress
-        ), home
+    @property
+    def defence(self) -> Defence | None:
+        return defence_of(self.defence_name) if self.defence_name else None
 
-    def run(self, planned: RecordedAudit, out: Path | None, progress: Progress, **how: Any) -> Any:
-        return kept_in(out, self.folder, lambda place: planned.run(place, progress=progress, **how), "run", progress)
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return loading.optional_numbers(self.options.seeds, "--seeds") or (0,)
+
+    @property
+    def attacks(self) -> tuple[str, ...]:
+        """The attacks of --attack; else the default ones for updates of this size."""
+        sizes = {one.seen.num_examples for one in self.recorded}
+        examples = sizes.pop() if len(sizes) == 1 else None
+        stated = loading.methods(self.options.attack or ())
+        return stated or default_attacks(self.engine, self.task, examples, self.training)
+
+    def heading(self) -> list[str]:
+        """What is known before anything is attacked."""
+        known = sum(one.truth is not None for one in self.recorded)
+        lines = [f"{counted(len(self.recorded), 'observation')} in {self.folder}, {known} with their examples."]
+        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.folder)]
+        if self.training is not None and known:
+            errors = replays(self.task, self.recorded, self.training, self.defence)
+            lines.append(told(errors, self.recorded, self.training))
+        return lines
+
+    def audit(self) -> RecordedAudit:
+        """The audit of the observations whose examples are known."""
+        assert self.training is not None
+        return RecordedAudit.of(
+            self.task,
+            self.recorded,
+            self.attacks,
+            self.training,
+            loading.images(self.options.data),
+            defence=self.defence_name,
+            seeds=self.seeds,
+            engine=self.engine,
+            given=self.options.known_fields,
+            origin={"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data},
+        )
+
+    def attack_without_truth(self, folder: Path, progress: Progress) -> Sequence[dict[str, Any]]:
+        """Attack observations whose examples nobody knows: one finding for each, stored in the folder."""
+        knowledge = Knowledge(training=self.training, defence=self.defence)
+        return blind(
+            self.task,
+            self.recorded,
+            self.attacks,
+            knowledge,
+            folder,
+            seed=self.seeds[0],
+            engine=self.engine,
+            progress=progress,
+        )
+
+
+def _check(options: AuditOptions) -> None:
+    """Refuse options that do not go with --observations, or that need others."""
+    made_only = {
+        "--config": options.config,
+        "--from": options.trained,
+        "--targets": options.targets,
+        "--repeats": options.repeats,
+        "--clients": options.clients,
+        "--examples": options.examples,
+        "--generator": options.generator,
+    }
+    for option, value in made_only.items():
+        if value is not None:
+            raise LoadError(f"{option} is for audits that make their own updates; --observations takes recorded ones.")
+    if not options.model:
+        raise LoadError("--observations needs the task of the model that was sent: --task FILE.py:task.")
+    if options.quick:
+        raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
+    if options.truth is None:
+        scored_only = {
+            "--ray": options.cluster.ray or None,
+            "--fail-above": options.fail_above,
+            "--junit": options.junit,
+        }
+        for option, value in scored_only.items():
+            if value is not None:
+                raise LoadError(f"{option} needs scores, and so --truth: without it nothing is scored.")
+        return
+    if options.recipe.training() is None:
+        raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
+    if not options.data:
+        raise LoadError(
+            "--truth needs real images that are no client's, among which reconstructions are looked up: "
+            f"{loading.DATA_FORMS}."
+        )
