@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import os
 import re
@@ -12,14 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import typer
 import typer.main
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -29,6 +31,7 @@ from gradleak import watching
 from gradleak.cli import app, loading, progress, references, root
 from gradleak.cli.audit import AuditOptions
 from gradleak.cli.formatting import duration
+from gradleak.cli.options import takes_options
 from gradleak.cli.planning import plan_audit
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
@@ -93,7 +96,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> Path:
+def observation(tmp_path: Path) -> Path:
     """An observation of the user's model, in a file."""
     task = loading.task("train.py")
     x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -158,14 +161,14 @@ def test_help_takes_a_few_times_a_bare_interpreter() -> None:
 
     command = "from gradleak.cli import main; main()"
     pairs = [(seconds("-c", command, "--help"), seconds("-c", "import typer")) for _ in range(4)]
-    assert min(own for own, _ in pairs) < 4 * min(typer for _, typer in pairs), pairs
+    assert min(help_seconds for help_seconds, _ in pairs) < 4 * min(typer for _, typer in pairs), pairs
 
 
 def test_the_stub_tells_what_there_is() -> None:
     """Type checkers and editors read __init__.pyi; at run time names are looked up in __init__.py."""
     stub = ast.parse((ROOT / "src/gradleak/__init__.pyi").read_text())
-    told = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(told) == sorted(gl.__all__) == dir(gl)
+    names = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(names) == sorted(gl.__all__) == dir(gl)
     homes = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     for name in gl.__all__:
         module = importlib.import_module(f"{homes[name]}" if homes[name] != "gradleak" else f"gradleak.{name}")
@@ -186,9 +189,9 @@ def test_options_can_be_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_near_misses_are_named_once() -> None:
-    told = refused("audti")
-    assert told.count("Did you mean") == 1
-    assert "'audit'" in told
+    message = refused("audti")
+    assert message.count("Did you mean") == 1
+    assert "'audit'" in message
     assert "--targets" in refused("audit", "--targts", "3")
     assert "Try 'gradleak audit --help'" in refused("audit", "--targts", "3")
 
@@ -217,6 +220,57 @@ def test_a_defect_keeps_its_traceback_and_its_own_exit_code() -> None:
 )
 def test_words_that_nobody_knows(words: list[str]) -> None:
     refused(*words)
+
+
+# --- options as objects ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    colour: Annotated[str, typer.Option(help="A colour.")] = "red"
+    weight: Annotated[int | None, typer.Option(min=1)] = None
+
+
+@dataclass(frozen=True)
+class Flat:
+    name: Annotated[str, typer.Argument()]
+    group: Group = Group(colour="blue")
+    last: Annotated[bool, typer.Option("--last")] = False
+
+
+@dataclass(frozen=True)
+class Twice:
+    group: Group = Group()
+    colour: Annotated[str, typer.Option()] = ""
+
+
+def test_a_command_gets_one_object_and_typer_a_flat_list() -> None:
+    received: list[Flat] = []
+
+    @takes_options
+    def command(options: Flat) -> None:
+        """What it does."""
+        received.append(options)
+
+    parameters = inspect.signature(command).parameters
+    assert list(parameters) == ["name", "colour", "weight", "last"], "groups at their place"
+    assert parameters["name"].default is inspect.Parameter.empty
+    assert parameters["colour"].default == "blue", "of the group as the command has it"
+    small = typer.Typer()
+    small.command()(command)
+    assert "What it does." in CliRunner().invoke(small, ["--help"]).stdout
+    assert CliRunner().invoke(small, []).exit_code == 2
+    assert CliRunner().invoke(small, ["--weight", "0", "one"]).exit_code == 2
+    assert CliRunner().invoke(small, ["one", "--weight", "3", "--last"]).exit_code == 0
+    assert CliRunner().invoke(small, ["two", "--colour", "green"]).exit_code == 0
+    assert received == [Flat("one", Group("blue", 3), last=True), Flat("two", Group("green"))]
+
+
+def test_two_options_of_one_name_are_refused() -> None:
+    def command(options: Twice) -> None: ...
+
+    with pytest.raises(ValueError, match="duplicate parameter name: 'colour'"):
+        takes_options(command)
 
 
 # --- list, data, check -----------------------------------------------------------------------------------------------
@@ -281,7 +335,7 @@ def test_check_looks_at_the_data_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "message"),
     [
         ("nowhere.py:task", "There is no file nowhere.py"),
         ("train.py:tsk", "Did you mean 'task'"),
@@ -292,12 +346,12 @@ def test_check_looks_at_the_data_too() -> None:
         ("what ever", "names neither a file nor a module"),
     ],
 )
-def test_references_that_lead_nowhere(reference: str, told: str) -> None:
-    assert told in refused("check", reference)
+def test_references_that_lead_nowhere(reference: str, message: str) -> None:
+    assert message in refused("check", reference)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1\nraise RuntimeError('stop')\n", "user.py, line 2 raised RuntimeError: stop"),
         ("x = (\n", "line 1 raised SyntaxError"),
@@ -305,9 +359,9 @@ def test_references_that_lead_nowhere(reference: str, told: str) -> None:
         ("import sys\nsys.exit(0)\n", "line 2 raised SystemExit"),
     ],
 )
-def test_a_users_file_that_fails_is_one_message(text: str, told: str) -> None:
+def test_a_users_file_that_fails_is_one_message(text: str, message: str) -> None:
     Path("user.py").write_text(text)
-    assert told in refused("check", "user.py:task")
+    assert message in refused("check", "user.py:task")
 
 
 def test_a_users_file_may_import_its_neighbours_and_build_late() -> None:
@@ -377,8 +431,10 @@ def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyP
 # --- attack ----------------------------------------------------------------------------------------------------------
 
 
-def test_attack_writes_pictures_and_tensors_without_any_truth(seen: Path) -> None:
-    answer = Answer("attack", seen, "--task", "train.py:task", "--attack", "ig:steps=4,restarts=2", "-o", "found")
+def test_attack_writes_pictures_and_tensors_without_any_truth(observation: Path) -> None:
+    answer = Answer(
+        "attack", observation, "--task", "train.py:task", "--attack", "ig:steps=4,restarts=2", "-o", "found"
+    )
     assert answer.code == 0, answer
     for word in ("objective", "match", "y: 2", "of 2, chosen by match", "checks", "found/reconstruction.png"):
         assert word in answer.out, word
@@ -387,8 +443,8 @@ def test_attack_writes_pictures_and_tensors_without_any_truth(seen: Path) -> Non
     assert Path("found/reconstruction.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
-    words = ("attack", seen, "--task", "train.py", "--attack", "dlg:steps=3", "--labels", "2")
+def test_attack_takes_the_recipe_and_the_labels(observation: Path) -> None:
+    words = ("attack", observation, "--task", "train.py", "--attack", "dlg:steps=3", "--labels", "2")
     assert "--lr" in refused(*words)
     assert Answer(*words, "--lr", "0.1", "--steps", "1").code == 0
     assert "needs --lr" in refused(*words, "--epochs", "2")
@@ -397,10 +453,20 @@ def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
     assert "On the command line" not in unrelated
 
 
-def test_rounds_of_one_client_are_one_target(seen: Path) -> None:
-    first = gl.Observation.load(seen)
+def test_rounds_of_one_client_are_one_target(observation: Path) -> None:
+    first = gl.Observation.load(observation)
     replace(first, round=first.round + 1).save("again.safetensors")
-    words = ("attack", "again.safetensors", seen, "--task", "train.py:task", "--attack", "ig:steps=3", "-o", "found")
+    words = (
+        "attack",
+        "again.safetensors",
+        observation,
+        "--task",
+        "train.py:task",
+        "--attack",
+        "ig:steps=3",
+        "-o",
+        "found",
+    )
     answer = Answer(*words, "--track")  # in any order
     assert answer.code == 0, answer
     assert load_file("found/reconstruction.safetensors")["x"].shape[0] == 1
@@ -408,19 +474,19 @@ def test_rounds_of_one_client_are_one_target(seen: Path) -> None:
     assert "rounds must increase" in refused("attack", "same.safetensors", *words[2:], "--track")
 
 
-def test_files_with_one_key_are_told_apart_by_their_names(seen: Path) -> None:
-    folder = seen.with_name("other")
+def test_files_with_one_key_are_told_apart_by_their_names(observation: Path) -> None:
+    folder = observation.with_name("other")
     folder.mkdir()
-    copies = [seen, seen.with_name("b.safetensors"), folder / "b.safetensors"]
+    copies = [observation, observation.with_name("b.safetensors"), folder / "b.safetensors"]
     for copy in copies[1:]:
-        copy.write_bytes(seen.read_bytes())
+        copy.write_bytes(observation.read_bytes())
     answer = Answer("attack", *copies, "--task", "train.py", "--attack", "ig:steps=2")
     assert answer.code == 0, answer
     assert re.findall(r"^(\S+): objective", answer.out, re.MULTILINE) == ["seen", "b", "b-2"]
 
 
-def test_odd_updates_are_told_before_the_attack(seen: Path) -> None:
-    good = gl.Observation.load(seen)
+def test_odd_updates_are_told_before_the_attack(observation: Path) -> None:
+    good = gl.Observation.load(observation)
     zero = {name: torch.zeros_like(value) for name, value in good.update.items()}
     path = gl.Observation(good.weights, zero, 1).save("zero.safetensors")
     answer = Answer("attack", path, "--task", "train.py", "--attack", "ig:steps=2", "--labels", "1")
@@ -452,7 +518,7 @@ def test_models_that_vmap_rejects_run_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--attack", "igg"), "Did you mean 'ig'"),
         (("--attack", "ig:stps=3"), "has no setting 'stps'. Did you mean 'steps'"),
@@ -468,8 +534,8 @@ def test_models_that_vmap_rejects_run_one_by_one() -> None:
         (("--labels", "cat"), "--labels must be whole numbers"),
     ],
 )
-def test_attack_refuses_what_does_not_exist(seen: Path, words: tuple[str, ...], told: str) -> None:
-    assert told in refused("attack", seen, "--task", "train.py", *words)
+def test_attack_refuses_what_does_not_exist(observation: Path, words: tuple[str, ...], message: str) -> None:
+    assert message in refused("attack", observation, "--task", "train.py", *words)
 
 
 def damaged(kind: str, good: Path) -> Path:
@@ -511,7 +577,7 @@ def damaged(kind: str, good: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("missing", "There is no file"),
         ("empty", "not a readable observation"),
@@ -529,17 +595,17 @@ def damaged(kind: str, good: Path) -> Path:
         ("million examples", "num_examples must be a whole number"),
     ],
 )
-def test_files_from_outside_are_refused_with_one_message(seen: Path, kind: str, told: str) -> None:
-    assert told in refused("attack", damaged(kind, seen), "--task", "train.py", "--attack", "ig:steps=2")
+def test_files_from_outside_are_refused_with_one_message(observation: Path, kind: str, message: str) -> None:
+    assert message in refused("attack", damaged(kind, observation), "--task", "train.py", "--attack", "ig:steps=2")
     assert not Path("runs").exists()
 
 
-def test_ctrl_c_says_what_is_kept(seen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_what_is_kept(observation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gl.Composed, "run", interrupted)
-    answer = Answer("attack", seen, "--task", "train.py")
+    answer = Answer("attack", observation, "--task", "train.py")
     assert answer.code == 130
     assert "nothing was written" in answer.errors
 
@@ -642,7 +708,7 @@ def test_a_model_by_name_for_any_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("train.py:task",), "holds no data. Say which examples"),
         (("train.py:task", "--data", "nowhere"), "Unknown data 'nowhere'"),
@@ -670,12 +736,12 @@ def test_a_model_by_name_for_any_images() -> None:
         (("--config", "odd.toml"), "odd.toml is not the configuration of an audit"),
     ],
 )
-def test_audits_that_cannot_run(words: tuple[str, ...], told: str) -> None:
+def test_audits_that_cannot_run(words: tuple[str, ...], message: str) -> None:
     Path("empty.toml").write_text("")
     Path("odd.toml").write_text(
         'attacks = ["ig"]\n[origin]\ntask = "train.py:task"\ndata = "train.py:images"\n[engine]\nwarp = 9\n'
     )
-    assert told in refused("audit", *words)
+    assert message in refused("audit", *words)
 
 
 @pytest.mark.parametrize("command", [("report", "."), ("compare", ".", "."), ("report", "nowhere")])
@@ -766,7 +832,7 @@ def test_the_gate_for_continuous_integration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "shares", "told"),
+    ("word", "shares", "message"),
     [
         ("leaks", [0.5, 0.2], "recovered 50%"),
         ("leaks in part", [0.1], ""),
@@ -776,15 +842,15 @@ def test_the_gate_for_continuous_integration() -> None:
         ("leaks", [float("nan")], "no line"),
     ],
 )
-def test_thresholds(word: str, shares: list[float], told: str) -> None:
+def test_thresholds(word: str, shares: list[float], message: str) -> None:
     lines = [
         SimpleNamespace(attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share))
         for share in shares
     ]
     result: Any = SimpleNamespace(verdict=SimpleNamespace(word=word), summaries=lines)
     reason = crossed(result, 0.2)
-    assert told in reason
-    assert bool(reason) == bool(told)
+    assert message in reason
+    assert bool(reason) == bool(message)
 
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
@@ -801,9 +867,9 @@ def test_no_attacker_is_left_out_in_a_narrow_terminal() -> None:
     Answer(*TINY, "--quick", "--defence", "none,pruning", "-o", "run")
     result = gl.AuditResult.load("run")
     narrow = fitted(result, 80)
-    told = " ".join(narrow.split("pruning: ")[1].split())
+    line = " ".join(narrow.split("pruning: ")[1].split())
     for name in ("undefended", "A0 naive", "A1 masked", "A2 adaptive", "no gradient", "verdict"):
-        assert name in told, name
+        assert name in line, name
     assert "no formal guarantee" in narrow
     assert fitted(result, 500).replace("\n", " ") == result.table().replace("\n", " ")
 
@@ -850,8 +916,8 @@ def test_an_audit_attacks_the_checkpoints_of_a_training() -> None:
     again = Answer("audit", "--config", "run/run.toml", "-o", "again")
     assert again.code == 0, again
     assert loading_toml("again/run.toml")["fingerprint"] == settings["fingerprint"]
-    told = refused(*attacked, "1")
-    assert "has no checkpoint of round 1; there are: 0, 2, 3." in told
+    message = refused(*attacked, "1")
+    assert "has no checkpoint of round 1; there are: 0, 2, 3." in message
     assert "leave --data out" in refused(*attacked, "0", "--data", "digits")
     assert "leave --clients out" in refused(*attacked, "0", "--clients", 2)
     assert "holds no training" in refused("audit", "--from", "run")
@@ -900,7 +966,7 @@ def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("train.py:task",), "Say which images train.py:task is trained on"),
         (("--per-round", 2, "--poisson", 0.5), "both say who takes part"),
@@ -912,21 +978,21 @@ def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
         (("--steps", 2, "--epochs", 2), "steps or epochs, not both"),
     ],
 )
-def test_a_training_that_cannot_be(words: tuple[object, ...], told: str) -> None:
-    assert told in refused("train", *words)
+def test_a_training_that_cannot_be(words: tuple[object, ...], message: str) -> None:
+    assert message in refused("train", *words)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
 def test_plain_lines_count_cells_and_name_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.display() as shown:  # pytest's stderr is no terminal
-        shown.start(3)
-        shown.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
-        shown.cell("new", 1)
-        shown.share(0.5)
-        shown.finished("new", [{"status": "failed", "error": "ValueError: no"}])
-        shown.note("by the way")
+    with progress.display() as bars:  # pytest's stderr is no terminal
+        bars.start(3)
+        bars.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
+        bars.cell("new", 1)
+        bars.share(0.5)
+        bars.finished("new", [{"status": "failed", "error": "ValueError: no"}])
+        bars.note("by the way")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[1/3] old: 1 target, mean PSNR 20.0 dB, kept from before"
     assert lines[1].startswith("[2/3] new: FAILED (ValueError: no), in 0.0 s")
@@ -937,12 +1003,12 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with progress.display() as shown:
-        assert isinstance(shown, progress.Bars)
-        shown.start(2)
-        shown.cell("[bold]first[/bold]", 0)
-        shown.share(0.25)
-        shown.finished("[bold]first[/bold]", [])
+    with progress.display() as bars:
+        assert isinstance(bars, progress.Bars)
+        bars.start(2)
+        bars.cell("[bold]first[/bold]", 0)
+        bars.share(0.25)
+        bars.finished("[bold]first[/bold]", [])
     assert "[bold]first[/bold]: 0 targets" in capsys.readouterr().err
     monkeypatch.setenv("NO_COLOR", "1")
     assert progress.is_plain(sys.stderr)
@@ -969,11 +1035,11 @@ def test_an_objective_is_drawn_as_a_curve() -> None:
 def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     watching.tell(torch.ones(2))  # nobody listens
-    with progress.display(plain=True) as shown:
-        shown.start(1)
-        shown.cell("only", 0)
+    with progress.display(plain=True) as bars:
+        bars.start(1)
+        bars.cell("only", 0)
         watching.tell(torch.tensor([torch.nan, 0.25, 0.25, 4.0]))
-        shown.share(0.5)
+        bars.share(0.5)
         watching.tell(torch.tensor([torch.nan]))  # a search that diverged says nothing
     assert "[1/1] only: 50%, objective 2.5e-01, about " in capsys.readouterr().err
 
@@ -1002,14 +1068,14 @@ Written by `python tests/test_cli.py` from the commands' own help; a test checks
 | 130 | interrupted; the message says what is kept and how to go on |
 
 Results go to standard output, everything else to standard error. On a terminal, long commands show bars with the time
-left and the curve of the present objective; in a pipe, with `--plain`, `NO_COLOR=1` or `TERM=dumb`, plain lines.
+left and the curve of the current objective; in a pipe, with `--plain`, `NO_COLOR=1` or `TERM=dumb`, plain lines.
 `GRADLEAK_PLAIN=1` is `--plain` for all commands, `GRADLEAK_DEBUG=1` shows tracebacks. On a CPU, `audit`, `attack`,
 `train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number of threads.
 
 Every option can be set by an environment variable too: `GRADLEAK_AUDIT_TARGETS=4` is `--targets 4` of `audit`,
 `GRADLEAK_PRIOR_TRAIN_BATCH_SIZE` that of `prior train`; several values of one option are separated by spaces.
 
-`gradleak --install-completion` teaches your shell to complete commands and options.
+`gradleak --install-completion` lets your shell complete commands and options.
 
 In continuous integration: `gradleak audit ... --fail-above 0.1 --junit leakage.xml`. The JUnit file has a test case for
 each cell (a failure where more is recovered than was allowed, an error where the cell failed, skipped where it is

@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 class LanczosOptions:
     """How spectra are estimated."""
 
-    probes: Annotated[int, typer.Option(min=2, help="Random vectors.")] = 10
+    probes: Annotated[int, typer.Option(min=2, help="Number of random vectors.")] = 10
     steps: Annotated[int, typer.Option(min=1, help="Lanczos steps of each; doubled where they are too few.")] = 100
     most_steps: Annotated[int, typer.Option(min=1, help="Largest number of Lanczos steps.")] = 400
-    damping: Annotated[float, typer.Option(help="Of the log-determinant, in squared units of curvature.")] = 1e-3
+    damping: Annotated[float, typer.Option(help="Damping of the log-determinant, in squared units of curvature.")] = (
+        1e-3
+    )
 
     def lanczos(self, seed: int) -> Lanczos:
         from gradleak.study import Lanczos
@@ -40,7 +42,7 @@ class InformationOptions:
         bool, typer.Option("--information", help="Channel bound, sharpness and the test of covariance = H / B too.")
     ] = False
     defence: Annotated[
-        str, typer.Option("--defence", "-d", help="With --information: of the clients (gradleak list defences).")
+        str, typer.Option("--defence", "-d", help="With --information: the clients' defence (gradleak list defences).")
     ] = "none"
     rho: Annotated[float, typer.Option(help="With --information: radius of the ball of sharpness.")] = 0.2
     releases: Annotated[int, typer.Option(min=2, help="With --information: releases of the channel bound.")] = 512
@@ -80,7 +82,8 @@ class AnalyseOptions:
     ] = None
     rounds: Annotated[str, typer.Option(help="Rounds to analyse: 0,50; default: all checkpoints.")] = ""
     audits: Annotated[
-        list[Path] | None, typer.Option("--audit", metavar="DIR", help="An audit of the same training: its PSNR.")
+        list[Path] | None,
+        typer.Option("--audit", metavar="DIR", help="An audit of the same training, to compare with its PSNR."),
     ] = None
     examples: Annotated[int, typer.Option(min=2, help="Examples at which curvature is measured.")] = 100
     spectra: LanczosOptions = LanczosOptions()

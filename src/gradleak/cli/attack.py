@@ -23,7 +23,7 @@ class AttackOptions:
     observations: Annotated[list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")]
     task: TaskReference
     attack: Annotated[
-        str, typer.Option("--attack", "-a", help="Its name, with settings: ig:steps=2000,restarts=8.")
+        str, typer.Option("--attack", "-a", help="The attack, with settings: ig:steps=2000,restarts=8.")
     ] = "ig"
     recipe: Recipe = Recipe()
     track: Annotated[

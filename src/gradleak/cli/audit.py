@@ -28,9 +28,12 @@ class Cluster:
     """The Ray cluster on which cells are attacked, if any."""
 
     ray: Annotated[
-        str, typer.Option(metavar="auto|ADDRESS", help="Attack cells on a Ray cluster; auto: one here, or its own.")
+        str,
+        typer.Option(metavar="auto|ADDRESS", help="Attack cells on a Ray cluster; auto: a running one, or a new one."),
     ] = ""
-    ray_gpus: Annotated[float, typer.Option(min=0.0, metavar="SHARE", help="With --ray: GPUs of a cell: 0.5.")] = 0.0
+    ray_gpus: Annotated[
+        float, typer.Option(min=0.0, metavar="SHARE", help="With --ray: GPUs for each cell, such as 0.5.")
+    ] = 0.0
 
     @contextmanager
     def workers(self) -> Iterator[Any]:
@@ -58,11 +61,11 @@ class AuditOptions:
     ] = ""
     config: Annotated[Path | None, typer.Option(help="A run.toml to repeat; other options change it.")] = None
     attack: Annotated[
-        list[str] | None, typer.Option("--attack", "-a", help="ig,dlg:steps=300 (gradleak list attacks).")
+        list[str] | None, typer.Option("--attack", "-a", help="Attacks: ig,dlg:steps=300 (gradleak list attacks).")
     ] = None
     defence: Annotated[
         list[str] | None,
-        typer.Option("--defence", "-d", help="none,NAME:setting=value,'A + B' (gradleak list defences)."),
+        typer.Option("--defence", "-d", help="Defences: none,NAME:setting=value,'A + B' (gradleak list defences)."),
     ] = None
     trained: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="Attack the checkpoints of this `gradleak train`.")

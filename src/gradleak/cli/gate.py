@@ -79,6 +79,7 @@ def _write(decision: Decision, observation: Observation, source: Path, out: Path
     """Write the update that may be sent, and the decision beside it."""
     from gradleak.gate import ALLOW
 
+    assert decision.update is not None
     if decision.action == ALLOW:
         shutil.copyfile(source, out)
     else:

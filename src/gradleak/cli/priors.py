@@ -65,7 +65,8 @@ class PriorTrainOptions:
 
     data: Annotated[str, typer.Option("--data", help="Images by name (gradleak data list), an .npz or a folder.")]
     generator: Annotated[
-        str, typer.Option("--generator", "-g", help="stylegan2:width=256,base=4096; dcgan:width=64; wgan.")
+        str,
+        typer.Option("--generator", "-g", help="Architecture: stylegan2:width=256,base=4096; dcgan:width=64; wgan."),
     ] = "stylegan2"
     steps: Annotated[int, typer.Option(min=1, help="Steps in all; more than before resumes.")] = 5000
     minutes: Annotated[
@@ -75,7 +76,8 @@ class PriorTrainOptions:
     conditional: Annotated[bool, typer.Option("--conditional", help="Condition on the classes of the images.")] = False
     batch_size: Annotated[int, typer.Option(min=2, help="Real images in a step, and as many generated ones.")] = 64
     lr: Annotated[
-        float | None, typer.Option("--lr", help="Of Adam; default 0.0025 for stylegan2, 0.0002 for the others.")
+        float | None,
+        typer.Option("--lr", help="Learning rate of Adam; default 0.0025 for stylegan2, 0.0002 for the others."),
     ] = None
     r1: Annotated[float, typer.Option(help="Weight of the discriminator's gradient penalty; 0: none.")] = 0.1
     augment: Annotated[

@@ -111,35 +111,31 @@ class RecordedRun:
 
 def _check(options: AuditOptions) -> None:
     """Refuse options that do not go with --observations, or that need others."""
-    made_only = {
-        "--config": options.config,
-        "--from": options.trained,
-        "--targets": options.targets,
-        "--repeats": options.repeats,
-        "--clients": options.clients,
-        "--examples": options.examples,
-        "--generator": options.generator,
+    own_updates = "is for audits that make their own updates; --observations takes recorded ones."
+    without_truth = "needs scores, and so --truth: without it nothing is scored."
+    refusals: dict[str, tuple[object, str]] = {
+        "--config": (options.config, own_updates),
+        "--from": (options.trained, own_updates),
+        "--targets": (options.targets, own_updates),
+        "--repeats": (options.repeats, own_updates),
+        "--clients": (options.clients, own_updates),
+        "--examples": (options.examples, own_updates),
+        "--generator": (options.generator, own_updates),
     }
-    for option, value in made_only.items():
+    if options.truth is None:
+        refusals["--ray"] = (options.cluster.ray or None, without_truth)
+        refusals["--fail-above"] = (options.fail_above, without_truth)
+        refusals["--junit"] = (options.junit, without_truth)
+    for option, (value, reason) in refusals.items():
         if value is not None:
-            raise LoadError(f"{option} is for audits that make their own updates; --observations takes recorded ones.")
+            raise LoadError(f"{option} {reason}")
     if not options.model:
         raise LoadError("--observations needs the task of the model that was sent: --task FILE.py:task.")
     if options.quick:
         raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
-    if options.truth is None:
-        scored_only = {
-            "--ray": options.cluster.ray or None,
-            "--fail-above": options.fail_above,
-            "--junit": options.junit,
-        }
-        for option, value in scored_only.items():
-            if value is not None:
-                raise LoadError(f"{option} needs scores, and so --truth: without it nothing is scored.")
-        return
-    if options.recipe.training() is None:
+    if options.truth is not None and options.recipe.lr is None:
         raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
-    if not options.data:
+    if options.truth is not None and not options.data:
         raise LoadError(
             "--truth needs real images that are no client's, among which reconstructions are looked up: "
             f"{loading.DATA_FORMS}."

@@ -71,7 +71,10 @@ class Clients:
         int | None, typer.Option(min=1, help="Clients in a round, without replacement; default: half of them.")
     ] = None
     poisson: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, metavar="RATE", help="Instead: each client with this probability.")
+        float | None,
+        typer.Option(
+            min=0.0, max=1.0, metavar="RATE", help="Instead of --per-round: each client with this probability."
+        ),
     ] = None
 
     def participation(self) -> Participation:
@@ -92,7 +95,9 @@ class ClientRecipe:
         float | None,
         typer.Option("--lr", help="The clients' learning rate; default 0.1, 0.5 for the digits, 0.0002 for ddpm."),
     ] = None
-    optimiser: Annotated[str, typer.Option(help="The clients': sgd or adam; default sgd, adam for ddpm.")] = ""
+    optimiser: Annotated[str, typer.Option(help="The clients' optimiser: sgd or adam; default sgd, adam for ddpm.")] = (
+        ""
+    )
     steps: LocalSteps = None
     epochs: Annotated[int | None, typer.Option(min=1, help="Local epochs, instead of --steps; default 5.")] = None
     batch_size: Annotated[int, typer.Option(min=0, help="Size of local batches; 0: all examples at once.")] = 32
@@ -126,7 +131,10 @@ class TrainOptions:
     data: TrainingData = TrainingData()
     clients: Clients = Clients()
     partition: Annotated[
-        str, typer.Option(help="iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5 or in_order.")
+        str,
+        typer.Option(
+            help="Split: iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5 or in_order."
+        ),
     ] = "iid"
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round; default: all.")] = None
     rounds: Annotated[int, typer.Option(min=0, help="Rounds in all; more than before resumes.")] = 20
@@ -146,9 +154,9 @@ class TrainOptions:
     samples: Annotated[
         int, typer.Option(min=0, help="Denoisers only: pictures from fixed latents at every checkpoint.")
     ] = 8
-    defence: Annotated[str, typer.Option("--defence", "-d", help="NAME:setting=value (gradleak list defences).")] = (
-        "none"
-    )
+    defence: Annotated[
+        str, typer.Option("--defence", "-d", help="The clients' defence: NAME:setting=value (gradleak list defences).")
+    ] = "none"
     seed: Annotated[int, typer.Option(help="Seed of the split, of who takes part, of shuffles and noise.")] = 0
     checkpoints: Annotated[
         str, typer.Option(help="Rounds to store for audits: 0,50,100; 0 and the last are always stored.")
