@@ -36,7 +36,7 @@ class LanczosOptions:
 
 @dataclass(frozen=True)
 class InformationOptions:
-    """What a release tells about the data, if that is asked for."""
+    """What a release tells about the data; measured only with --information."""
 
     information: Annotated[
         bool, typer.Option("--information", help="Channel bound, sharpness and the test of covariance = H / B too.")

@@ -57,16 +57,10 @@ def _parameters(kind: type, group: Any = None) -> Iterator[inspect.Parameter]:
             )
 
 
-def _build(kind: type[Options], values: dict[str, Any]) -> Options:
+def _build(kind: Any, values: dict[str, Any]) -> Any:
     """The options object of flat values."""
-    hints = get_type_hints(kind)
-    nested = {name for name, hint in hints.items() if is_dataclass(hint)}
-    return kind(
-        **{
-            field.name: _build(hints[field.name], values) if field.name in nested else values[field.name]
-            for field in fields(kind)  # type: ignore[arg-type]
-        }
-    )
+    hints = get_type_hints(kind).items()
+    return kind(**{name: _build(hint, values) if is_dataclass(hint) else values[name] for name, hint in hints})
 
 
 def _precisions() -> list[str]:
