@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradleak.cli.options import DataName, Device, OneByOne, Output, takes_options
-from gradleak.cli.references import stem
+from gradleak.cli.references import BUILTIN, stem
 from gradleak.cli.root import LoadError, log, on_interrupt, spare_a_core
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class AnalyseOptions:
     @property
     def folder(self) -> Path:
         """Folder of the analysis without --out: the same options find, and resume, the same one."""
-        name = self.trained.name if self.trained is not None else stem(self.reference) or "builtin"
+        name = self.trained.name if self.trained is not None else stem(self.reference)
         return Path("runs") / f"analysis-{name}"
 
 
@@ -127,7 +127,7 @@ def plan_study(options: AnalyseOptions) -> Study:
 
 def _load_inputs(options: AnalyseOptions) -> tuple[Checkpoints | None, dict[str, Any], Any]:
     """The checkpoints, [origin] with where task and data are found, and the data."""
-    from gradleak.cli.loading import BUILTIN, BUILTIN_DATA, DATA_FORMS, images, training_data
+    from gradleak.cli.loading import BUILTIN_DATA, DATA_FORMS, images, training_data
     from gradleak.federation.checkpoints import Checkpoints
 
     if options.trained is None:

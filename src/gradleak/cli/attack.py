@@ -47,7 +47,7 @@ class AttackOptions:
         return Knowledge(
             given={"y": torch.tensor(numbers(self.labels, "--labels", unique=False))} if self.labels else {},
             training=self.recipe.training(),
-            defence=defence_of(self.defence) if self.defence else None,
+            defence=defence_of(self.defence or "none"),
         )
 
 

@@ -132,7 +132,7 @@ class AuditOptions:
             return self.config.parent if self.config.name == "run.toml" else Path("runs") / self.config.stem
         if self.trained is not None:
             return Path("runs") / f"audit-{self.trained.name}{suffix}"
-        return Path("runs") / f"{stem(self.model) or 'builtin'}{suffix}"
+        return Path("runs") / f"{stem(self.model)}{suffix}"
 
 
 @takes_options

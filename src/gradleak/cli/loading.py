@@ -14,7 +14,7 @@ import torch
 from gradleak import data, registry
 from gradleak.audit.private import examples_of
 from gradleak.cli.formatting import sentence
-from gradleak.cli.references import is_reference, load_object
+from gradleak.cli.references import BUILTIN, is_reference, load_object
 from gradleak.cli.root import LoadError
 from gradleak.cli.tasks import is_task
 from gradleak.engine import Engine
@@ -22,7 +22,7 @@ from gradleak.observation import Observation
 from gradleak.registry import BadSetting, UnknownName, did_you_mean, pieces
 from gradleak.task import Batch, Task
 
-BUILTIN, BUILTIN_MODEL = "builtin", "lenet-zhu"  # the task of commands without any argument, and its network
+BUILTIN_MODEL = "lenet-zhu"
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
 DATA_FORMS = "--data NAME, a folder, an .npz file or FILE.py:NAME (gradleak data list shows the names)"
 FEW = 64  # examples that `gradleak check --data` looks at

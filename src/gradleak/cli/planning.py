@@ -16,7 +16,6 @@ from gradleak.audit.runfile import federation_of
 from gradleak.cli.audit import AuditOptions
 from gradleak.cli.formatting import sentence
 from gradleak.cli.loading import (
-    BUILTIN,
     DATA_FORMS,
     as_task,
     images,
@@ -26,7 +25,7 @@ from gradleak.cli.loading import (
     training_data,
     usable,
 )
-from gradleak.cli.references import is_reference, load_object
+from gradleak.cli.references import BUILTIN, is_reference, load_object
 from gradleak.cli.root import LoadError
 from gradleak.engine import Engine
 from gradleak.federation.checkpoints import Checkpoints
@@ -37,23 +36,10 @@ QUICK_STEPS = 2
 
 
 def plan_audit(options: AuditOptions) -> Audit:
-    """The audit of a file, of a training, of a configuration or the built-in one, with the stated options put in."""
+    """The audit that the options name, with every other stated option put in."""
     if options.truth is not None:
         raise LoadError("--truth goes with --observations: an audit of its own updates knows the truth.")
-    if options.config is not None and options.trained is not None:
-        raise LoadError("--from and --config both say what is attacked: give one of them.")
-    if options.config is not None:
-        base = _from_config(options, options.config)
-    elif options.trained is not None:
-        base = _from_training(options, options.trained)
-    else:
-        base = _from_reference(options)
-    planned = _with_generator(_with_stated(base, options), options.generator)
-    return _quick(planned) if options.quick else planned
-
-
-def _with_stated(base: Audit, options: AuditOptions) -> Audit:
-    """The audit with every option put in that was stated."""
+    # Parsed before task and data are loaded, so that a slip in an option is told at once.
     federation = {"clients": options.clients, "examples": options.examples, "training": options.recipe.training()}
     batched = False if options.engine.one_by_one else None
     engine = {"device": options.engine.device, "precision": options.engine.precision, "batched": batched}
@@ -66,12 +52,26 @@ def _with_stated(base: Audit, options: AuditOptions) -> Audit:
         "repeats": options.repeats,
         "given": options.known_fields,
     }
-    return replace(
+    base = _named_audit(options)
+    planned = replace(
         base,
         federation=replace(base.federation, **_stated(federation)),
         engine=usable(replace(base.engine, **_stated(engine))),
         **_stated(settings),
     )
+    planned = _with_generator(planned, options.generator)
+    return _quick(planned) if options.quick else planned
+
+
+def _named_audit(options: AuditOptions) -> Audit:
+    """The audit of a configuration, of a training, of a file or the built-in one."""
+    if options.config is not None and options.trained is not None:
+        raise LoadError("--from and --config both say what is attacked: give one of them.")
+    if options.config is not None:
+        return _from_config(options, options.config)
+    if options.trained is not None:
+        return _from_training(options, options.trained)
+    return _from_reference(options)
 
 
 def _stated(settings: Mapping[str, Any]) -> dict[str, Any]:

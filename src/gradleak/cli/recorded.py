@@ -14,7 +14,6 @@ from gradleak.cli import loading
 from gradleak.cli.audit import AuditOptions
 from gradleak.cli.formatting import counted
 from gradleak.cli.root import LoadError
-from gradleak.defence import Defence
 from gradleak.engine import Engine
 from gradleak.local import LocalTraining
 from gradleak.observation import Knowledge
@@ -29,44 +28,30 @@ class RecordedRun:
     folder: Path  # of the observations
     task: Task
     recorded: Sequence[Recorded]
+    attacks: tuple[str, ...]
+    seeds: tuple[int, ...]
     training: LocalTraining | None
-    defence_name: str | None
+    defence: str | None
     engine: Engine
 
     @classmethod
     def load(cls, options: AuditOptions) -> RecordedRun:
+        """Check the options, then read task and observations. Without --attack: the default attacks for them."""
         assert options.observations is not None
         _check(options)
-        defences = loading.methods(options.defence or ())
+        attacks, defences = loading.methods(options.attack or ()), loading.methods(options.defence or ())
+        rounds = loading.optional_numbers(options.rounds, "--rounds")
+        seeds = loading.optional_numbers(options.seeds, "--seeds") or (0,)
         if len(defences) > 1:
             raise LoadError(f"Clients used one defence when they were recorded; given {', '.join(defences)}.")
+        training, engine = options.recipe.training(), options.engine.engine()
         task = loading.task(options.model)
-        rounds = loading.optional_numbers(options.rounds, "--rounds")
-        return cls(
-            options,
-            options.observations,
-            task,
-            read(options.observations, task, options.truth, rounds),
-            options.recipe.training(),
-            defences[0] if defences else None,
-            options.engine.engine(),
-        )
-
-    @property
-    def defence(self) -> Defence | None:
-        return defence_of(self.defence_name) if self.defence_name else None
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return loading.optional_numbers(self.options.seeds, "--seeds") or (0,)
-
-    @property
-    def attacks(self) -> tuple[str, ...]:
-        """The attacks of --attack; else the default ones for updates of this size."""
-        sizes = {one.seen.num_examples for one in self.recorded}
-        examples = sizes.pop() if len(sizes) == 1 else None
-        stated = loading.methods(self.options.attack or ())
-        return stated or default_attacks(self.engine, self.task, examples, self.training)
+        recorded = read(options.observations, task, options.truth, rounds)
+        if not attacks:
+            sizes = {one.seen.num_examples for one in recorded}
+            attacks = default_attacks(engine, task, sizes.pop() if len(sizes) == 1 else None, training)
+        defence = defences[0] if defences else None
+        return cls(options, options.observations, task, recorded, attacks, seeds, training, defence, engine)
 
     def heading(self) -> list[str]:
         """What is known before anything is attacked."""
@@ -74,7 +59,7 @@ class RecordedRun:
         lines = [f"{counted(len(self.recorded), 'observation')} in {self.folder}, {known} with their examples."]
         lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.folder)]
         if self.training is not None and known:
-            errors = replays(self.task, self.recorded, self.training, self.defence)
+            errors = replays(self.task, self.recorded, self.training, defence_of(self.defence or "none"))
             lines.append(told(errors, self.recorded, self.training))
         return lines
 
@@ -87,7 +72,7 @@ class RecordedRun:
             self.attacks,
             self.training,
             loading.images(self.options.data),
-            defence=self.defence_name,
+            defence=self.defence,
             seeds=self.seeds,
             engine=self.engine,
             given=self.options.known_fields,
@@ -96,7 +81,7 @@ class RecordedRun:
 
     def attack_without_truth(self, folder: Path, progress: Progress) -> Sequence[dict[str, Any]]:
         """Attack observations whose examples nobody knows: one finding for each, stored in the folder."""
-        knowledge = Knowledge(training=self.training, defence=self.defence)
+        knowledge = Knowledge(training=self.training, defence=defence_of(self.defence or "none"))
         return blind(
             self.task,
             self.recorded,

@@ -19,6 +19,7 @@ from typing import Any
 from gradleak.cli.root import LoadError
 from gradleak.registry import did_you_mean
 
+BUILTIN = "builtin"  # the task of commands without any argument
 MOST_NAMES = 40  # of a module that an error message lists
 
 
@@ -29,9 +30,9 @@ def is_reference(text: str) -> bool:
 
 
 def stem(reference: str) -> str:
-    """A short name for the folder of a run: `train.py:task` -> `train`, `ddpm:base=32` -> `ddpm`."""
+    """A name for the folder of a run: `train.py:task` -> `train`, `ddpm:base=32` -> `ddpm`; nothing: `builtin`."""
     place = reference.rpartition(":")[0] if is_reference(reference) else reference.partition(":")[0]
-    return Path(place or reference).stem
+    return Path(place or reference or BUILTIN).stem
 
 
 def load_object(reference: str, default: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 
 from gradleak.cli.formatting import counted
 from gradleak.cli.options import DataName, EngineOptions, LocalSteps, Output, Size, takes_options
-from gradleak.cli.references import stem
+from gradleak.cli.references import BUILTIN, stem
 from gradleak.cli.root import LoadError, log, on_interrupt, spare_a_core
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class TrainingData:
 
     def origin(self, task: str) -> dict[str, Any]:
         """[origin] of a training.toml: where task and data are found."""
-        from gradleak.cli.loading import BUILTIN, BUILTIN_DATA, DATA_FORMS
+        from gradleak.cli.loading import BUILTIN_DATA, DATA_FORMS
 
         if self.test_data and self.holdout:
             raise LoadError("--test-data and --holdout both say what is tested on: give one of them.")
@@ -173,11 +173,9 @@ class TrainOptions:
     @property
     def folder(self) -> Path:
         """Folder of the training without --out: the same options find, and resume, the same one."""
-        return Path("runs") / f"train-{stem(self.model) or 'builtin'}"
+        return Path("runs") / f"train-{stem(self.model)}"
 
     def federation(self) -> Federation:
-        from dataclasses import replace
-
         from gradleak import registry
         from gradleak.cli.tasks import training_defaults
         from gradleak.federation import Federation
