@@ -47,7 +47,7 @@ def _parameters(kind: type, group: Any = None) -> Iterator[inspect.Parameter]:
     for field in fields(kind):
         default = field.default if group is None else getattr(group, field.name)
         if is_dataclass(hints[field.name]):
-            yield from _parameters(hints[field.name], default)
+            yield from _parameters(hints[field.name], None if default is MISSING else default)
         else:
             yield inspect.Parameter(
                 field.name,
