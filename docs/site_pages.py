@@ -183,13 +183,13 @@ def method(entry: Any) -> str:
 
 def facts(entry: Any) -> list[str]:
     """What can be asked of the object itself, where it can be made without settings."""
-    from gradleak.cli.loading import about
+    from gradleak.cli.listing import describe_defence
 
     if entry.required:
         return []
     made = entry.make()
     if entry.kind == "defence":
-        place, proved = about(made)
+        place, proved = describe_defence(made)
         return [f"- Where it sits: {place}", f"- What it proves, for one round of one plain step: {escaped(proved)}"]
     needs = sorted(map(str, getattr(made, "needs", ())))
     return [f"- Needs, beside the update: {', '.join(f'`{need}`' for need in needs)}"] if needs else []

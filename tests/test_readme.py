@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from forks import Forks, forks
 from gradleak.cli import app
-from gradleak.cli.loading import about
+from gradleak.cli.listing import describe_defence
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
 from test_defences_table import GUARANTEED, RANDOM
@@ -206,7 +206,7 @@ def test_the_table_of_defences_says_what_the_defences_do() -> None:
     assert list(rows) == [entry.name for entry in registry.entries("defence") if entry.name in rows]
     assert set(GUARANTEED) <= set(rows)
     for name, (place, deterministic, proved, how) in rows.items():
-        assert place == about(registry.get("defence", name))[0], name
+        assert place == describe_defence(registry.get("defence", name))[0], name
         assert (deterministic == "no") == (name in RANDOM), name
         assert proved.startswith("epsilon") == (GUARANTEED.get(name) == "local"), name
         assert proved.startswith(("epsilon, one ", "none")), name

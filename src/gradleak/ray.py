@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradleak.core.files import Row
     from gradleak.core.listeners import Progress
 
-USER_MODULES = "gradleak_user_"  # files that the command line has loaded (cli/loading.py); no worker can import those
+USER_MODULES = "gradleak_user_"  # files that the command line loaded (cli/references.py); no worker can import those
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps to 127.0.0.1, on Linux too
 
 

@@ -58,7 +58,7 @@ class Entry:
 
 
 _entries: dict[tuple[str, str], Entry] = {}
-# Where each kind lives. Imported on first use, so `import gradleak` stays light. Kinds of the private side are not here,
+# Where each kind lives, imported on first use: `import gradleak` stays light. Kinds of the private side are not here,
 # since attack code must not reach them: `gradleak.federation` registers its own, `gradleak.audit` adds a home.
 _homes: dict[str, tuple[str, ...]] = {
     "aggregation": ("gradleak.secure.reveal",),
