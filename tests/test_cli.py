@@ -560,16 +560,6 @@ def test_ctrl_c_says_what_is_kept(observation: Path, monkeypatch: pytest.MonkeyP
     assert "nothing was written" in answer.errors
 
 
-def test_bench_shows_a_line_per_measurement() -> None:
-    answer = Answer(
-        "bench", "engine", "--networks", "lenet", "--lanes", "1,2", "--precision", "strict", "--seconds", 0.01
-    )
-    assert answer.code == 0, answer
-    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,]+ a second +x[\d,.]+$", answer.out, re.MULTILINE)) == 2
-    assert re.search(r"^lenet +one at a time +strict +[\d,]+ a second +x1\.0$", answer.out, re.MULTILINE)
-    assert "Did you mean 'lenet'" in refused("bench", "engine", "--networks", "lennet")
-
-
 # --- audit -----------------------------------------------------------------------------------------------------------
 
 TINY = ("audit", "train.py:task", "--data", "train.py:images", "--attack", "ig:steps=3", "--targets", 2, "--lr", 0.1)
