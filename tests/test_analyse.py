@@ -339,6 +339,7 @@ def test_a_chart_keeps_its_values_inside_and_says_them() -> None:
 
 
 @pytest.mark.browser
+@pytest.mark.system
 def test_a_browser_shows_the_page_without_asking_the_network(here: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
