@@ -40,12 +40,12 @@ PACKAGE = ROOT / "src" / "gradleak"
 HOME = ROOT / ".mutants"
 # Modules and folders of the package. One that has moved is found by the end of its path, if only one ends so.
 AREAS = {
-    "engine": ["engine", "search", "attack", "local", "rules", "draws", "recompute", "task"],
+    "engine": ["engine", "attack", "scenario/client", "scenario/rules", "scenario/task", "core/random", "core/recompute"],
     "parts": ["parts"],
     "attacks": ["attacks"],
-    "defences": ["defences", "defence", "accounting", "guarantee"],
-    "metrics": ["metrics", "assignment", "checks", "results"],
-    "analysis": ["analysis"],
+    "defences": ["defences", "scenario/defence", "scenario/accounting", "scenario/guarantee"],
+    "metrics": ["metrics", "core/assignment", "audit"],
+    "analysis": ["identify", "curvature"],
     "secure": ["secure"],
     "federation": ["federation", "diffusion"],
 }
@@ -63,15 +63,15 @@ EQUIVALENT = {
         "with ThreadPoolExecutor((2)) as thread:",
     ): "one piece of work is handed to it, so a second thread never starts",
     (
-        "accounting",
+        "scenario/accounting",
         "low, high = (NormalDist().inv_cdf(delta) + 1), 1 / (2 * z)",
     ): "the first end of a bracket, which the loop after it moves below the root: the same root up to rounding",
     (
-        "recompute",
+        "core/recompute",
         "(torch.ones_like(leaf)) if tangent is None else tangent",
     ): "torch hands zeros for inputs that do not move, so this is never reached",
     (
-        "analysis/risk",
+        "identify/risk",
         "blank[name] = field.model(((0.5 - PIXEL_STD * noise)).clamp(0, 1).to(blank[name]))",
     ): "normal noise with its sign turned: another draw of the same law, at a point that belongs to nobody",
 }
