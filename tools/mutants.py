@@ -40,11 +40,11 @@ PACKAGE = ROOT / "src" / "gradleak"
 HOME = ROOT / ".mutants"
 # Modules and folders of the package. One that has moved is found by the end of its path, if only one ends so.
 AREAS = {
-    "engine": ["engine", "attack", "scenario/client", "scenario/rules", "scenario/task", "core/random", "core/recompute"],
+    "engine": ["engine", "attack", "scenario/client", "scenario/rules", "scenario/task", "core"],
     "parts": ["parts"],
     "attacks": ["attacks"],
     "defences": ["defences", "scenario/defence", "scenario/accounting", "scenario/guarantee"],
-    "metrics": ["metrics", "core/assignment", "audit"],
+    "metrics": ["metrics", "audit"],
     "analysis": ["identify", "curvature"],
     "secure": ["secure"],
     "federation": ["federation", "diffusion"],
