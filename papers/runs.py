@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-
-
-class ScaleName(str, Enum):
-    """How much of a paper is run."""
-
-    smoke = "smoke"  # does it run? Under a minute on one core, and its figures say nothing
-    small = "small"  # minutes on a CPU: which way it points
-    paper = "paper"  # the settings of the stored figures, for a GPU; only here do the bounds count
 
 
 @dataclass(frozen=True)
@@ -28,13 +19,9 @@ class Paper:
     """A folder of `papers/`, and its scales."""
 
     title: str
-    smoke: Scale | None  # none where not even one row is over in a minute
-    small: Scale
-    paper: Scale
-
-    def at(self, scale: ScaleName) -> Scale | None:
-        found: Scale | None = getattr(self, scale.value)
-        return found
+    smoke: Scale | None  # does it run? Under a minute on one core; none where not even one row is over by then
+    small: Scale  # minutes on a CPU: which way it points
+    paper: Scale  # the settings of the stored figures, for a GPU; only here do the bounds count
 
 
 PHOTOGRAPHS = "--data photographs --public cifar100-samples"

@@ -1,87 +1,24 @@
-"""The papers' figures beside ours: read from `papers/*/expected.json` and `papers/*/results/*.json`, never typed in.
+"""The papers' figures beside ours: read from `papers/*/expected.json` and `papers/*/results.csv`, never typed in.
 
 Two kinds of figures. `Printed`: a number that a paper prints, and where ours stands among the figures of its folder.
-`Bound`: what was to hold of ours, set before the measurement. Of several stored results that have a figure one is
-shown, and never by its outcome: one at full size before a `small` one, then the one with more targets, then the later.
+`Bound`: what was to hold of ours, set before the measurement. Where several runs have a figure one is shown, and never
+by its outcome: one at full size before a `small` one, then the one with more targets, then the later.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from papers import results
+from papers.results import Steps
+
 NOT_MEASURED = "not measured yet"
 FEW = 20  # fewer targets are called small, here as in every other table
-COUNTS = ("images", "targets", "trials", "runs", "clients")  # what results call the number of their targets
-Steps = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Result:
-    """One stored measurement: `papers/NAME/results/FILE.json`."""
-
-    file: str
-    stored: Mapping[str, Any]
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self.stored.get("settings") or {}
-
-    @property
-    def small(self) -> bool:
-        """Cut short (thin networks, few steps): it shows that a row runs, and reproduces nothing."""
-        return bool(self.settings.get("small"))
-
-    @property
-    def time(self) -> str:
-        return str(self.stored["environment"].get("time") or "")
-
-    @property
-    def hardware(self) -> str:
-        environment = self.stored["environment"]
-        if gpus := environment.get("gpus"):
-            return str(gpus[0]) if len(gpus) == 1 else f"{len(gpus)} x {gpus[0]}"
-        threads = environment.get("threads")
-        return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
-
-    def value(self, steps: Steps) -> float | None:
-        """The figure at the end of these steps; None where this result does not have it."""
-        held: Any = self.stored["figures"]
-        for step in steps:
-            held = held.get(step) if isinstance(held, Mapping) else None
-        return float(held) if isinstance(held, (int, float)) else None
-
-    def targets(self, steps: Steps) -> int | None:
-        """How many targets a figure is over: the nearest count on the way to it, else that of the settings."""
-        found, held = _count(self.settings), self.stored["figures"]
-        for step in (*steps, ""):
-            if not isinstance(held, Mapping):
-                break
-            found, held = _count(held) or found, held.get(step)
-        return found
-
-    def seed(self, steps: Steps) -> str:
-        row = self.stored["figures"].get(steps[0])
-        command = re.search(r"--seed (\d+)", str(self.stored["environment"].get("command")))
-        places = (self.settings, row if isinstance(row, Mapping) else {}, {"seed": command[1]} if command else {})
-        return str(next((held["seed"] for held in places if "seed" in held), "not recorded"))
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """File, date, commit, hardware, and what is to be known of it."""
-        commit = str((self.stored["environment"].get("git") or {}).get("commit") or "not recorded")[:7]
-        return self.file, self.time[:10], commit, self.hardware, str(self.stored.get("about") or "")
-
-
-def _count(held: Mapping[str, Any]) -> int | None:
-    """The number of targets that a part of a result states, itself or in its summary of PSNRs."""
-    places = (held, held["psnr"]) if isinstance(held.get("psnr"), Mapping) else (held,)
-    return next((place[name] for place in places for name in COUNTS if isinstance(place.get(name), int)), None)
 
 
 @dataclass(frozen=True)
@@ -110,15 +47,12 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Comparison:
     """One line of the page: the wanted figure, ours, and what ours was measured on."""
 
     wanted: Printed | Bound
-    result: Result | None
-
-    @property
-    def value(self) -> float | None:
-        return None if self.result is None else self.result.value(self.wanted.steps)
+    figure: results.Figure | None = None
+    value: float | None = None  # of the figure: itself, or an end of its interval
 
     @property
     def theirs(self) -> str:
@@ -131,35 +65,28 @@ class Figure:
     @property
     def outcome(self) -> str:
         """Of a bound: holds, fails, or nothing yet. A `small` run decides nothing."""
-        if self.value is None or self.result is None or not isinstance(self.wanted, Bound):
+        if self.value is None or self.figure is None or not isinstance(self.wanted, Bound):
             return ""
-        return "not decided" if self.result.small else "holds" if self.wanted.holds(self.value) else "fails"
+        return "not decided" if self.figure.small else "holds" if self.wanted.holds(self.value) else "fails"
 
     @property
     def size(self) -> str:
-        if self.result is None:
+        if self.figure is None:
             return ""
-        count = self.result.targets(self.wanted.steps)
+        count = self.figure.n
         told = "not recorded" if count is None else f"{count}{' (small)' if count < FEW else ''}"
-        return f"{told}, cut short: no reproduction" if self.result.small else told
+        return f"{told}, cut short: no reproduction" if self.figure.small else told
 
     def cells(self) -> tuple[str, ...]:
-        """What, theirs, ours, outcome, targets, seed, hardware, file."""
-        if self.result is None:
+        """What, theirs, ours, outcome, targets, seed, hardware, run."""
+        if self.figure is None:
             return self.wanted.what, self.theirs, self.ours, "", "", "", "", ""
-        return (
-            self.wanted.what,
-            self.theirs,
-            self.ours,
-            self.outcome,
-            self.size,
-            self.result.seed(self.wanted.steps),
-            self.result.hardware,
-            self.result.file,
-        )
+        seed = self.figure.seed or "not recorded"
+        source = (seed, self.figure.hardware, self.figure.run)
+        return self.wanted.what, self.theirs, self.ours, self.outcome, self.size, *source
 
 
-HEAD = ("figure", "paper", "ours", "", "targets", "seed", "hardware", "result")
+HEAD = ("figure", "paper", "ours", "", "targets", "seed", "hardware", "run")
 
 
 @dataclass(frozen=True)
@@ -178,35 +105,35 @@ class Claims:
         return held
 
     @cached_property
-    def results(self) -> list[Result]:
-        files = sorted((self.folder / "results").glob("*.json"))
-        files = [file for file in files if not file.name.endswith(".part.json")]  # those of a run that goes on
-        return [Result(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+    def figures(self) -> list[results.Figure]:
+        file = self.folder / "results.csv"
+        return results.read(file) if file.is_file() else []
 
     @property
-    def printed(self) -> list[Figure]:
+    def printed(self) -> list[Comparison]:
         """The paper's figures; empty where it prints none, or where they are nothing that we measure."""
         found = PRINTED.get(self.name)
         return [self._beside(each) for each in found(self.expected.get("reference", {}))] if found else []
 
     @property
-    def bounds(self) -> list[Figure]:
+    def bounds(self) -> list[Comparison]:
         """What was to hold, in the order of expected.json."""
         return [
-            self._beside(Bound(name, _steps(name), bound.get("at_least"), bound.get("at_most")))
+            self._beside(Bound(name, results.steps_of(name), bound.get("at_least"), bound.get("at_most")))
             for name, bound in self.expected["figures"].items()
         ]
 
-    def _beside(self, wanted: Printed | Bound) -> Figure:
-        having = [held for held in self.results if wanted.steps and held.value(wanted.steps) is not None]
-        order = lambda held: (not held.small, held.targets(wanted.steps) or 0, held.time)  # noqa: E731
-        return Figure(wanted, max(having, key=order, default=None))
+    def _beside(self, wanted: Printed | Bound) -> Comparison:
+        having = list(results.find(self.figures, self.name, wanted.steps)) if wanted.steps else []
+        order = lambda place: (not having[place][0].small, having[place][0].n or 0, place)  # noqa: E731
+        last = max(range(len(having)), key=order, default=None)
+        return Comparison(wanted) if last is None else Comparison(wanted, *having[last])
 
     def counts(self) -> str:
         """In one line: how much of it there is."""
         printed = self.printed
-        at_hand = [each.result for each in printed if each.result is not None]
-        short = sum(result.small for result in at_hand)
+        at_hand = [each.figure for each in printed if each.figure is not None]
+        short = sum(figure.small for figure in at_hand)
         shown = (
             f"{len(at_hand) - short} of {len(printed)} printed figures measured" if printed else "no printed figures"
         )
@@ -220,11 +147,6 @@ class Claims:
 def all_claims(papers: Path) -> list[Claims]:
     """Every folder of `papers/` that says what is expected of it, by name."""
     return [Claims(file.parent) for file in sorted(papers.glob("*/expected.json"))]
-
-
-def _steps(name: str) -> Steps:
-    """As papers/record.py reads names: slashes where there are any, since rows have dots in their names."""
-    return tuple(name.split("/" if "/" in name else "."))
 
 
 # --- where the papers' figures stand among ours -----------------------------------------------------------------------
@@ -331,9 +253,9 @@ def markdown(claims: Sequence[Claims], titles: Mapping[str, str]) -> str:
             lines += ["", "### What the paper prints", "", *_table(HEAD, (figure.cells() for figure in each.printed))]
         own = (HEAD[0], "was to be", *HEAD[2:])
         lines += ["", "### What was to hold", "", *_table(own, (figure.cells() for figure in each.bounds))]
-        if each.results:
-            about = ("result", "date", "commit", "hardware", "to be known")
-            lines += ["", "### Results", "", *_table(about, (result.row for result in each.results))]
+        if each.figures:
+            runs = {figure.run: (figure.run, figure.commit, figure.hardware, figure.command) for figure in each.figures}
+            lines += ["", "### Runs", "", *_table(("run", "commit", "hardware", "command"), runs.values())]
     return "\n".join(lines) + "\n"
 
 
@@ -350,8 +272,8 @@ def plain(claims: Claims) -> str:
     for title, word, figures in parts:
         lines += ["", title] if figures else []
         for figure in figures:
-            what, theirs, ours, outcome, size, seed, hardware, file = figure.cells()
-            where = f"targets {size}, seed {seed}, {hardware}, {file}" if file else ""
+            what, theirs, ours, outcome, size, seed, hardware, run = figure.cells()
+            where = f"targets {size}, seed {seed}, {hardware}, {run}" if run else ""
             told = "; ".join(part for part in (outcome, where) if part)
             lines.append(f"  {what}: {word} {theirs}, ours {ours}{f' ({told})' if told else ''}")
     return "\n".join(lines)
