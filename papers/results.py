@@ -25,7 +25,6 @@ COUNTS = ("images", "targets", "trials", "runs", "clients")  # what results call
 STATISTICS = ("median", "lowest", "highest")  # beside the mean
 FEW = 8  # longer lists of numbers (one for each target, curves over steps) are not in the table
 WITHOUT_ROWS = ("idlg", "ig", "ilrg")  # one measurement each: their row is the paper's name
-CONTROLS = ("prior only", "mid-grey", "x_t itself", "dlg-dm", "gidm", "invg-dm")  # their means are enough
 COSTS = ("cost", "lanes", "budget")  # rows whose seconds mean something
 # What a table has of a cell: scores, counts that are exact, costs. Everything else that a run measures (settings, times
 # of a shared machine, curves over steps, one number for each target) is left to the run itself.
@@ -63,7 +62,7 @@ METRICS: dict[str, tuple[str, ...]] = {  # by paper and kind of row, or by paper
         *("psnr", "ssim", "lpips", "above_prior.*", "(lpips_)?paired.*", "score.*", "seconds.*", "memory_gib"),
         *("label_accuracy", "images_a_second", "generator attacked.*"),
     ),
-    "secadam, ablation": ("psnr", "s004_compat oracle_ssim", "test_accuracy", "correlation_of_ssim_and_psnr"),
+    "secadam, ablation": ("s004_compat oracle_ssim", "test_accuracy", "correlation_of_ssim_and_psnr"),
     "secadam, exact": ("psnr", "psnr lowest", "all_exact"),
     "secadam, inversion": ("psnr", "ssim", "s004_compat.*", "no update (psnr|ssim|oracle.*)", "test_accuracy"),
     "secadam, gradients": ("psnr", "ssim", "s004_compat.*", "no update (psnr|ssim|oracle.*)"),
@@ -85,6 +84,14 @@ METRICS: dict[str, tuple[str, ...]] = {  # by paper and kind of row, or by paper
         *("(final_|test_)?accuracy", "beta_over_std_of_weights median"),
     ),
 }
+# Attack, form and metric of what another line tells as well, or what only stands beside a control.
+REPEATED = (
+    r"(?!best)[^|]*[|].*[|]adaptive .*",
+    r".*[|][bc][|]psnr_of_another_image",
+    r"(prior only|mid-grey|x_t itself|dlg-dm|gidm|invg-dm)[|].*[|]psnr_of_each .*",
+    r".*(over ig-ms|over fedleak|frozen.*)[|].*[|]paired psnr",
+    r".*[|](mean image|nearest other)[|].*",
+)
 ABSENT = ("paper", "ten", "settings", "federation", "end", "curve")  # of others, or what stands elsewhere too
 # Where the steps of a path belong. s, a, d, f: setting, attack, defence, form; "f=A0,A1": one of these. The words
 # `cells`, `points` and `methods` say nothing; every other step that no column takes becomes part of the metric.
@@ -187,10 +194,10 @@ def write(file: Path, figures: Iterable[Figure]) -> None:
 
 
 def _cell(value: Any) -> str:
-    """Eight digits of a number; all of them where it would else be rounded differently in a table."""
+    """Seven digits of a number; all of them where it would else be rounded differently in a table."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    short = f"{value:.8g}"
+    short = f"{value:.7g}"
     alike = all(f"{times * value:.{d}f}" == f"{times * float(short):.{d}f}" for times in (1, 100) for d in range(5))
     return short if alike else repr(value)
 
@@ -237,13 +244,9 @@ def _wanted(paper: str, row: str, place: Mapping[str, str]) -> bool:
     metric = place["metric"]
     if metric == "seconds" and not row.startswith(COSTS) and paper not in WITHOUT_ROWS:
         return False
+    if any(re.fullmatch(each, f"{place['attack']}|{place['form']}|{metric}") for each in REPEATED):
+        return False
     wanted = METRICS.get(_kind(paper, row)) or METRICS.get(paper, (".*",))
-    if metric.startswith("adaptive") and place["attack"] != "best":  # its cells tell
-        return False
-    if metric == "psnr_of_another_image" and place["form"] in ("b", "c"):  # as (a)
-        return False
-    if metric.startswith("psnr_of_each") and place["attack"] in CONTROLS:
-        return False
     return any(re.fullmatch(each, metric) for each in wanted)
 
 
