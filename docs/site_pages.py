@@ -94,9 +94,10 @@ def on_post_build(config: Any) -> None:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Every page that is no file, with its Markdown."""
-    from gradleak import registry
     from papers.figures import all_claims, markdown
     from papers.runs import PAPERS
+
+    from gradleak import registry
 
     for kind, folder in KINDS.items():
         entries = registry.entries(kind)

@@ -21,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-PAPERS = Path(__file__).resolve().parent
-sys.path.insert(0, str(PAPERS.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from papers.results import Figure, read
 
+PAPERS = Path(__file__).resolve().parent
 Lines = Iterable[Sequence[str]]  # the head, then the body
 Tables = Mapping[str, Callable[[], Lines]]  # by the names that READMEs have for them
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,12 +1,12 @@
-"""The table of a paper's results, `papers/NAME/results.csv`: one figure a line, with all that is needed to get it again.
+"""The table of a paper's results, `papers/NAME/results.csv`: one figure a line, with what is needed to get it again.
 
 row       a row of run.py, by its name
 setting   the run that measured it, then what tells its figures apart: "h200-curve-FedSAM; round 10"
 attack, defence, form, metric    what was run against what, what the attacker assumed, what was measured
 value     a mean where the metric has no statistic in its name ("psnr", "psnr lowest"); `low`, `high`: its 95 % interval
 n         how many targets it is over
-seed, commit, hardware, command  where it comes from; empty where it was not recorded. A command stands without the flags
-          that name the row and files: `python papers/NAME/run.py --only '^ROW$' ...` measures the line again
+seed, commit, hardware, command  where it comes from; empty where it was not recorded. A command stands without the
+          flags that name row and files: `python papers/NAME/run.py --only '^ROW$' ...` measures the line again
 
 `tidy` makes such figures of the nested ones that run.py measures, `find` looks one up by the path of the nested one.
 A run replaces what an earlier one of its name had for the same row; later runs stand below earlier ones.

@@ -1,6 +1,7 @@
-"""Raw results, as run.py wrote them until results.csv was there, into the tables: `python papers/tidy.py PAPER FILE...`.
+"""Raw results of the history into the tables: `python papers/tidy.py PAPER FILE.json ...`.
 
-The files are in the history: `git show f3580f4:papers/idlg/results/h200.json > h200.json`. A run has its file's name.
+run.py wrote one such file a run until the tables were there. Get them by
+`git show f3580f4:papers/idlg/results/h200.json > h200.json`. A run has its file's name.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAPERS = Path(__file__).resolve().parent
-sys.path.insert(0, str(PAPERS))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from results import add, tidy
+
+PAPERS = Path(__file__).resolve().parent
 
 
 def defaults(paper: str) -> dict[str, Any]:

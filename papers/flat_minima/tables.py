@@ -261,7 +261,10 @@ def tables(at: Results) -> Tables:
             for number in ROUNDS:
                 line += [modes(PSNR, run, row, "", "ig", s=f"round {number}")]
                 line += [at(EXCESS, run, row, s=f"round {number}")] if number != "0" else []
-            last = [at(form, run, row, s="round 200") for form in ("{curvature extremes highest:.1f}", "{test_accuracy:.3f}")]
+            last = [
+                at(form, run, row, s="round 200")
+                for form in ("{curvature extremes highest:.1f}", "{test_accuracy:.3f}")
+            ]
             yield [*line, *last]
 
     def information() -> Iterator[Sequence[str]]:
@@ -269,12 +272,26 @@ def tables(at: Results) -> Tables:
         for number in ROUNDS:
             for method in METHODS if number != "0" else ("FedAvg", "FedSAI"):
                 place = {"run": "h200-information", "row": f"information, round {number}", "d": method}
-                ratio = "({covariance trace_ratio:.2f})" if (number, method) == ("0", "FedAvg") else "{covariance trace_ratio:.2f}"
+                ratio = (
+                    "({covariance trace_ratio:.2f})"
+                    if (number, method) == ("0", "FedAvg")
+                    else "{covariance trace_ratio:.2f}"
+                )
                 sent = "plain" if method == "FedAvg" else "sent"
-                forms = [EXCESS, "{index 1 determinant:,.0f}", "{index 1 ball:,.0f}", f"{ratio}, {{covariance top_ratios 1:.2f}}"]
+                forms = [
+                    EXCESS,
+                    "{index 1 determinant:,.0f}",
+                    "{index 1 ball:,.0f}",
+                    f"{ratio}, {{covariance top_ratios 1:.2f}}",
+                ]
                 forms += [f"{{channel {sent} nats, 512 releases, noise 1%:,.0f}}"]
                 pixels = "{input floor psnr 1:.1f}, {input floor psnr 2:.1f}"
-                yield [number, method, *(at(form, **place) for form in forms), *(at(pixels, f=mode, **place) for mode in "ac")]
+                yield [
+                    number,
+                    method,
+                    *(at(form, **place) for form in forms),
+                    *(at(pixels, f=mode, **place) for mode in "ac"),
+                ]
 
     def beside_the_paper() -> Iterator[Sequence[str]]:
         names = {"idlg": "iDLG", "ig": "IG", "gias": "GIAS", "gifd": "GIFD"}
@@ -290,7 +307,9 @@ def tables(at: Results) -> Tables:
             runs = (("h200-init-torch", "init torch"), ("h200-round-100", "table, round 100"))
             runs += (("h200-round-200-idlg", "table, round 200"),)
             ours = " / ".join(at(PSNR, run, row, a="idlg", d=method, f=mode) or "-" for run, row in runs)
-            exact = (at(PSNR, f"h200-exact-{n}", f"exact, round {n}", a="second-order", d=method, f=mode) for n in ROUNDS)
+            exact = (
+                at(PSNR, f"h200-exact-{n}", f"exact, round {n}", a="second-order", d=method, f=mode) for n in ROUNDS
+            )
             yield [method, *theirs, ours, " / ".join(exact)]
 
     def small() -> Iterator[Sequence[str]]:

@@ -145,7 +145,9 @@ def tables(at: Results) -> Tables:
         ):
             row = f"batch, cifar10 32, {victim}, 2 images"
             cells = [
-                at(each(f"psnr_of_examples, batch {number}", 2, ".1f"), run, row, a="span-dm") if number <= count else ""
+                at(each(f"psnr_of_examples, batch {number}", 2, ".1f"), run, row, a="span-dm")
+                if number <= count
+                else ""
                 for number in (1, 2)
             ]
             yield [name, *cells, at("{noise_cosine:s2}", run, row, a="span-dm"), at(MEAN, run, row, a="mid-grey")]
@@ -162,7 +164,12 @@ def tables(at: Results) -> Tables:
         yield ["mid-grey", at(each("psnr_of_each", 2, ".1f"), *place, d="mid-grey"), "", ""]
 
     def phases() -> Iterator[Sequence[str]]:
-        attacks = {"GIDM, phase 1": "gidm, phase 1", "GIDM, both phases": "gidm", "DLG-dm": "dlg-dm", "InvG-dm": "invg-dm"}
+        attacks = {
+            "GIDM, phase 1": "gidm, phase 1",
+            "GIDM, both phases": "gidm",
+            "DLG-dm": "dlg-dm",
+            "InvG-dm": "invg-dm",
+        }
         yield ["PSNR (95 %)", *attacks]
         for t, run in (("50", "h200-phases"), ("200", "h200-phases-t200")):
             row = f"known, cifar10 32, trained, t {t}"

@@ -244,7 +244,9 @@ def tables(at: Results) -> Tables:
         ("letters, CNNmnist", "h200-trajectory", "letters", "20", "100"),
         ("", "h200-trajectory", "letters", "50", "250"),
     ]
-    thin = [("CIFAR-100" if steps == "10" else "", "cpu-small", "cifar100", "20", steps) for steps in ("10", "25", "50")]
+    thin = [
+        ("CIFAR-100" if steps == "10" else "", "cpu-small", "cifar100", "20", steps) for steps in ("10", "25", "50")
+    ]
     thin += [("", "cpu-small", "cifar100", "50", "125"), ("letters", "cpu-small", "letters", "20", "50")]
     thin += [("", "cpu-small", "letters", "50", "125")]
     one = [("letters", "cpu-trajectory", "letters", "20", steps) for steps in ("10", "20", "50", "100")]

@@ -55,9 +55,18 @@ def tables(at: Results) -> Tables:
 
     def labels(run: str, rows: dict[str, str]) -> Iterator[Sequence[str]]:
         yield ["share of labels right, %", *rows]
-        lines = [(f"one client, one image: `sign`, {rule}", f"{rule}, one client, B 1", "sign") for rule in ("SecAdam", "SecLion")]
-        lines += [(f"one client, eight images: `{rule}`", "SecAdam, one client, B 8", rule) for rule in ("sign", "row-minimum")]
-        lines += [(f"{n} clients, one image each: `ratio-counts`", f"SecAdam, {n} clients, B 1", "ratio-counts") for n in (2, 4, 8, 16, 50)]
+        lines = [
+            (f"one client, one image: `sign`, {rule}", f"{rule}, one client, B 1", "sign")
+            for rule in ("SecAdam", "SecLion")
+        ]
+        lines += [
+            (f"one client, eight images: `{rule}`", "SecAdam, one client, B 8", rule)
+            for rule in ("sign", "row-minimum")
+        ]
+        lines += [
+            (f"{n} clients, one image each: `ratio-counts`", f"SecAdam, {n} clients, B 1", "ratio-counts")
+            for n in (2, 4, 8, 16, 50)
+        ]
         for name, setting, rule in lines:
             yield [name, *(at(f"{{{rule}:%}}", run, f"labels {row}", s=setting) for row in rows.values())]
         yield ["accuracy of the network", *(at("{test_accuracy:%}", run, f"labels {row}") for row in rows.values())]
@@ -71,7 +80,13 @@ def tables(at: Results) -> Tables:
             yield [size, *(at(form, "cpu-small-clients", "clients cifar10", s=size) for form in forms)]
 
     def few_clients() -> Iterator[Sequence[str]]:
-        yield ["clients", "the sum: iDLG / `sign-matching`", "the ratio: `sign-matching` / iDLG, A0", "labels from the ratio", "mid-grey"]
+        yield [
+            "clients",
+            "the sum: iDLG / `sign-matching`",
+            "the ratio: `sign-matching` / iDLG, A0",
+            "labels from the ratio",
+            "mid-grey",
+        ]
         place = {"run": "cpu-small-clients", "row": "clients cifar10"}
         for size in ("1", "2", "4"):
             plain = [at("{psnr:.1f}", f=SUM, a=attack, s=size, **place) for attack in ("idlg", "sign-matching")]
@@ -127,7 +142,13 @@ def tables(at: Results) -> Tables:
             yield line
 
     def estimates() -> Iterator[Sequence[str]]:
-        yield ["after 100 rounds, n = 1, 5, 20", "median error of sizes, %", "cosine with the gradient", "eight images: error, %", "cosine"]
+        yield [
+            "after 100 rounds, n = 1, 5, 20",
+            "median error of sizes, %",
+            "cosine with the gradient",
+            "eight images: error, %",
+            "cosine",
+        ]
         for name in ("largest of all rounds", "largest of the later half", TRACKED):
             line = [name]
             for size in ("1", "8"):
@@ -141,13 +162,22 @@ def tables(at: Results) -> Tables:
 
     def lion() -> Iterator[Sequence[str]]:
         yield ["SecLion, one round", "n = 1", "5", "20"]
-        for name, form in (("median error of sizes, %", "{median_error_of_sizes:%}"), ("cosine with c", "{cosine_with_c:s3}")):
-            cells = (at(form, "cpu-small-state", "state cifar10, B 1", s=n, f="SecLion, one round") for n in ("n 1", "n 5", "n 20"))
+        for name, form in (
+            ("median error of sizes, %", "{median_error_of_sizes:%}"),
+            ("cosine with c", "{cosine_with_c:s3}"),
+        ):
+            cells = (
+                at(form, "cpu-small-state", "state cifar10, B 1", s=n, f="SecLion, one round")
+                for n in ("n 1", "n 5", "n 20")
+            )
             yield [name, *cells]
 
     def inverted() -> Iterator[Sequence[str]]:
         runs = ("cpu-small-state-inverted", "h200-state")
-        yield ["the server's view of round 100", *(word for name in ("small", "H200") for word in (f"{name}: its own image", "unrelated", "label right, %"))]
+        yield [
+            "the server's view of round 100",
+            *(word for name in ("small", "H200") for word in (f"{name}: its own image", "unrelated", "label right, %")),
+        ]
         for name, view in (
             ("the exact gradient, no SecAdam", "exact gradient"),
             ("tracked", "tracked"),
@@ -160,7 +190,14 @@ def tables(at: Results) -> Tables:
         yield ["mid-grey", grey[0], "", "", grey[1], "", ""]
 
     def exact() -> Iterator[Sequence[str]]:
-        yield ["clients", "the sum: mean, lowest", "SecAdam's ratio", "batches with every image exact, %: sum, ratio", "small: the sum", "the ratio"]
+        yield [
+            "clients",
+            "the sum: mean, lowest",
+            "SecAdam's ratio",
+            "batches with every image exact, %: sum, ratio",
+            "small: the sum",
+            "the ratio",
+        ]
         for count in (1, 2, 3, 4, 8):
             names = [f"{view}, n {count}" for view in ("sum", "ratio")]
             form = "{psnr:.1f}, {psnr lowest:.1f}"
@@ -192,7 +229,13 @@ def tables(at: Results) -> Tables:
         yield ["accuracy of the network", *(word for each in right for word in (each, "", ""))]
 
     def gradients(run: str, model: str) -> Iterator[Sequence[str]]:
-        yield [model.replace("cnn", "CNN").replace("lenet", "LeNet"), "uniform start", "from class images", "the paper", "one to one, uniform start"]
+        yield [
+            model.replace("cnn", "CNN").replace("lenet", "LeNet"),
+            "uniform start",
+            "from class images",
+            "the paper",
+            "one to one, uniform start",
+        ]
         rows = [f"gradients FMNIST, {model}{start}" for start in ("", ", from class images")]
         held = reference["gradients"][f"FMNIST {model}"]
         for attack in ("iDLG", "CPL", "sign-matching (ours)"):
@@ -210,16 +253,29 @@ def tables(at: Results) -> Tables:
             for size in (8, 1):
                 for start, word in STARTS.items():
                     run, row = ablated(pool, start, size), f"ablation {pool}, {start}, B {size}"
-                    yield [f"{name}, {word}, B {size}", *_norms(run, row, "{s004_compat oracle_ssim:s2}"), at("{correlation_of_ssim_and_psnr:s2}", run, row)]
+                    yield [
+                        f"{name}, {word}, B {size}",
+                        *_norms(run, row, "{s004_compat oracle_ssim:s2}"),
+                        at("{correlation_of_ssim_and_psnr:s2}", run, row),
+                    ]
             run, row = ablated(pool, "uniform", 8), f"ablation {pool}, uniform, B 8"
             yield [f"accuracy, {name}, %", *_norms(run, row, "{test_accuracy:%}"), ""]
         run, row = "cpu-ablation-sigmoid", "ablation sigmoid, 30 epochs"
-        for title, form in (("sigmoid after 30 epochs, on a CPU", "{s004_compat oracle_ssim:s2}"), ("its accuracy, %", "{test_accuracy:%}")):
+        for title, form in (
+            ("sigmoid after 30 epochs, on a CPU", "{s004_compat oracle_ssim:s2}"),
+            ("its accuracy, %", "{test_accuracy:%}"),
+        ):
             cells = _norms(run, row, form)
-            yield [title, *(cell if "/" in cell and cell != " / " else "" for cell in cells), at("{correlation_of_ssim_and_psnr:s2}", run, row) if "after" in title else ""]
+            yield [
+                title,
+                *(cell if "/" in cell and cell != " / " else "" for cell in cells),
+                at("{correlation_of_ssim_and_psnr:s2}", run, row) if "after" in title else "",
+            ]
 
     def _norms(run: str, row: str, form: str) -> list[str]:
-        return [" / ".join(at(form, run, row, s=f"{kind}, {norm}") for norm in ("none", "layer")) for kind in ACTIVATIONS]
+        return [
+            " / ".join(at(form, run, row, s=f"{kind}, {norm}") for norm in ("none", "layer")) for kind in ACTIVATIONS
+        ]
 
     def small_ablation() -> Iterator[Sequence[str]]:
         yield ["pooling, start, B", *ACTIVATIONS.values(), "SSIM-PSNR correlation (20 runs)"]
@@ -234,18 +290,39 @@ def tables(at: Results) -> Tables:
         ):
             run, row = "cpu-small-ablation", f"ablation {pool}, {start}, B {size}"
             name = f"{POOLS[pool]}, {STARTS[start]}, {size}"
-            yield [name, *_norms(run, row, "{s004_compat oracle_ssim:s2}"), at("{correlation_of_ssim_and_psnr:s2}", run, row)]
+            yield [
+                name,
+                *_norms(run, row, "{s004_compat oracle_ssim:s2}"),
+                at("{correlation_of_ssim_and_psnr:s2}", run, row),
+            ]
 
     def small_inversion() -> Iterator[Sequence[str]]:
-        yield ["Fashion-MNIST, LeNet; PSNR / SSIM in the paper's convention", "ours", "the paper", "ours, one to one and without tuning"]
+        yield [
+            "Fashion-MNIST, LeNet; PSNR / SSIM in the paper's convention",
+            "ours",
+            "the paper",
+            "ours, one to one and without tuning",
+        ]
         place = ("cpu-small-tables", "inversion FMNIST, lenet")
         for algorithm in ALGORITHMS:
             forms = [at(form, *place, d=algorithm) for form in (THEIRS, BOTH)]
             yield [algorithm, forms[0], printed("FMNIST", algorithm), forms[1]]
-        yield ["a test image of each class, no update", at(ORACLE, *place, f=CLASS), "", at(UNSEEN, *place, f="nearest of class")]
+        yield [
+            "a test image of each class, no update",
+            at(ORACLE, *place, f=CLASS),
+            "",
+            at(UNSEEN, *place, f="nearest of class"),
+        ]
 
     def small_gradients() -> Iterator[Sequence[str]]:
-        yield ["", *(word for attack in ("iDLG", "CPL") for word in (f"{attack}: uniform", f"{attack}: class images", "the paper"))]
+        yield [
+            "",
+            *(
+                word
+                for attack in ("iDLG", "CPL")
+                for word in (f"{attack}: uniform", f"{attack}: class images", "the paper")
+            ),
+        ]
         held = reference["gradients"]["FMNIST lenet"]
         for algorithm in ALGORITHMS:
             line = [algorithm]

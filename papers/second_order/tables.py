@@ -52,7 +52,11 @@ def tables(at: Results) -> Tables:
             ("FedASAM", "FedASAM rho 0.3", ("", "h200-d", "")),
             ("sigmoid, trained", "sigmoid, trained", ("", "h200-d", "")),
             ("two images", "two images", ("", "h200-k", "")),
-            ("FedAvg, 4 steps over 2 images, order and labels unknown", "FedAvg, 4 steps over 2 images", ("", "h200-k", "")),
+            (
+                "FedAvg, 4 steps over 2 images, order and labels unknown",
+                "FedAvg, 4 steps over 2 images",
+                ("", "h200-k", ""),
+            ),
         ):
             cells = [at("{psnr:.1f}", run, f"{row}{FLOAT}{rate}") for run, rate in zip(runs, ("1", "0.1", "0.01"))]
             yield [name, at("{psnr:n}", runs[1], f"{row}{FLOAT}0.1"), *cells]

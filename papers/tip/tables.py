@@ -108,10 +108,19 @@ def tables(at: Results) -> Tables:
         yield ["CIFAR-10, IG", "A0", "A1", "A2", "A0'"]
         betas = ("0.02", "0.0057", "0.00114")
         lines = [(name, "table cifar10", name) for name in ("No DP", "DP", "AGP")]
-        lines += [("AGP, labels given", "table cifar10, labels given", "AGP"), ("TIP, beta 0.0969", "table cifar10", "TIP")]
+        lines += [
+            ("AGP, labels given", "table cifar10, labels given", "AGP"),
+            ("TIP, beta 0.0969", "table cifar10", "TIP"),
+        ]
         lines += [(f"TIP, beta {beta}", "sweep beta", f"beta {beta}") for beta in betas]
         for name, row, defence in lines:
-            yield [name, *(at("{psnr:.2f} / {ssim:.3f}", "cpu-small-attacks", row, d=defence, f=form) for form in ("A0", "A1", "A2", "A0'"))]
+            yield [
+                name,
+                *(
+                    at("{psnr:.2f} / {ssim:.3f}", "cpu-small-attacks", row, d=defence, f=form)
+                    for form in ("A0", "A1", "A2", "A0'")
+                ),
+            ]
 
     full = [("No DP (twice, in TF32)", "local", "No DP"), *((name, "local", name) for name in ("DP", "AGP", "TIP"))]
     full += [
