@@ -86,6 +86,10 @@ def markdown(lines: Lines) -> str:
     head, *body = map(list, lines)
     if wrong := next((line for line in body if len(line) != len(head)), None):
         raise ValueError(f"A line of a table has {len(wrong)} cells, its head {len(head)}: {wrong}.")
+    if bare := next((line for line in body if len(line) > 1 and not any(line[1:])), None):
+        raise ValueError(
+            f"Nothing of the line {bare[0]!r} is in results.csv: does tables.py name its run and row rightly?"
+        )
     rows = ["".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in (head, *body)]
     return "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]])
 

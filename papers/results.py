@@ -33,6 +33,7 @@ METRICS: dict[str, tuple[str, ...]] = {  # by paper and kind of row, or by paper
         *("psnr", "test_accuracy", "gradient_norm", "curvature (excess|log_determinant error|extremes highest)"),
         *("curvature trace( standard_error)?", "associations.* (plain|partial)"),
     ),
+    "flat_minima, exact": ("psnr", "order.*", "adaptive (share_of_undefended|share_of_plain|naive_share|exact)"),
     "flat_minima": (
         *("psnr", "ssim", "lpips", "psnr_of_another_image", "order.*", "flatness.*", "radius"),
         "adaptive (share_of_undefended|share_of_plain|naive_share|exact)",
@@ -41,21 +42,22 @@ METRICS: dict[str, tuple[str, ...]] = {  # by paper and kind of row, or by paper
         *("associations.* (plain|partial)",),
     ),
     "gidm, known": (
-        *("psnr( median| lowest)?", "ssim", "lpips", "above_40", "starts (median|highest)", "best above_40"),
+        *("psnr( median| lowest)?", "lpips", "above_40", "starts (median|highest)", "best above_40"),
         *("phases.*", "test_loss"),
     ),
     "gidm": (
         *("psnr", "ssim", "lpips", "noise_cosine", "(psnr_of_each|starts|outside) .", "psnr_of_examples.*"),
-        *("above_prior.*", "batch . .*", "test_loss", "final_test_loss"),
+        *("above_prior best", "batch . .*", "test_loss", "final_test_loss"),
     ),
     "gidm, modes": ("psnr", "lpips", "t (right|off_by)", "above_prior.*"),
     "gidm, cost": ("seconds", "memory_gib", "psnr"),
     "nl_sme, trajectory": (
         *("growth (line|bezier) rms", "growth gain", "growth mismatch (start|midpoint|line|bezier|along.*)"),
-        *("growth mismatch replays (2|5|10|20)", "clients_where.*", "parameters"),
+        *("growth mismatch replays (2|5|10|20)", "clients_where.*"),
     ),
+    "nl_sme, architecture": ("psnr", "ssim", "l_sim_(obj|raw)", "paired psnr", "parameters"),
     "nl_sme": (
-        *("psnr", "ssim", "l_sim_(obj|raw)", "paired psnr", "psnr_from_the_paper", "epochs_of wrong", "parameters"),
+        *("psnr", "ssim", "l_sim_(obj|raw)", "paired psnr", "psnr_from_the_paper", "epochs_of wrong"),
         *("seconds_of_lanes", "seconds_one_by_one", "share", "psnr (lanes|one by one)", "memory_gib .*"),
     ),
     "priors": (

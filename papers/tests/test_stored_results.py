@@ -65,6 +65,8 @@ def test_a_stale_table_is_noticed() -> None:
     assert "| 2 |" in readme.filled(text, {"a": lambda: [["x"], ["2"]]})
     with pytest.raises(ValueError, match="its head 1"):
         readme.filled(text, {"a": lambda: [["x"], ["1", "2"]]})
+    with pytest.raises(ValueError, match="Nothing of the line 'SME'"):
+        readme.filled(text, {"a": lambda: [["", "PSNR"], ["SME", ""]]})
 
 
 def test_numbers_are_written_as_templates_say() -> None:
