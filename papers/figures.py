@@ -74,8 +74,8 @@ class Comparison:
         if self.figure is None:
             return ""
         count = self.figure.n
-        told = "not recorded" if count is None else f"{count}{' (small)' if count < FEW else ''}"
-        return f"{told}, cut short: no reproduction" if self.figure.small else told
+        size = "not recorded" if count is None else f"{count}{' (small)' if count < FEW else ''}"
+        return f"{size}, cut short: no reproduction" if self.figure.small else size
 
     def cells(self) -> tuple[str, ...]:
         """What, theirs, ours, outcome, targets, seed, hardware, run."""
@@ -101,8 +101,8 @@ class Claims:
 
     @cached_property
     def expected(self) -> Mapping[str, Any]:
-        held: Mapping[str, Any] = json.loads((self.folder / "expected.json").read_text(encoding="utf-8"))
-        return held
+        expected: Mapping[str, Any] = json.loads((self.folder / "expected.json").read_text(encoding="utf-8"))
+        return expected
 
     @cached_property
     def figures(self) -> list[results.Figure]:
@@ -112,8 +112,8 @@ class Claims:
     @property
     def printed(self) -> list[Comparison]:
         """The paper's figures; empty where it prints none, or where they are nothing that we measure."""
-        found = PRINTED.get(self.name)
-        return [self._beside(each) for each in found(self.expected.get("reference", {}))] if found else []
+        printed = PRINTED.get(self.name)
+        return [self._beside(each) for each in printed(self.expected.get("reference", {}))] if printed else []
 
     @property
     def bounds(self) -> list[Comparison]:
@@ -182,48 +182,50 @@ def _tip(reference: Mapping[str, Any]) -> Iterator[Printed]:
             # One attack of the paper, GIFD, has no row here.
             yield from _psnr(f"{data}, {attack}, A0", defences, (f"table {data}", "A0") if attack == "IG" else ())
     for data, defences in reference["heat maps"].items():
-        for defence, held in defences.items():
+        for defence, entry in defences.items():
             what = f"{data}, heat maps, {defence}: PSNR of the overlay"
-            yield Printed(what, held["psnr"], (f"maps {data}, local", defence, "overlay_psnr"))
+            yield Printed(what, entry["psnr"], (f"maps {data}, local", defence, "overlay_psnr"))
 
 
 def _flat_minima(reference: Mapping[str, Any]) -> Iterator[Printed]:
     for method, rounds in reference["table"].items():
         mode = "a" if method == "FedAvg" else "b"  # the attacker ignores the rule; FedAvg has none to ignore
         for number, attacks in rounds.items():
-            for attack, held in attacks.items():
+            for attack, entry in attacks.items():
                 steps = (f"table, round {number}", "cells", method, attack, mode, "psnr", "mean")
-                yield Printed(f"{method}, round {number}, {attack}: PSNR", held["psnr"], steps)
+                yield Printed(f"{method}, round {number}, {attack}: PSNR", entry["psnr"], steps)
 
 
 def _secadam(reference: Mapping[str, Any]) -> Iterator[Printed]:
     """PSNR in the supplement's own convention, which our rows keep beside the usual one."""
-    own: Steps = ("s004_compat", "oracle_psnr", "mean")
-    for held in reference["inversion"]:
-        data = held["dataset"].replace("Imagenet", "ImageNet")  # spelled both ways there
+    convention: Steps = ("s004_compat", "oracle_psnr", "mean")
+    for entry in reference["inversion"]:
+        data = entry["dataset"].replace("Imagenet", "ImageNet")  # spelled both ways there
         row = f"inversion {data}, {'lenet' if data == 'FMNIST' else 'convnext'}"
-        yield Printed(f"{row}, {held['algorithm']}: PSNR", held["psnr"], (row, "cells", held["algorithm"], *own))
+        yield Printed(
+            f"{row}, {entry['algorithm']}: PSNR", entry["psnr"], (row, "cells", entry["algorithm"], *convention)
+        )
     for place, attacks in reference["gradients"].items():
         row = "gradients " + ", ".join(place.rsplit(" ", 1))
         for attack, algorithms in attacks.items():
-            for algorithm, held in algorithms.items():
+            for algorithm, entry in algorithms.items():
                 cell = f"{attack}, {algorithm}"
-                yield Printed(f"{row}, {cell}: PSNR", held["psnr"], (row, "cells", cell, *own))
-    for held in reference["performance"]:
-        row = f"performance {held['dataset']}, {'lenet' if held['dataset'] == 'FMNIST' else 'convnext'}"
-        steps = (row, "cells", held["algorithm"], "accuracy")
-        yield Printed(f"{row}, {held['algorithm']}: accuracy (%)", held["accuracy"], steps)
+                yield Printed(f"{row}, {cell}: PSNR", entry["psnr"], (row, "cells", cell, *convention))
+    for entry in reference["performance"]:
+        row = f"performance {entry['dataset']}, {'lenet' if entry['dataset'] == 'FMNIST' else 'convnext'}"
+        steps = (row, "cells", entry["algorithm"], "accuracy")
+        yield Printed(f"{row}, {entry['algorithm']}: accuracy (%)", entry["accuracy"], steps)
     for name, algorithm in (("dp_fedavg", "DP-FedAVG"), ("dp_secadam", "DP-SecAdam")):
-        for held in reference[name]:
-            model = "cnn" if held["dataset"] == "FMNIST" else "resnetv2"
-            row = f"grid {held['dataset']}, {model}, clip {held['clip']:g}"
-            cell = f"{algorithm}, clip {held['clip']:g}, noise {held['noise scale']:g}"
-            yield Printed(f"{row}, {cell}: accuracy (%)", held["accuracy"], (row, "cells", cell, "accuracy"))
+        for entry in reference[name]:
+            model = "cnn" if entry["dataset"] == "FMNIST" else "resnetv2"
+            row = f"grid {entry['dataset']}, {model}, clip {entry['clip']:g}"
+            cell = f"{algorithm}, clip {entry['clip']:g}, noise {entry['noise scale']:g}"
+            yield Printed(f"{row}, {cell}: accuracy (%)", entry["accuracy"], (row, "cells", cell, "accuracy"))
 
 
 def _psnr(place: str, cells: Mapping[str, Mapping[str, float]], steps: Steps) -> Iterator[Printed]:
-    for name, held in cells.items():
-        yield Printed(f"{place}, {name}: PSNR", held["psnr"], (*steps, name, "psnr", "mean") if steps else ())
+    for name, entry in cells.items():
+        yield Printed(f"{place}, {name}: PSNR", entry["psnr"], (*steps, name, "psnr", "mean") if steps else ())
 
 
 # Folders that are not here print no number that we measure; their `about` says why.
@@ -251,8 +253,8 @@ def markdown(claims: Sequence[Claims], titles: Mapping[str, str]) -> str:
         lines += ["", f"## {titles[each.name]} {{#{each.name}}}", "", each.expected["about"]]
         if each.printed:
             lines += ["", "### What the paper prints", "", *_table(HEAD, (figure.cells() for figure in each.printed))]
-        own = (HEAD[0], "was to be", *HEAD[2:])
-        lines += ["", "### What was to hold", "", *_table(own, (figure.cells() for figure in each.bounds))]
+        head = (HEAD[0], "was to be", *HEAD[2:])
+        lines += ["", "### What was to hold", "", *_table(head, (figure.cells() for figure in each.bounds))]
         if each.figures:
             runs = {figure.run: (figure.run, figure.commit, figure.hardware, figure.command) for figure in each.figures}
             lines += ["", "### Runs", "", *_table(("run", "commit", "hardware", "command"), runs.values())]
@@ -274,6 +276,6 @@ def plain(claims: Claims) -> str:
         for figure in figures:
             what, theirs, ours, outcome, size, seed, hardware, run = figure.cells()
             where = f"targets {size}, seed {seed}, {hardware}, {run}" if run else ""
-            told = "; ".join(part for part in (outcome, where) if part)
-            lines.append(f"  {what}: {word} {theirs}, ours {ours}{f' ({told})' if told else ''}")
+            details = "; ".join(part for part in (outcome, where) if part)
+            lines.append(f"  {what}: {word} {theirs}, ours {ours}{f' ({details})' if details else ''}")
     return "\n".join(lines)

@@ -66,11 +66,11 @@ class Results:
 
     @cached_property
     def places(self) -> Mapping[tuple[str, ...], Mapping[str, Shown]]:
-        found: dict[tuple[str, ...], dict[str, Shown]] = {}
+        places: dict[tuple[str, ...], dict[str, Shown]] = {}
         for figure in read(self.folder / "results.csv"):
             place = (figure.run, *figure.key[:-1])
-            found.setdefault(place, {})[figure.metric] = Shown(figure)
-        return found
+            places.setdefault(place, {})[figure.metric] = Shown(figure)
+        return places
 
     @cached_property
     def reference(self) -> Any:
@@ -78,8 +78,8 @@ class Results:
 
     def __call__(self, template: str, run: str, row: str, a: str = "", d: str = "", f: str = "", s: str = "") -> str:
         """The cell; empty where nothing was measured there."""
-        held = self.places.get((run, row, s, a, d, f))
-        return "" if held is None else template.format_map(held)
+        metrics = self.places.get((run, row, s, a, d, f))
+        return "" if metrics is None else template.format_map(metrics)
 
 
 def markdown(lines: Lines) -> str:
@@ -96,7 +96,7 @@ def markdown(lines: Lines) -> str:
 
 def filled(text: str, tables: Tables) -> str:
     """A README with its tables as they are to be."""
-    return MARKED.sub(lambda found: f"{found[1]}{markdown(tables[found[2]]())}\n{found[3]}", text)
+    return MARKED.sub(lambda mark: f"{mark[1]}{markdown(tables[mark[2]]())}\n{mark[3]}", text)
 
 
 def readmes() -> Iterable[tuple[Path, str]]:

@@ -225,7 +225,7 @@ def tidy(paper: str, run: str, stored: Mapping[str, Any]) -> list[Figure]:
     """The figures of one measurement: {"figures": nested, "settings": ..., "environment": ...}."""
     settings, environment = stored.get("settings") or {}, stored.get("environment") or {}
     rows = {paper: stored["figures"]} if paper in WITHOUT_ROWS else stored["figures"]
-    found = []
+    figures = []
     for row, nested in rows.items():
         source = {
             "seed": _seed(settings, nested, environment),
@@ -238,8 +238,8 @@ def tidy(paper: str, run: str, stored: Mapping[str, Any]) -> list[Figure]:
             if not _wanted(paper, row, place):
                 continue
             place["setting"] = "; ".join(part for part in (run, place["setting"]) if part)
-            found.append(Figure(row=row, **place, **numbers, **source))
-    return found
+            figures.append(Figure(row=row, **place, **numbers, **source))
+    return figures
 
 
 def _wanted(paper: str, row: str, place: Mapping[str, str]) -> bool:
@@ -261,16 +261,27 @@ def steps_of(name: str) -> Steps:
     return tuple(name.split("/" if "/" in name else "."))
 
 
+def kept(paper: str, path: Steps) -> bool:
+    """Whether a table has room for the figure at the end of a path of nested steps."""
+    row, place, _ = _address(paper, path)
+    return _wanted(paper, row, place)
+
+
 def find(figures: Iterable[Figure], paper: str, path: Steps) -> Iterator[tuple[Figure, float]]:
     """The figures (of several runs) that a path of nested steps leads to, each with its number."""
-    row, steps = (paper, path) if paper in WITHOUT_ROWS else (path[0], path[1:])
-    side = steps[-1] if steps and steps[-1] in ("low", "high") else "value"
-    place = _place(paper, row, steps[:-1] if side != "value" else steps)
+    row, place, side = _address(paper, path)
     key = (row, *(place[name] for name in ("setting", "attack", "defence", "form", "metric")))
     for figure in figures:
         number = getattr(figure, side)
         if figure.key == key and number is not None:
             yield figure, number
+
+
+def _address(paper: str, path: Steps) -> tuple[str, dict[str, str], str]:
+    """Row, columns and side (value, low, high) of the figure at the end of a path."""
+    row, steps = (paper, path) if paper in WITHOUT_ROWS else (path[0], path[1:])
+    side = steps[-1] if steps[-1] in ("low", "high") else "value"
+    return row, _place(paper, row, steps[:-1] if side != "value" else steps), side
 
 
 def _place(paper: str, row: str, steps: Steps) -> dict[str, str]:
@@ -301,28 +312,31 @@ def _fits(token: str, step: str) -> bool:
     return token.startswith("*") or token == step or ("=" in token and step in token.split("=")[1].split(","))
 
 
-def _leaves(held: Any, steps: Steps, count: int | None) -> Iterator[tuple[Steps, dict[str, Any]]]:
+def _leaves(nested: Any, steps: Steps, count: int | None) -> Iterator[tuple[Steps, dict[str, Any]]]:
     """Every figure of a nested one: its steps, its number, its interval, how many targets it is over."""
-    if isinstance(held, Mapping):
-        count = _count(held) or count
-        if {"value", "low", "high"} <= held.keys():
-            if held["value"] is not None:
-                yield steps, {**{name: _float(held[name]) for name in NUMBERS}, "n": held.get("count") or count}
+    if isinstance(nested, Mapping):
+        count = _count(nested) or count
+        if {"value", "low", "high"} <= nested.keys():
+            if nested["value"] is not None:
+                yield steps, {**{name: _float(nested[name]) for name in NUMBERS}, "n": nested.get("count") or count}
             return
-        if {"mean", "lowest"} <= held.keys():
-            bounds = held.get("interval") or (None, None)
-            told = {"n": count, "low": bounds[0], "high": bounds[1]}
+        if {"mean", "lowest"} <= nested.keys():
+            bounds = nested.get("interval") or (None, None)
+            interval = {"n": count, "low": bounds[0], "high": bounds[1]}
             for name in ("mean", *(STATISTICS if steps[-1] in ("psnr", "cosine") else ())):
-                if held.get(name) is not None:
-                    yield (*steps, name), {"value": float(held[name]), **(told if name == "mean" else {"n": count})}
+                if nested.get(name) is not None:
+                    yield (
+                        (*steps, name),
+                        {"value": float(nested[name]), **(interval if name == "mean" else {"n": count})},
+                    )
             return
-        for name, each in held.items():
+        for name, each in nested.items():
             if name not in ABSENT and name not in COUNTS:
                 yield from _leaves(each, (*steps, name), count)
-    elif isinstance(held, (int, float)) and not isinstance(held, bool):
-        yield steps, {"value": float(held), "n": count}
-    elif isinstance(held, list) and 0 < len(held) <= FEW and all(isinstance(each, (int, float)) for each in held):
-        for number, each in enumerate(held, 1):
+    elif isinstance(nested, (int, float)) and not isinstance(nested, bool):
+        yield steps, {"value": float(nested), "n": count}
+    elif isinstance(nested, list) and 0 < len(nested) <= FEW and all(isinstance(each, (int, float)) for each in nested):
+        for number, each in enumerate(nested, 1):
             yield (*steps[:-1], f"{steps[-1]} {number}"), {"value": float(each), "n": 1}
 
 
@@ -330,45 +344,45 @@ def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _shortened(held: Any) -> Any:
+def _shortened(nested: Any) -> Any:
     """The same with what lists hold by name: rounds of a curve, lengths of a path, bounds at one level of noise."""
-    if isinstance(held, list):
-        return [_shortened(each) for each in held]
-    if not isinstance(held, Mapping):
-        return held
-    found = {name: _shortened(each) for name, each in held.items()}
+    if isinstance(nested, list):
+        return [_shortened(each) for each in nested]
+    if not isinstance(nested, Mapping):
+        return nested
+    named = {name: _shortened(each) for name, each in nested.items()}
     for name, key, word in (("points", "round", "round"), ("growth", "steps", "T")):
-        if isinstance(found.get(name), list) and found[name] and isinstance(found[name][0], dict):
-            found[name] = {f"{word} {each.pop(key):g}": each for each in found[name]}
-    if isinstance(found.get("psnr"), dict) and isinstance(found.get("psnr_interval"), list):
-        found["psnr"] = {**found["psnr"], "interval": found.pop("psnr_interval")}
-    if isinstance(found.get("starts"), list) and len(found["starts"]) > FEW:
-        starts = sorted(found.pop("starts"))
-        found.update({"starts median": starts[len(starts) // 2], "starts highest": starts[-1]})
-    if isinstance(found.get("flatness"), dict):  # one interval for each method and attack
-        own = found["flatness"].items()
-        found["flatness"] = {name: {each: {"psnr": gap} for each, gap in gaps.items()} for name, gaps in own}
-    if "nats" in found:  # the most releases, the most noise: 1 % of the release's own root mean square
-        return {f"nats, {found['counts'][-1]} releases, noise {found['shares'][-1]:.0%}": found["nats"][-1][-1]}
-    if isinstance(found.get("input"), dict):
-        levels = {form: [each[-1] for each in targets] for form, targets in found["input"].items()}
-        found["input"] = {form: {"floor psnr": [each["psnr"] for each in own]} for form, own in levels.items()}
-    if isinstance(found.get("psnr_of_examples"), list):
-        each = found.pop("psnr_of_examples")
-        found.update({f"psnr_of_examples, batch {number}": own for number, own in enumerate(each, 1)})
-    return found
+        if isinstance(named.get(name), list) and named[name] and isinstance(named[name][0], dict):
+            named[name] = {f"{word} {each.pop(key):g}": each for each in named[name]}
+    if isinstance(named.get("psnr"), dict) and isinstance(named.get("psnr_interval"), list):
+        named["psnr"] = {**named["psnr"], "interval": named.pop("psnr_interval")}
+    if isinstance(named.get("starts"), list) and len(named["starts"]) > FEW:
+        starts = sorted(named.pop("starts"))
+        named.update({"starts median": starts[len(starts) // 2], "starts highest": starts[-1]})
+    if isinstance(named.get("flatness"), dict):  # one interval for each method and attack
+        gaps_of = named["flatness"].items()
+        named["flatness"] = {name: {each: {"psnr": gap} for each, gap in gaps.items()} for name, gaps in gaps_of}
+    if "nats" in named:  # the most releases, the most noise: 1 % of the release's own root mean square
+        return {f"nats, {named['counts'][-1]} releases, noise {named['shares'][-1]:.0%}": named["nats"][-1][-1]}
+    if isinstance(named.get("input"), dict):
+        levels = {form: [each[-1] for each in targets] for form, targets in named["input"].items()}
+        named["input"] = {form: {"floor psnr": [each["psnr"] for each in targets]} for form, targets in levels.items()}
+    if isinstance(named.get("psnr_of_examples"), list):
+        batches = named.pop("psnr_of_examples")
+        named.update({f"psnr_of_examples, batch {number}": scores for number, scores in enumerate(batches, 1)})
+    return named
 
 
-def _count(held: Any) -> int | None:
+def _count(nested: Any) -> int | None:
     """The number of targets that a part of a result states, itself or in its summary of PSNRs."""
-    places = (held, held["psnr"]) if isinstance(held.get("psnr"), Mapping) else (held,)
+    places = (nested, nested["psnr"]) if isinstance(nested.get("psnr"), Mapping) else (nested,)
     return next((place[name] for place in places for name in COUNTS if isinstance(place.get(name), int)), None)
 
 
 def _seed(settings: Mapping[str, Any], nested: Any, environment: Mapping[str, Any]) -> str:
     command = re.search(r"--seed (\d+)", str(environment.get("command")))
     places = (settings, nested if isinstance(nested, Mapping) else {}, {"seed": command[1]} if command else {})
-    return str(next((held["seed"] for held in places if "seed" in held), ""))
+    return str(next((place["seed"] for place in places if "seed" in place), ""))
 
 
 def _hardware(environment: Mapping[str, Any]) -> str:

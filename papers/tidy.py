@@ -1,7 +1,7 @@
-"""Raw results of the history into the tables: `python papers/tidy.py PAPER FILE.json ...`.
+"""Results of elsewhere into a paper's table: `python papers/tidy.py PAPER FILE ...`.
 
-run.py wrote one such file a run until the tables were there. Get them by
-`git show f3580f4:papers/idlg/results/h200.json > h200.json`. A run has its file's name.
+FILE is a table (CSV) that run.py wrote on another machine, or raw results (JSON) of the history, which run.py wrote
+before there were tables: `git show f3580f4:papers/idlg/results/h200.json > h200.json`; the run has the file's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from results import add, tidy
+from results import add, read, tidy
 
 PAPERS = Path(__file__).resolve().parent
 
@@ -28,13 +28,13 @@ def defaults(paper: str) -> dict[str, Any]:
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script
     spec.loader.exec_module(script)
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
 
     class Parsed(Exception):
         """The options are known: nothing is run."""
 
     def stop(parser: argparse.ArgumentParser, *given: Any) -> Any:
-        found.update(vars(parse(parser, [])))
+        options.update(vars(parse(parser, [])))
         raise Parsed
 
     parse = argparse.ArgumentParser.parse_args
@@ -42,7 +42,7 @@ def defaults(paper: str) -> dict[str, Any]:
     try:
         script.main()
     except Parsed:
-        return found
+        return options
     finally:
         argparse.ArgumentParser.parse_args = parse  # type: ignore[method-assign]
     raise RuntimeError(f"papers/{paper}/run.py read no options.")
@@ -61,13 +61,16 @@ def command(paper: str, stored: dict[str, Any], usual: dict[str, Any]) -> str:
 
 def main() -> None:
     paper, files = sys.argv[1], [Path(name) for name in sys.argv[2:]]
-    usual = defaults(paper)
-    held = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    time = lambda name: (str((held[name].get("environment") or {}).get("time") or ""), name)  # noqa: E731
-    for run in sorted(held, key=time):  # later runs stand below earlier ones
-        stored = held[run]
-        stored["environment"] = {**(stored.get("environment") or {}), "command": command(paper, stored, usual)}
-        add(PAPERS / paper / "results.csv", tidy(paper, run, stored))
+    table = PAPERS / paper / "results.csv"
+    for file in files:
+        if file.suffix == ".csv":
+            add(table, read(file))
+    raw = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".json"}
+    usual = defaults(paper) if raw else {}
+    time = lambda run: (str((raw[run].get("environment") or {}).get("time") or ""), run)  # noqa: E731
+    for run in sorted(raw, key=time):  # later runs stand below earlier ones
+        environment = {**(raw[run].get("environment") or {}), "command": command(paper, raw[run], usual)}
+        add(table, tidy(paper, run, {**raw[run], "environment": environment}))
 
 
 if __name__ == "__main__":

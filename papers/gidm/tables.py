@@ -186,7 +186,7 @@ def tables(at: Results) -> Tables:
     def modes() -> Iterator[Sequence[str]]:
         yield ["", "PSNR (95 %)", "LPIPS", "steps right, %", "off by", "above the prior", "the paper"]
         place = ("h200-modes", "modes, cifar10 32, trained")
-        told = at.reference["modes"]
+        figures = at.reference["modes"]
         for name, mode in (
             ("noise and step known", "known-both"),
             ("step unknown: searched for (soft)", "unknown-t"),
@@ -198,7 +198,7 @@ def tables(at: Results) -> Tables:
             ("both unknown, noise drawn and kept", "no-eps-opt"),
         ):
             cells = [at(form, *place, a=mode) for form in (INTERVAL, "{lpips:s3}", "{t right:%}", "{t off_by:.0f}")]
-            yield [name, *cells, at(f"{{above_prior {mode}:to.1}}", *place), told.get(mode, "")]
+            yield [name, *cells, at(f"{{above_prior {mode}:to.1}}", *place), figures.get(mode, "")]
         for control in ("prior only", "mid-grey"):
             yield [control, *(at(form, *place, a=control) for form in (MEAN, "{lpips:s3}")), "", "", "", ""]
 

@@ -49,10 +49,10 @@ def tables(at: Results) -> Tables:
     printed = at.reference["table"]
 
     def paper(place: str, method: str) -> str:
-        held = printed[place].get(method)
-        if held is None:
+        scores = printed[place].get(method)
+        if scores is None:
             return "-"
-        return f"{held['psnr']:.2f} / {number(held['ssim'], 's3')} / {number(held['l_sim'], 's4')}"
+        return f"{scores['psnr']:.2f} / {number(scores['ssim'], 's3')} / {number(scores['l_sim'], 's4')}"
 
     def colour() -> Iterator[Sequence[str]]:
         yield ["CIFAR-100, B 10", "paper, E 20", "ours", "paper, E 50", "ours (**four** clients, 400 steps)"]

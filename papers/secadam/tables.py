@@ -50,8 +50,8 @@ def tables(at: Results) -> Tables:
 
     def printed(dataset: str, algorithm: str) -> str:
         name = dataset.replace("Tiny-ImageNet", "Tiny-Imagenet")
-        held = [e for e in reference["inversion"] if (e["dataset"], e["algorithm"]) == (name, algorithm)]
-        return f"{held[0]['psnr']:.1f} / {number(held[0]['ssim'], 's3')}" if held else ""
+        scores = [e for e in reference["inversion"] if (e["dataset"], e["algorithm"]) == (name, algorithm)]
+        return f"{scores[0]['psnr']:.1f} / {number(scores[0]['ssim'], 's3')}" if scores else ""
 
     def labels(run: str, rows: dict[str, str]) -> Iterator[Sequence[str]]:
         yield ["share of labels right, %", *rows]
@@ -237,11 +237,11 @@ def tables(at: Results) -> Tables:
             "one to one, uniform start",
         ]
         rows = [f"gradients FMNIST, {model}{start}" for start in ("", ", from class images")]
-        held = reference["gradients"][f"FMNIST {model}"]
+        scores = reference["gradients"][f"FMNIST {model}"]
         for attack in ("iDLG", "CPL", "sign-matching (ours)"):
             for algorithm in ALGORITHMS:
                 name = f"{attack}, {algorithm}"
-                theirs = held.get(attack, {}).get(algorithm)
+                theirs = scores.get(attack, {}).get(algorithm)
                 paper = f"{theirs['psnr']:.1f} / {number(theirs['ssim'], 's3')}" if theirs else ""
                 starts = [at(THEIRS, run, row, a=name) for row in (rows if theirs else rows[:1])]
                 yield [name, *starts, *([] if theirs else [""]), paper, at(BOTH, run, rows[0], a=name)]
@@ -323,11 +323,11 @@ def tables(at: Results) -> Tables:
                 for word in (f"{attack}: uniform", f"{attack}: class images", "the paper")
             ),
         ]
-        held = reference["gradients"]["FMNIST lenet"]
+        scores = reference["gradients"]["FMNIST lenet"]
         for algorithm in ALGORITHMS:
             line = [algorithm]
             for attack in ("iDLG", "CPL"):
-                name, theirs = f"{attack}, {algorithm}", held[attack][algorithm]
+                name, theirs = f"{attack}, {algorithm}", scores[attack][algorithm]
                 line += [at(THEIRS, "cpu-small-tables", "gradients FMNIST, lenet", a=name)]
                 line += [at(THEIRS, "cpu-small-class-start", "gradients FMNIST, lenet, from class images", a=name)]
                 line += [f"{theirs['psnr']:.1f} / {number(theirs['ssim'], 's3')}"]
@@ -343,8 +343,8 @@ def tables(at: Results) -> Tables:
         ):
             row = "performance FMNIST, lenet"
             ours = [at(form, "h200-performance", row, d=algorithm) for form in ("{accuracy:.1f}", "{loss:.3f}")]
-            held = [e for e in reference["performance"] if (e["dataset"], e["algorithm"]) == ("FMNIST", algorithm)]
-            paper = f"{held[0]['accuracy']:.1f}, {held[0]['loss']:.3f}" if held else ""
+            scores = [e for e in reference["performance"] if (e["dataset"], e["algorithm"]) == ("FMNIST", algorithm)]
+            paper = f"{scores[0]['accuracy']:.1f}, {scores[0]['loss']:.3f}" if scores else ""
             small = at("{accuracy:.1f}", "cpu-small-performance", row, d=algorithm)
             colour = at("{accuracy:.1f}", "cpu-small-performance-colour", "performance CIFAR-10, convnext", d=algorithm)
             yield [name, *ours, paper, small, colour]

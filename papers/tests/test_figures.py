@@ -17,7 +17,7 @@ from gradleak.data import SOURCES
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from papers.figures import FEW, NOT_MEASURED, PRINTED, Bound, Claims, Printed, all_claims, markdown, plain
-from papers.results import Figure, find, steps_of, write
+from papers.results import Figure, find, kept, steps_of, write
 from papers.runs import PAPERS
 
 PAPERS_FOLDER = Path(__file__).parents[1]
@@ -130,6 +130,14 @@ def test_bounds_that_did_not_hold_are_still_said_not_to() -> None:
     for each in all_claims(PAPERS_FOLDER):
         failed = [bound.wanted.what for bound in each.bounds if bound.outcome == "fails"]
         assert failed == FAILED.get(each.name, []), each.name
+
+
+def test_a_run_writes_down_every_figure_that_is_asked_for() -> None:
+    """A bound, or a printed figure, whose metric the table does not keep would stay 'not measured yet' for ever."""
+    for each in all_claims(PAPERS_FOLDER):
+        for figure in (*each.bounds, *each.printed):
+            if figure.wanted.steps:
+                assert kept(each.name, figure.wanted.steps), figure.wanted.what
 
 
 def test_printed_figures_are_the_papers_own() -> None:

@@ -15,14 +15,14 @@ def tables(at: Results) -> Tables:
     printed, overlays = at.reference["attacks"], at.reference["heat maps"]["cifar10"]
 
     def theirs(data: str, attack: str, defence: str) -> str:
-        held = printed[data][attack][defence]
-        return f"{held['psnr']:.2f} / {number(held['ssim'], 's3')}"
+        scores = printed[data][attack][defence]
+        return f"{scores['psnr']:.2f} / {number(scores['ssim'], 's3')}"
 
     def overlay(defence: str) -> str:
-        held = overlays.get(defence)
-        if held is None:
+        scores = overlays.get(defence)
+        if scores is None:
             return ""
-        return f"{held['mse']:.0f} / {held['psnr']:.2f} / {number(held['ssim'], 's2')}"
+        return f"{scores['mse']:.0f} / {scores['psnr']:.2f} / {number(scores['ssim'], 's2')}"
 
     def attacks() -> Iterator[Sequence[str]]:
         yield ["", *(word for name in SETS for word in (f"{name}, ours", "paper"))]
@@ -92,9 +92,9 @@ def tables(at: Results) -> Tables:
     def maps(run: str, lines: Sequence[tuple[str, str, str]], mse: str) -> Iterator[Sequence[str]]:
         head = ["", "raw map: MSE", "PSNR", "SSIM", "rank correlation", "IoU", "overlay: MSE / PSNR / SSIM"]
         yield [*head, "paper's overlay", "that client's own model: accuracy"]
-        own = (f"{{mse:{mse}}}", "{psnr:.1f}", "{ssim:s3}", "{rank_correlation:s3}", "{top_overlap:s2}", OVERLAY)
+        forms = (f"{{mse:{mse}}}", "{psnr:.1f}", "{ssim:s3}", "{rank_correlation:s3}", "{top_overlap:s2}", OVERLAY)
         for name, row, defence in lines:
-            cells = [at(form, run, f"maps cifar10, {row}", d=defence) for form in own]
+            cells = [at(form, run, f"maps cifar10, {row}", d=defence) for form in forms]
             right = at("{test_accuracy:.3f}", run, f"maps cifar10, {row}", d=defence)
             yield [name, *cells, overlay(defence) if row == "local" else "", right]
 
