@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from forks import Forks, forks
 from gradleak.cli import app
 from gradleak.cli.listing import describe_defence
+from gradleak.cli.reproduce import beside
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
 from test_defences_table import GUARANTEED, RANDOM
@@ -152,10 +153,9 @@ def test_verified_attacks_have_results_that_hold() -> None:
     assert verified
     text = README.read_text()
     for name in verified:
-        results = sorted((ROOT / "papers" / name / "results").glob("*.json"))
-        assert results, f"{name} is called verified, but papers/{name}/results is empty"
-        for path in results:
-            assert json.loads(path.read_text())["failed"] == [], path
+        bounds = beside(ROOT, "figures").Claims(ROOT / "papers" / name).bounds
+        assert bounds, f"{name} is called verified, but nothing was to hold in papers/{name}"
+        assert [bound.outcome for bound in bounds] == ["holds"] * len(bounds), name
         assert f"- `{name}`: " in text, f"README.md does not say what verified means for {name}"
 
 
