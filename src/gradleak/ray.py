@@ -149,7 +149,7 @@ class RayWorkers:
             room = min(room, resources.get("GPU", 0.0) / self.gpus)
         if room < 1:
             raise NoCluster(
-                f"No worker has what a cell asks for ({self.cpus:g} CPUs, {self.gpus:g} GPUs): the cluster has "
+                f"No worker has what a cell needs ({self.cpus:g} CPUs, {self.gpus:g} GPUs): the cluster has "
                 f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs in all."
             )
         return int(room)

@@ -23,24 +23,8 @@ from gradleak.data.fetch import DataError, cache_folder, get
 from gradleak.data.leaf import Writers, enhanced, is_leaf, open_leaf, pseudo_writers, writers
 from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
 
-__all__ = [
-    "SOURCES",
-    "DataError",
-    "Images",
-    "Listing",
-    "Source",
-    "Writers",
-    "available",
-    "cache_folder",
-    "enhanced",
-    "from_dataset",
-    "from_huggingface",
-    "from_torchvision",
-    "get",
-    "load",
-    "pseudo_writers",
-    "writers",
-]
+__all__ = ["SOURCES", "DataError", "Images", "Listing", "Source", "Writers", "available", "cache_folder", "enhanced"]
+__all__ += ["from_dataset", "from_huggingface", "from_torchvision", "get", "load", "pseudo_writers", "writers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,8 +272,8 @@ def _reduced(x: Tensor, size: Size | None) -> Tensor:
         raise DataError(f"size is {size}. Give a side, or (height, width), of at least one pixel.")
     scale = min(x.shape[2] / height, x.shape[3] / width)
     crop = (max(1, round(height * scale)), max(1, round(width * scale)))
-    top, left = (x.shape[2] - crop[0]) // 2, (x.shape[3] - crop[1]) // 2
-    x = x[:, :, top : top + crop[0], left : left + crop[1]]
+    top, side = (x.shape[2] - crop[0]) // 2, (x.shape[3] - crop[1]) // 2
+    x = x[:, :, top : top + crop[0], side : side + crop[1]]
     if crop == (height, width):
         return x
     smooth = torch.nn.functional.interpolate(x, (height, width), mode="bilinear", antialias=True, align_corners=False)

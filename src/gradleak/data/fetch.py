@@ -190,7 +190,7 @@ def _downloaded(download: Download, folder: Path, progress: BytesReceived | None
                 f"registry this machine can reach, and run it again: what has arrived stays in {part}."
             ) from problem
     if have < download.size:
-        raise DataError(f"{address} stopped after {have} of {download.size} bytes. Run it again to go on from there.")
+        raise DataError(f"{address} stopped after {have} of {download.size} bytes. Run it again to resume.")
     digest = hashlib.sha256()
     with part.open("rb") as file:
         while chunk := file.read(_CHUNK):

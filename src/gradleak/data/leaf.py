@@ -148,17 +148,17 @@ def read_leaf(place: Path, split: str | None) -> tuple[Array, Array, tuple[str, 
             f"{place} has {sum(sizes) / 2**30:.1f} GiB of JSON; at most {MOST_ALL / 2**30:.0f} are read. Sample a "
             "smaller share of the set (--sf)."
         )
-    found: dict[str, tuple[Array, Array]] = {}
+    by_writer: dict[str, tuple[Array, Array]] = {}
     for path in files:
         for name, arrays in _writers_of(path):
-            if name in found:
+            if name in by_writer:
                 raise DataError(f"{path}: writer {name!r} is in another file too. Keep one of them.")
-            found[name] = arrays
-    names = tuple(sorted(name for name, (x, _) in found.items() if len(x)))
+            by_writer[name] = arrays
+    names = tuple(sorted(name for name, (x, _) in by_writer.items() if len(x)))
     if not names:
         raise DataError(f"{place} holds no images{f' in split {split!r}' if split else ''}.")
-    x, y = (np.concatenate([found[name][column] for name in names]) for column in (0, 1))
-    return x.reshape(-1, 1, SIDE, SIDE), y, names, tuple(len(found[name][0]) for name in names)
+    x, y = (np.concatenate([by_writer[name][column] for name in names]) for column in (0, 1))
+    return x.reshape(-1, 1, SIDE, SIDE), y, names, tuple(len(by_writer[name][0]) for name in names)
 
 
 def _no_constant(text: str) -> Any:

@@ -42,20 +42,9 @@ if TYPE_CHECKING:
     from gradleak.engine import Engine
     from gradleak.federation.training import Trained
 
-__all__ = [
-    "EMA",
-    "IID",
-    "SWA",
-    "Accepted",
-    "Averaging",
-    "BalancedIID",
-    "ClassDirichlet",
-    "ClientDirichlet",
-    "DroppedOut",
-    "Everyone",
-    "Examples",
-]
-__all__ += ["ExcludedClient", "Federation", "FederationError", "Fixed", "Participation", "Partition", "Poisson"]
+__all__ = ["EMA", "IID", "SWA", "Accepted", "Averaging", "BalancedIID", "ClassDirichlet", "ClientDirichlet"]
+__all__ += ["DroppedOut", "Everyone", "Examples", "ExcludedClient", "Federation", "FederationError", "Fixed"]
+__all__ += ["Participation", "Partition", "Poisson"]
 __all__ += ["Remembered", "Round", "Rounds", "Snapshot", "State", "Target", "accepted", "network_of", "with_buffers"]
 
 

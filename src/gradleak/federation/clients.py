@@ -96,7 +96,7 @@ class Clients:
         return [
             group[start : start + room]
             for group in groups.values()
-            for room in [self.room(_examples(group[0].batch))]
+            for room in [self.room(examples_in(group[0].batch))]
             for start in range(0, len(group), room)
         ]
 
@@ -142,7 +142,7 @@ class Clients:
     # --- one group -------------------------------------------------------------------------------------------------
 
     def _together(self, group: list[Work], shared: Tree, buffers: Params) -> dict[int, Done]:
-        examples = _examples(group[0].batch)
+        examples = examples_in(group[0].batch)
         own = {
             "batch": tree.map(lambda *values: torch.stack(values), *(one.batch for one in group)),
             "memory": tree.map(lambda *values: torch.stack(values), *(one.memory for one in group)),
@@ -167,7 +167,7 @@ class Clients:
         return {one.client: _done(sent, num_examples, shared["frozen"]) for one, sent in zip(group, each, strict=True)}
 
     def _alone(self, one: Work, shared: Tree, buffers: Params) -> Done:
-        lane = _Lane(self.task, self.training, self.defence, _examples(one.batch))
+        lane = _Lane(self.task, self.training, self.defence, examples_in(one.batch))
         order = {} if one.order is None else {"": one.order}
         try:
             inputs = {"batch": one.batch, "memory": one.memory, "key": one.key, "buffers": buffers, "order": order}
@@ -242,10 +242,11 @@ def evaluating(task: Task) -> Task:
 def _form(work: Work) -> Any:
     """Clients with the same form can be stacked."""
     memory = tuple((name, value.shape, value.dtype) for name, value in sorted(work.memory.items()))
-    return _examples(work.batch), None if work.order is None else len(work.order), memory
+    return examples_in(work.batch), None if work.order is None else len(work.order), memory
 
 
-def _examples(batch: Batch) -> int:
+def examples_in(batch: Batch) -> int:
+    """Number of examples of a batch."""
     return next(iter(batch.values())).shape[0]
 
 

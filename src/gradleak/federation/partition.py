@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradleak.core.registry import BadSetting, named, spelled
 
+Labels: TypeAlias = Callable[[], Tensor]  # reads the class of every example; not all partitions call it
 ATTEMPTS = 1_000  # of dir_class: a split that has not come up by then hardly ever will
 
 
@@ -32,14 +33,12 @@ def demand_number(what: str, value: Any, kind: type, least: float, most: float |
 
 
 class Partition(Protocol):
-    """Divides `count` examples among clients. `labels()` reads the class of each; not all partitions call it."""
+    """Divides `count` examples among clients."""
 
     @property
     def name(self) -> str: ...
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]: ...
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,7 @@ class IID:
 
     name: ClassVar[str] = "iid"
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]:
         shuffled = torch.randperm(count, generator=generator)
         return [shuffled[client::clients] for client in range(clients)]
 
@@ -61,9 +58,7 @@ class BalancedIID:
 
     name: ClassVar[str] = "iid_balanced"
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]:
         shuffled = torch.randperm(count, generator=generator)
         by_class = shuffled[torch.argsort(labels()[shuffled], stable=True)]
         return [by_class[client::clients] for client in range(clients)]
@@ -85,12 +80,8 @@ class ClassDirichlet:
         demand_number("alpha of dir_class", self.alpha, float, 1e-6)
         demand_number("min_size of dir_class", self.min_size, int, 1)
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
-        shuffled = torch.randperm(count, generator=generator)
-        classes = labels()[shuffled]
-        members = [shuffled[classes == label].numpy() for label in classes.unique()]
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]:
+        members = _by_class(count, labels, generator)
         source = _numpy(generator)
         for _ in range(ATTEMPTS if count >= clients * self.min_size else 0):
             parts = []
@@ -121,12 +112,8 @@ class ClientDirichlet:
     def __post_init__(self) -> None:
         demand_number("alpha of dir_client", self.alpha, float, 0)
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
-        shuffled = torch.randperm(count, generator=generator)
-        classes = labels()[shuffled]
-        members = [shuffled[classes == label].numpy() for label in classes.unique()]
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]:
+        members = _by_class(count, labels, generator)
         remaining = np.array([len(rows) for rows in members])
         source = _numpy(generator)
         shares = []
@@ -158,9 +145,7 @@ class InOrder:
 
     name: ClassVar[str] = "in_order"
 
-    def shares(
-        self, count: int, clients: int, labels: Callable[[], Tensor], generator: torch.Generator
-    ) -> list[Tensor]:
+    def shares(self, count: int, clients: int, labels: Labels, generator: torch.Generator) -> list[Tensor]:
         if count % clients:
             raise FederationError(
                 f"in_order gives every client the same number of consecutive examples, and {clients} clients do not "
@@ -171,6 +156,13 @@ class InOrder:
 
 for _kind in (IID, BalancedIID, ClassDirichlet, ClientDirichlet, InOrder):
     named(_kind.name, kind="partition", status="")(_kind)
+
+
+def _by_class(count: int, labels: Labels, generator: torch.Generator) -> list[Any]:
+    """The shuffled rows of each class."""
+    shuffled = torch.randperm(count, generator=generator)
+    classes = labels()[shuffled]
+    return [shuffled[classes == label].numpy() for label in classes.unique()]
 
 
 def _numpy(generator: torch.Generator) -> np.random.Generator:

@@ -19,7 +19,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.data import load
 from gradleak.engine import Engine
-from gradleak.federation.clients import Clients, Work, evaluating, flat, unflat
+from gradleak.federation.clients import Clients, Work, evaluating, examples_in, flat, unflat
 from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
 from gradleak.scenario.defence import Defence, Upload
 from gradleak.scenario.task import Batch, Task, float32_products
@@ -154,7 +154,7 @@ class Rounds:
         loss = self._loss(work, state)
         extras = self.defence.broadcast(state.weights, self._server("broadcast", number, state))
         done = self.clients.run(work, state.weights, state.buffers, extras, federation.lr_at(number))
-        sizes = {one.client: _size(one.batch) for one in work}
+        sizes = {one.client: examples_in(one.batch) for one in work}
         taken = accepted({client: result.upload for client, result in done.items()}, state.weights, sizes)
         excluded = {**idle, **taken.excluded}
         for client, reason in excluded.items():
@@ -211,7 +211,7 @@ class Rounds:
     def _loss(self, work: list[Work], state: State) -> Tensor | None:
         if self._evaluating is None or not work:
             return None
-        sizes = [_size(one.batch) for one in work]
+        sizes = [examples_in(one.batch) for one in work]
         together = max(1, at_once(self._evaluating) // max(sizes))  # clients in one forward pass
         total = []
         for start in range(0, len(work), together):
@@ -242,10 +242,6 @@ class Rounds:
         return {"test_loss": loss, **({} if hits != hits else {"test_accuracy": hits})}
 
 
-def _size(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
-
-
 def at_once(task: Task) -> int:
     """Number of examples in one forward pass."""
     largest = max(math.prod(field.shape) for field in task.fields.values())
@@ -269,10 +265,10 @@ def measured(task: Task, sent: Snapshot, batch: Batch, source: Draws | None = No
         model: Callable[..., Any] = task.call(
             sent.weights, {name: value.clone() for name, value in sent.buffers.items()}
         )
-        for start in range(0, _size(batch), some):
+        for start in range(0, examples_in(batch), some):
             part = {name: value[start : start + some] for name, value in batch.items()}
             outputs.clear()
-            losses.append(task.objective(call, part).detach().double() * _size(part))
+            losses.append(task.objective(call, part).detach().double() * examples_in(part))
             hits.append(_hits(outputs, part, losses[-1]))
     return torch.stack(losses).sum(), torch.stack(hits).sum()
 

@@ -19,7 +19,7 @@ from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.federation.clients import evaluating, flat, unflat
+from gradleak.federation.clients import evaluating, examples_in, flat, unflat
 from gradleak.federation.rounds import Snapshot, measured
 from gradleak.flower.records import (
     EXAMPLES,
@@ -77,7 +77,7 @@ def train(
         raise FlowerError(
             "The examples do not have the task's fields, shapes or classes: see this node's log."
         ) from None
-    count, number = len(next(iter(batch.values()))), round_of(message) - 1
+    count, number = examples_in(batch), round_of(message) - 1
     key, shuffle = _randomness(seed, context, number, like)
     state = ClientState(
         memory=_recalled(context, like),

@@ -211,50 +211,50 @@ class _Talking(Client):
         self._member.learned = self.seed
 
 
-def uncovered(seen: Masked, seed: SharedSeed, own: Tree | None = None, *, share: float = 1.0) -> tuple[Params, Params]:
+def uncovered(sums: Masked, seed: SharedSeed, own: Tree | None = None, *, share: float = 1.0) -> tuple[Params, Params]:
     """Mean first and second moments of the OTHER clients, which the shared seed and a traitor's own values reveal.
 
     own: the traitor's input, {"first": ..., "second": ...}; None: it stays in the means. With two clients these are the
     other one's moments; with n they are means over n - 1, as plain secure aggregation would reveal.
     share: the traitor's own (`shares`), if clients are not equal.
     """
-    assert seen.plan is not None, "only a round of the real protocol has a seed"
+    assert sums.plan is not None, "only a round of the real protocol has a seed"
     means = []
-    for part, total in zip(seen.plan.parts, (seen.first, seen.second)):
-        r = torch.from_numpy(seed.factors(part.size, seen.plan.factor_bits).astype(np.float64))
-        sums = tree.flatten(total) / r**part.factor
+    for part, total in zip(sums.plan.parts, (sums.first, sums.second)):
+        r = torch.from_numpy(seed.factors(part.size, sums.plan.factor_bits).astype(np.float64))
+        plain = tree.flatten(total) / r**part.factor
         if own is not None:
-            sums = sums - torch.from_numpy(flat(own[part.name]))
-        means.append(tree.unflatten(sums / (seen.total - (share if own is not None else 0.0)), total))
+            plain = plain - torch.from_numpy(flat(own[part.name]))
+        means.append(tree.unflatten(plain / (sums.total - (share if own is not None else 0.0)), total))
     return means[0], means[1]
 
 
 # --- many rounds ------------------------------------------------------------------------------------------------------
 
 
-def second_over_rounds(seen: Sequence[Masked], *, factor_bits: int = FACTOR_BITS, beta2: float | None = None) -> Params:
+def second_over_rounds(sums: Sequence[Masked], *, factor_bits: int = FACTOR_BITS, beta2: float | None = None) -> Params:
     """Mean second moments in the LAST of these rounds, as a server estimates them from all sums r_t^2 v_t; float64.
 
     r_t is fresh in every round and at most 2^bits; v_t is a mean over about 1 / (1 - beta2) rounds and hardly moves.
     Without beta2: the largest (r_t / 2^bits)^2 v_t, as if v were constant, times ((T + 1) / T)^2, which corrects the
     expected maximum of T uniform numbers. The first rounds move v most: leave them out. With beta2: a LOWER bound of
-    v_T for any data, since v forgets no faster than beta2^t; `seen` must then begin with the clients' first round.
+    v_T for any data, since v forgets no faster than beta2^t; `sums` must then begin with the clients' first round.
     """
-    top, last = 4.0**factor_bits, len(seen)
+    top, last = 4.0**factor_bits, len(sums)
     if beta2 is None:
         weights = [(1 + 1 / last) ** 2] * last
     else:
         weights = [beta2 ** (last - t) * (1 - beta2**t) / (1 - beta2**last) for t in range(1, last + 1)]
-    largest = tree.scale(seen[0].second, weights[0] / (top * seen[0].total))
-    for each, weight in zip(seen[1:], weights[1:]):
+    largest = tree.scale(sums[0].second, weights[0] / (top * sums[0].total))
+    for each, weight in zip(sums[1:], weights[1:]):
         scale = weight / (top * each.total)
         largest = tree.map(lambda most, v, scale=scale: torch.maximum(most, v * scale), largest, each.second)
     return largest
 
 
-def first_over_rounds(seen: Masked, second: Params) -> Params:
+def first_over_rounds(sums: Masked, second: Params) -> Params:
     """Mean first moments of a round: its ratio times the root of the known second moments; float64."""
-    return tree.map(lambda ratio, v: ratio * v.sqrt(), seen.ratio(2), second)
+    return tree.map(lambda ratio, v: ratio * v.sqrt(), sums.ratio(2), second)
 
 
 def gradient_over_rounds(before: Masked, last: Masked, second: Params, *, round: int, beta1: float) -> Params:
@@ -264,7 +264,7 @@ def gradient_over_rounds(before: Masked, last: Masked, second: Params, *, round:
     both rounds, so the relative error of g is that of m.
     """
     new, old = (
-        tree.scale(first_over_rounds(seen, second), 1 - beta1**t) for seen, t in ((last, round), (before, round - 1))
+        tree.scale(first_over_rounds(sums, second), 1 - beta1**t) for sums, t in ((last, round), (before, round - 1))
     )
     return tree.map(lambda m, before: (m - beta1 * before) / (1 - beta1), new, old)
 
@@ -374,9 +374,9 @@ def masked_first(group: Cohort, *, factor_bits: int = FACTOR_BITS, seed: int = 0
     r is unknown but uniform in 1 ... 2^bits, so most of its values have the same size: r m has a cosine of about
     sqrt(3/4) = 0.87 with m, and the right signs.
     """
-    seen = in_floats(weighted(group.uploads, group.sizes), factor_bits=factor_bits, seed=seed)
+    sums = in_floats(weighted(group.uploads, group.sizes), factor_bits=factor_bits, seed=seed)
     mean = (2**factor_bits + 1) / 2
-    return tree.scale(seen.first, 1 / (mean * seen.clients))
+    return tree.scale(sums.first, 1 / (mean * sums.clients))
 
 
 def cosine(a: Params, b: Params) -> float:
@@ -386,6 +386,6 @@ def cosine(a: Params, b: Params) -> float:
     return float(tree.dot(a, b)) / length if length else 0.0
 
 
-def with_update(seen: Observation, update: Params) -> Observation:
+def with_update(observation: Observation, update: Params) -> Observation:
     """The same observation with another update, such as `masked_first`."""
-    return replace(seen, update=tree.map(lambda value, like: value.to(like), update, seen.update))
+    return replace(observation, update=tree.map(lambda value, like: value.to(like), update, observation.update))
