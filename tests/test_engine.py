@@ -95,11 +95,11 @@ def of_rounds(task: gl.Task, defence: Any = None, count: int = 3) -> list[Observ
     seen = []
     for number in range(count):
         sent = trained.at(number)
-        held = dict(sent.server) or None
+        remembered = gl.federation.Remembered(server=dict(sent.server) or None)
         for target in range(2):
             batch = private(1, seed=target)
-            key = f"target {target}, round {number}"
-            seen.append(releasing.observe(task, batch, sent.weights, defence, key=key, round=number, seed=0, held=held))
+            settings = {"key": f"target {target}, round {number}", "round": number, "seed": 0}
+            seen.append(releasing.observe(task, batch, sent.weights, defence, remembered=remembered, **settings))
     return seen
 
 
