@@ -18,17 +18,12 @@ from gradleak.cli.root import LoadError, log, on_interrupt, spare_a_core
 from gradleak.core.settings import Group, takes
 
 if TYPE_CHECKING:
-    from gradleak.audit.private import Read, Stored
     from gradleak.cli.tasks import TrainingDefaults
     from gradleak.core.listeners import Progress
-    from gradleak.engine import Engine
     from gradleak.federation import Federation
     from gradleak.federation.participation import Participation
-    from gradleak.federation.samples import Samples
-    from gradleak.federation.training import Estimate, Trained
+    from gradleak.federation.training import Estimate, Trained, TrainingRun
     from gradleak.scenario.client import LocalTraining
-    from gradleak.scenario.defence import Defence
-    from gradleak.scenario.task import Task
 
 HOLDOUT = 0.1  # share of the data that is tested on if no test data are named
 EPOCHS = 5  # local epochs if neither --steps nor --epochs is given
@@ -198,64 +193,34 @@ class TrainOptions:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedTraining:
-    """A training, ready to run."""
+def estimate_training(run: TrainingRun, folder: Path) -> Estimate:
+    """How long the remaining rounds will take; rounds that the folder holds are not counted."""
+    from gradleak.federation.checkpoints import Checkpoints
+    from gradleak.federation.training import estimate
 
-    task: Task
-    data: Stored | Read
-    test: Stored | Read | None
-    federation: Federation
-    defence: Defence | None
-    engine: Engine
-    rounds: int
-    checkpoints: tuple[int, ...]
-    every: int
-    origin: dict[str, Any]
-    samples: Samples | None
-
-    def estimate(self, folder: Path) -> Estimate:
-        """How long the remaining rounds will take; rounds that the folder holds are not counted."""
-        from gradleak.federation.checkpoints import Checkpoints
-        from gradleak.federation.training import estimate
-
-        done = Checkpoints(folder).done if (folder / "training.toml").exists() else 0
-        remaining = max(0, self.rounds - done)
-        return estimate(self.federation, self.task, self.data, remaining, self.defence, self.engine)
-
-    def run(self, folder: Path, progress: Progress) -> Trained:
-        """Train into the folder, and report progress and excluded clients."""
-        from gradleak.federation.training import train
-
-        def show_round(row: dict[str, Any]) -> None:
-            progress.share(row["round"] / self.rounds)
-
-        with _exclusions_as_notes(progress):
-            return train(
-                self.federation,
-                self.task,
-                self.data,
-                self.rounds,
-                defence=self.defence,
-                test=self.test,
-                every=self.every,
-                checkpoints=self.checkpoints,
-                out=folder,
-                engine=self.engine,
-                progress=show_round,
-                origin=self.origin,
-                samples=self.samples,
-            )
+    done = Checkpoints(folder).done if (folder / "training.toml").exists() else 0
+    return estimate(run.federation, run.task, run.data, max(0, run.rounds - done), run.defence, run.engine)
 
 
-def plan_training(options: TrainOptions) -> PlannedTraining:
+def run_training(run: TrainingRun, folder: Path, progress: Progress) -> Trained:
+    """Train into the folder, and report progress and excluded clients."""
+    from gradleak.federation.training import train
+
+    def show_round(row: dict[str, Any]) -> None:
+        progress.share(row["round"] / run.rounds)
+
+    with _exclusions_as_notes(progress):
+        return train(replace(run, out=folder, progress=show_round))
+
+
+def plan_training(options: TrainOptions) -> TrainingRun:
     """Load task and data, and check the options against them."""
     from gradleak.audit.cells import defence_of
     from gradleak.audit.private import examples_of
     from gradleak.cli.loading import optional_numbers, task_for, training_data
     from gradleak.diffusion import Denoising, SharedDraws
     from gradleak.federation.samples import Samples
-    from gradleak.federation.training import demand_rounds
+    from gradleak.federation.training import TrainingRun, demand_rounds
 
     if options.reference and options.task:
         raise LoadError(f"{options.reference} and --task {options.task} both say what is trained: give one of them.")
@@ -269,18 +234,18 @@ def plan_training(options: TrainOptions) -> PlannedTraining:
     denoiser = isinstance(task.objective, Denoising)
     if options.shared_draws and (not denoiser or options.defence != "none"):
         raise LoadError("--shared-draws is for denoisers, and without --defence: the server hands out their noise.")
-    return PlannedTraining(
+    return TrainingRun(
+        federation,
         task,
         examples_of(examples, task),
-        None if test_examples is None else examples_of(test_examples, task, "test data"),
-        federation,
-        SharedDraws(options.seed) if options.shared_draws else defence_of(options.defence),
-        engine,
         options.rounds,
-        checkpoints,
-        options.every,
-        origin,
-        Samples(options.samples) if denoiser and options.samples else None,
+        defence=SharedDraws(options.seed) if options.shared_draws else defence_of(options.defence),
+        test=None if test_examples is None else examples_of(test_examples, task, "test data"),
+        every=options.every,
+        checkpoints=checkpoints,
+        engine=engine,
+        origin=origin,
+        samples=Samples(options.samples) if denoiser and options.samples else None,
     )
 
 
@@ -295,14 +260,16 @@ def train(options: TrainOptions) -> None:
     on_interrupt("Interrupted before the first round; nothing was written.")
     spare_a_core()
     planned = plan_training(options)
-    log(str(planned.estimate(options.output.out or options.folder)))
+    log(str(estimate_training(planned, options.output.out or options.folder)))
     options.output.announce(options.folder)
     with single_job(f"training, {options.rounds} rounds", options.output.plain) as progress:
-        trained = options.output.run(options.folder, lambda folder: planned.run(folder, progress), "training", progress)
+        trained = options.output.run(
+            options.folder, lambda folder: run_training(planned, folder, progress), "training", progress
+        )
     _print_training(planned, trained, options.defence)
 
 
-def _print_training(planned: PlannedTraining, trained: Trained, defence: str) -> None:
+def _print_training(planned: TrainingRun, trained: Trained, defence: str) -> None:
     """Print metrics, excluded uploads, the guarantee of the defence, and where everything is."""
     typer.echo(trained.table())
     averaging = planned.federation.averaging
