@@ -68,6 +68,7 @@ _homes: dict[str, tuple[str, ...]] = {
     "labels": ("gradleak.parts.labels",),
     "model": ("gradleak.models",),
 }
+_GROUPS = {"generator": "gradleak.generators.recipes"}  # of entry points, where the home has moved since
 _loaded: set[str] = set()
 
 
@@ -115,7 +116,7 @@ def _load(kind: str) -> None:
         return
     for home in _homes[kind]:
         import_module(home)
-    for point in entry_points(group=_homes[kind][0]):
+    for point in entry_points(group=_GROUPS.get(kind, _homes[kind][0])):
         point.load()
     _loaded.add(kind)
 
