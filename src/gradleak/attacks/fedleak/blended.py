@@ -1,4 +1,4 @@
-"""An optimiser that steers another one towards flat places: its gradient is blended with the one a little uphill."""
+"""An optimiser that steers another one to flat places: it blends the gradient with the one a little uphill."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNITS = ("norm", "rms")
 class Blended:
     """(1 - lam) g(v) + lam g(v + phi) in place of the gradient g(v) of the objective, phi = gamma g / ||g||.
 
-    To first order in gamma this is the gradient of objective + beta ||g||, beta = lam ||phi||, which would take one
-    order of derivatives more: H g / ||g|| is (g(v + phi) - g(v)) / ||phi|| up to O(||phi||). phi is a constant; the
-    first graph is gone before the second is built, so a step holds what one of the inner optimiser does and takes twice
-    its time. lam = 1 is the step of sharpness-aware minimisation, lam = 0 the inner optimiser itself.
+    To first order in gamma this is the gradient of objective + beta ||g||, beta = lam ||phi||, which would need one
+    more order of derivatives: H g / ||g|| is (g(v + phi) - g(v)) / ||phi|| up to O(||phi||). phi is a constant. The
+    first graph is freed before the second is built, so a step needs the memory of the inner optimiser's, and twice its
+    time. lam = 1 is the step of sharpness-aware minimisation, lam = 0 the inner optimiser itself.
 
-    inner   what makes steps of the blended gradient: Adam and the like
+    inner   the optimiser that steps by the blended gradient: Adam and the like
     unit    of gamma. "norm": the length of phi; "rms": the root mean square of its entries, so that the length is
-            gamma sqrt(entries), and one value does for images of any number and size
+            gamma sqrt(entries), and one value fits images of any number and size
     of      the unknowns that phi moves, whose gradient is penalised. The blended gradient is that of all unknowns: the
             penalty depends on the others too
 
@@ -71,8 +71,8 @@ class Blended:
 
     @property
     def epsilons(self) -> Mapping[str, float]:
-        held: Mapping[str, float] = getattr(self.inner, "epsilons", {})
-        return held
+        epsilons: Mapping[str, float] = getattr(self.inner, "epsilons", {})
+        return epsilons
 
     @property
     def every(self) -> Mapping[str, int]:
@@ -101,14 +101,14 @@ class Blended:
         uphill = {name: gradient[name] for name in self.of}
         length = tree.norm(uphill)
         reach = self.gamma * (tree.size(uphill) ** 0.5 if self.unit == "rms" else 1.0)
-        # `isnan`: a gradient that is not a number must not pass for one of zero.
-        going = (length > 0) | length.isnan()
-        return tree.scale(uphill, torch.where(going, reach / torch.where(going, length, 1.0), 0.0))
+        # `isnan`: a gradient that is not a number must not count as zero.
+        nonzero = (length > 0) | length.isnan()
+        return tree.scale(uphill, torch.where(nonzero, reach / torch.where(nonzero, length, 1.0), 0.0))
 
 
 @dataclass(frozen=True, eq=False)
 class _Steered:
-    """A problem that answers the one question of a first-order step with a gradient made elsewhere."""
+    """A problem whose gradient at this point was computed elsewhere."""
 
     problem: Problem
     gradient: Tree

@@ -1,7 +1,7 @@
-"""Searches that need no derivative of the objective: a population of candidates is evaluated at once, every step.
+"""Searches without derivatives of the objective: every step evaluates a population of candidates at once.
 
-An evaluation of an attack's objective takes the client's gradient, but nothing is differentiated again: no second
-order, and a generator is only run forward. All candidates of all lanes are one tensor program.
+An evaluation takes the client's gradient, but does not differentiate it again: no second order, and a generator is only
+run forward. All candidates of all lanes are one tensor program.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STREAM = 2000  # of the lane's random numbers, apart from those of other parts
 
 @dataclass(frozen=True, kw_only=True)
 class _Population:
-    """What both methods share: candidates evaluated together, and the one that matches best told to the engine."""
+    """What both methods share: they evaluate candidates together and report the best match to the engine."""
 
     steps: int = 500
     population: int = 50
-    block: int | None = None  # candidates at once; None: what there is room for
+    block: int | None = None  # candidates at once; None: as many as there is room for
     graphable: bool = True
 
     def __post_init__(self) -> None:
@@ -38,7 +38,7 @@ class _Population:
 
     @property
     def evaluations(self) -> int:
-        """Gradients of the client's loss that a lane takes."""
+        """The number of gradients of the client's loss that a lane takes."""
         return self.steps * self.population
 
     def sized(self, evaluations: int) -> Any:
@@ -46,7 +46,7 @@ class _Population:
         return self if self.block is not None else replace(self, block=min(evaluations, self.population))
 
     def _evaluated(self, problem: Problem, points: Tensor, like: Tree) -> tuple[Tensor, Tensor, Scored]:
-        """Objective and match of (candidates, n), and the best by match of those that are finite."""
+        """Objective and match of (candidates, n), and the best match among those that are finite."""
 
         def one(point: Tensor) -> tuple[Tensor, Tensor]:
             scored = problem.value(problem.project(_shaped(point, like)))
@@ -92,7 +92,7 @@ class CMAES(_Population):
 
     sigma: float = 1.0
     active: bool = True
-    # Steps are few and heavy, so that nothing is won by capturing; and who knows how a library factors matrices.
+    # Steps are few and heavy: capturing them would gain nothing, and factorisations may not be capturable.
     graphable: bool = False
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class CMAES(_Population):
             raise ValueError(f"A population needs at least 4 candidates; given {self.population}.")
 
     def entries(self, unknowns: int, equations: int) -> int:
-        """Numbers that a lane holds at the peak of a step: matrices in float64, and the candidates."""
+        """Peak memory of a lane's step in numbers: matrices in float64, and the candidates."""
         return 10 * unknowns * unknowns + 8 * self.population * unknowns
 
     def init(self, problem: Problem, v: Tree) -> Tree:
@@ -146,7 +146,7 @@ class CMAES(_Population):
         growth = (plan.c_sigma / plan.d_sigma) * (length / plan.expected - 1)
         sigma = state["sigma"] * growth.clamp(max=1.0).exp()  # at most by e at once, as pycma has it
         factor, failed = torch.linalg.cholesky_ex(covariance)
-        # A population without a finite value teaches nothing; a covariance that lost its definiteness is not taken.
+        # A population without a finite value changes nothing; a covariance that is not definite is not used.
         moved: Tree = {"mean": mean, "sigma": sigma, "path_length": path_length, "path": path}
         shape: Tree = {"covariance": covariance, "factor": factor}
         moved = tree.where(usable, moved, {name: state[name] for name in moved})
@@ -194,7 +194,7 @@ class Strategy:
 
 
 def _ramp(plan: Strategy, z: Tensor) -> Tensor:
-    """The weights of the ranks, best first, (candidates,): made of a range, so that a captured step can make them."""
+    """The weights of the ranks, best first, (candidates,): made from a range, which a captured step can do."""
     count = z.shape[0]
     raw = math.log((count + 1) / 2) - torch.arange(1, count + 1, device=z.device, dtype=z.dtype).log()
     return torch.where(raw > 0, plan.ranks[0] * raw, plan.ranks[1] * raw)

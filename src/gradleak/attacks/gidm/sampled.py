@@ -29,9 +29,9 @@ class Sampled:
     steps       of the sampler
     recompute   hold each step's input instead of its graph: the memory of one step, for 4 evaluations each instead of 3
     start       where the chain begins, as a share of the schedule. Below 1 the sampler is shorter than the model's and
-                z stands for an image noised to that step; with steps=1 x is the one-step estimate. A cheaper prior, and
-                a weaker one
-    last        differentiate the network in the last so many steps only (`ddim`); None: in all
+                z stands for an image noised to that step; with steps=1 x is the one-step estimate. This prior is
+                cheaper and weaker
+    last        differentiate the network only in this many last steps (`ddim`); None: in all
     """
 
     steps: int = 16
@@ -57,7 +57,7 @@ class Sampled:
         return {}
 
     def decoding(self, scene: TargetView) -> int:
-        """Numbers kept for the derivative: the graph of every step, or of one and the points between them."""
+        """Numbers that the backward pass holds: the graph of every step, or of one step and all points between."""
         shape = scene.task.fields["x"].shape
         one, image = _graph(_prior(scene), tuple(shape)), math.prod(shape)
         steps = self.steps if self.last is None else min(self.last, self.steps)
@@ -83,7 +83,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Refined(Pixels):
-    """Pixels that go on from the image which the last stage's sampler made; from `start` where there was none."""
+    """Pixels that begin at the image of the last stage's sampler; at `start` where there was none."""
 
     start: Any = Uniform()
     boxed: bool = True
@@ -115,11 +115,11 @@ def _graph(denoiser: nn.Module, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=8)
 def _graph_of(denoiser: nn.Module, state: State, shape: tuple[int, ...]) -> int:
-    """Numbers that autograd keeps of one evaluation of one image."""
+    """Numbers that autograd holds for one evaluation of one image."""
 
-    def found() -> int:
+    def entries() -> int:
         like = next(denoiser.parameters())
         image = torch.zeros(1, *shape, device=like.device, dtype=like.dtype, requires_grad=True)
         return graph_entries(lambda: denoiser(image, torch.zeros(1, dtype=torch.long, device=like.device)), denoiser)
 
-    return aside(found)
+    return aside(entries)
