@@ -40,6 +40,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "watching": ("core.listeners",),
 }
 RENAMED = {"Scene": "TargetView", "Now": "Step", "Together": "JointSpace", "Waves": "EscalatingRestarts"}
+RENAMED["Problem"] = "LaneObjective"  # an optimiser's; that of Task.check keeps its name
 
 
 class _Forwarding(ModuleType):

@@ -147,9 +147,13 @@ def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins
 
 
 def given_of(task: Task, knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
-    """The same knowledge about some of the targets: fields given per target are picked, one given for all stays."""
+    """The knowledge about some of the targets: of a field given for each target their rows, one given for all as it is.
 
-    def own(name: str, value: Tensor) -> Tensor:
-        return value[list(rows)] if of_each(task.fields[name], value, targets) else value
+    A name that is no field of the task stays: the attack refuses it.
+    """
 
-    return replace(knows, given={name: own(name, value) for name, value in knows.given.items()})
+    def picked(name: str, value: Tensor) -> Tensor:
+        each = name in task.fields and of_each(task.fields[name], value, targets)
+        return value[list(rows)] if each else value
+
+    return replace(knows, given={name: picked(name, value) for name, value in knows.given.items()})

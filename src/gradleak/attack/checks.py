@@ -246,7 +246,7 @@ def _tiny(seen: Observation, task: Task) -> Iterator[Check]:
     size = tree.size(seen.update)
     update = float(tree.norm(seen.update)) / size**0.5
     weights = float(tree.norm(seen.weights)) / size**0.5
-    rounding = torch.finfo(next(tree.leaves(seen.update)).dtype).eps * weights
+    rounding = torch.finfo(tree.like(seen.update).dtype).eps * weights
     if 0 < update < 1e3 * rounding:
         yield Check(
             "tiny update",

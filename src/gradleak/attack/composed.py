@@ -16,7 +16,7 @@ from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
 from gradleak.parts.protocols import FieldRule, Needs
-from gradleak.parts.stage import Stage
+from gradleak.parts.stage import Stage, demand_part
 from gradleak.parts.view import TargetView, in_turn
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
@@ -118,6 +118,7 @@ class Composed:
             raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
         if self.output not in ("last_stage", "best_stage"):
             raise ValueError(f"output must be 'last_stage' or 'best_stage'; given {self.output!r}.")
+        demand_part("fields", self.fields, FieldRule)
         measures = {repr((stage.predict, stage.match, stage.view)) for stage in self.stages}
         if self.output == "best_stage" and len(measures) > 1:
             raise ValueError(
@@ -133,7 +134,12 @@ class Composed:
     @property
     def needs(self) -> Needs:
         """Of the stages, and of the rule that reads the labels."""
-        return self.search_needs | getattr(self.fields, "needs", frozenset())
+        return self.search_needs | self.fields.needs
+
+    @property
+    def evaluations(self) -> int:
+        """Gradient evaluations of a lane, in all stages."""
+        return sum(stage.optimiser.evaluations for stage in self.stages)
 
     def run(
         self,
@@ -257,8 +263,8 @@ def _collect(
     trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in curves}
     for piece in pieces:
         rows = torch.tensor(piece.targets)
-        for name, held in numbers.items():
-            held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
+        for name, value in {"objective": piece.objective, "match": piece.match, "noise": piece.noise}.items():
+            numbers[name][rows] = value.reshape(len(rows), restarts).double()
         for name in curves:
             trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
         diverged[rows] = piece.diverged.reshape(len(rows), restarts)
@@ -292,7 +298,7 @@ def _collect(
         keys=tuple(target.key for target in targets),
         examples=tuple(target.num_examples for target in targets),
         seconds=seconds,
-        evaluations=sum(getattr(s.optimiser, "evaluations", s.optimiser.steps) for s in attack.stages),
+        evaluations=attack.evaluations,
         settings={
             "attack": _configuration(attack),
             "seed": seed,

@@ -14,16 +14,16 @@ from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
-from gradleak.core.tree import Tree
 from gradleak.engine import Engine
-from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
+from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Needs, Problem, Scored
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.protocols import Needs
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
-from gradleak.parts.view import Step, TargetView
+from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge, Seen
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -82,7 +82,7 @@ class Analytic:
             y = {**labels(scene), **scene.fields}["y"]
             return {"x": _beside(y, images, scene), "y": y}
 
-        attack = Composed(self.name, (Stage(Pixels(_as_read), Replay(), Cosine(), (), Evaluate()),), read)
+        attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
         found = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
         return replace(found, settings={**found.settings, "attack": repr(self), **told})
 
@@ -137,21 +137,3 @@ def _beside(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
     slopes = jvp(lambda weights: scene.task.call(weights, buffers)(images), (scene.weights,), (scene.update,))[1]
     wanted = y if y.is_floating_point() else one_hot(y, slopes.shape[1], slopes.dtype)
     return images[assignment.match(wanted @ slopes.T)]  # (labels, images)
-
-
-def _as_read(scene: TargetView, draws: Draws, name: str) -> Tensor:
-    return scene.fields[name]
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """One look at the objective; nothing moves."""
-
-    steps: int = 1
-    graphable: bool = False
-
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {}
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
-        return v, state, problem.value(v)

@@ -22,7 +22,7 @@ from gradleak.attack import Reconstruction, require
 from gradleak.attack.checks import Check, Checks, checks_of
 from gradleak.auto.members import MEMBERS, POLISH, PRESETS, Member
 from gradleak.auto.polish import polished
-from gradleak.auto.residual import Residual, about, alike, residuals
+from gradleak.auto.residual import Residual, alike, residuals
 from gradleak.auto.second_look import AGAIN, LOOKS, looked_again
 from gradleak.auto.traits import Case
 from gradleak.auto.tuning import tuned
@@ -304,7 +304,7 @@ class _Search:
             attack = member.make(settings)
             require(attack, case.knows)
             seen = [case.targets[row] for row in rows]
-            found = attack.run(case.task, seen, about(case, rows), self.seed, engine=case.engine, progress=share)
+            found = attack.run(case.task, seen, case.about(rows), self.seed, engine=case.engine, progress=share)
             return [(rows, found)]
         ready = [row for row in rows if row in self.best and self.best[row].residual.value > self._floor(row)]
         if not ready:
@@ -414,7 +414,7 @@ class _Search:
                 case.task,
                 target.last,
                 each.batch,
-                each.knows or about(case, [row]),
+                each.knows or case.about([row]),
                 engine=case.engine,
                 order=each.residual.order,
             )

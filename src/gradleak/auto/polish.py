@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from gradleak.attack import Composed, Reconstruction
 from gradleak.attacks.second_order import MOST_DENSE, SKETCH
 from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
-from gradleak.auto.residual import Given, about, as_given, exactly
+from gradleak.auto.residual import Given, exactly
 from gradleak.auto.traits import Case
 from gradleak.core.listeners import Share
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.predictions import Replay
 from gradleak.parts.protocols import Match, Optimiser
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.scenario.client import Order
 from gradleak.scenario.task import Batch
@@ -49,4 +49,4 @@ def polished(
     stage = Stage(Pixels(as_given), Replay(order=order), match, (), optimiser)
     attack = Composed("polish", (stage,), Given(batches), keep="last")
     targets = [case.targets[row] for row in rows]
-    return attack.run(case.task, targets, about(case, rows), seed, engine=exactly(case), progress=progress)
+    return attack.run(case.task, targets, case.about(rows), seed, engine=exactly(case), progress=progress)

@@ -21,19 +21,17 @@ import torch
 from torch import Tensor
 
 from gradleak.attack import Composed
-from gradleak.attacks.analytic import Evaluate
 from gradleak.auto.traits import Case
-from gradleak.core.random import Draws
 from gradleak.engine import Engine
 from gradleak.parts.matches import Cosine, Relative
+from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Match
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.protocols import FieldRule, Match
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining, Order
-from gradleak.scenario.observation import Knowledge
 from gradleak.scenario.task import Batch, Task
 
 WITHIN = 1.05  # times the noise: as good as the truth
@@ -81,9 +79,9 @@ def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[
     sane = [{name: value.nan_to_num() for name, value in batch.items()} for batch in batches]
     finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
     for replay in _replays(case, case.targets[rows[0]].num_examples):
-        stage = Stage(Pixels(as_given), replay, match, (), Evaluate())
+        stage = Stage(Pixels(as_given), replay, match, (), Still())
         looked = Composed("residual", (stage,), Given(sane), keep="last").run(
-            case.task, [case.targets[row] for row in rows], about(case, rows), engine=exactly(case)
+            case.task, [case.targets[row] for row in rows], case.about(rows), engine=exactly(case)
         )
         noise = looked.noise if looked.noise is not None else torch.zeros_like(looked.match)
         values = zip(_length(looked.match[:, 0], match).tolist(), _length(noise[:, 0], match).tolist(), strict=True)
@@ -120,36 +118,18 @@ def exactly(case: Case) -> Engine:
     return replace(case.engine, precision="double")
 
 
-def about(case: Case, rows: Sequence[int]) -> Knowledge:
-    """The knowledge about some of the targets: fields given per target are picked, one given for all stays."""
-    count = len(case.targets)
-
-    def own(name: str, value: Tensor) -> Tensor:
-        known = case.task.fields.get(name)
-        soft = known is not None and known.classes is not None and value.is_floating_point()
-        rank = 1 + len(known.shape) + soft if known is not None else value.dim()
-        return value[list(rows)] if value.dim() == rank + 1 and value.shape[0] == count else value
-
-    return replace(case.knows, given={name: own(name, value) for name, value in case.knows.given.items()})
-
-
-class Given:
+class Given(FieldRule):
     """A field rule that hands out one batch after the other: those of the targets, in their order."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.left = iter(alike(batches))
 
     def __call__(self, scene: TargetView) -> Batch:
-        like = next(iter(scene.weights.values()))
+        like = scene.like
         return {
             name: value.to(like.device, like.dtype if value.is_floating_point() else None)
             for name, value in next(self.left).items()
         }
-
-
-def as_given(scene: TargetView, draws: Draws, name: str) -> Tensor:
-    """A start: the field that was handed in."""
-    return scene.fields[name]
 
 
 def alike(batches: Sequence[Batch]) -> list[Batch]:

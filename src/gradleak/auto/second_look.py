@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradleak.auto.residual import about
 from gradleak.auto.traits import Case
-from gradleak.core import tree
 from gradleak.core.tree import Params
 from gradleak.parts.predictions import assumed_in
 from gradleak.parts.view import TargetView
@@ -24,7 +22,7 @@ LOOKS = 3  # a better candidate shows more
 
 def looked_again(case: Case, row: int, candidate: Batch, order: Order | None) -> Case:
     """This target alone, to an attacker who takes the defence for what this candidate shows of it."""
-    target, knows = case.targets[row], about(case, [row])
+    target, knows = case.targets[row], case.about([row])
     scene = TargetView.of(case.task, target.last, knows)
     known = knows.defence
     assert known is not None
@@ -40,7 +38,7 @@ def _predicted(scene: TargetView, candidate: Batch, order: Order | None) -> Para
     """The update that this candidate gives, without noise, in all coordinates: as `Replay`, before `visible`."""
     training, defence = scene.knows.training, assumed_in(scene)
     assert training is not None
-    like = next(tree.leaves(scene.weights))
+    like = scene.like
     batch = {
         name: value.to(like.device, like.dtype if value.is_floating_point() else None)
         for name, value in candidate.items()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 
+from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
@@ -127,6 +129,10 @@ class Case:
     def taking(self, form: str) -> Case:
         """The same case to an attacker who takes the defence for this form of it."""
         return replace(self, knows=replace(self.knows, defence=self.forms[form]))
+
+    def about(self, rows: Sequence[int]) -> Knowledge:
+        """The knowledge about some of the targets."""
+        return given_of(self.task, self.knows, rows, len(self.targets))
 
     @cached_property
     def orders(self) -> list[Order | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,8 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.engine.layers import LaneLayers
 from gradleak.engine.search import EngineError, Search
-from gradleak.parts.protocols import Footprint, Scored
+from gradleak.parts.protocols import Scored
+from gradleak.parts.spaces import unknowns_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import stack
@@ -236,8 +237,7 @@ def sized(stages: Sequence[Stage], scene: TargetView, engine: Engine, lanes: int
     room, most = (0.25 * memory_of(engine), 8192) if cuda else (1.0e9, 128)
 
     def told(stage: Stage, each: int) -> Stage:
-        size = getattr(stage.optimiser, "sized", None)
-        return stage if size is None else replace(stage, optimiser=size(int(max(1, min(most, room // each) // lanes))))
+        return replace(stage, optimiser=stage.optimiser.sized(int(max(1, min(most, room // each) // lanes))))
 
     return [told(stage, each) for stage, each in zip(stages, _evaluations(stages, scene, engine), strict=True)]
 
@@ -248,37 +248,29 @@ def _evaluations(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> 
     pass_, gradient = activations(task, scene.weights, blank, scene.buffers), tree.size(scene.update)
 
     def of_stage(stage: Stage) -> int:
-        footprint = getattr(stage.predict, "footprint", None)
-        held = Footprint() if footprint is None else footprint(scene)
+        held = stage.predict.footprint(scene)
         # The pass in work needs its patches and cotangents too; of the others their graphs wait (measured: 4.4 a pass).
         passes = 24 + 8 * (held.passes - 1)
         each = len(scene.rounds) * (passes * pass_ + 6 * held.gradients * gradient)
-        decoded = getattr(stage.space, "decoding", None)  # once for all rounds, with its derivatives and what they need
-        each += 0 if decoded is None else 4 * int(decoded(scene))
+        each += 4 * stage.space.decoding(scene)  # once for all rounds, with its derivatives and what they need
         return int(each * torch.finfo(engine.dtype).bits // 8)
 
     return [of_stage(stage) for stage in stages]
 
 
-def unknowns_of(task: Task, examples: int, given: Collection[str] = ()) -> int:
-    """Entries of all continuous fields of a batch but those that are given."""
-    wanted = (field for name, field in task.fields.items() if field.classes is None and name not in given)
-    return examples * sum(math.prod(field.shape) for field in wanted)
-
-
 def _searched(stage: Stage, scene: TargetView, equations: int) -> int:
     """Numbers that a lane holds of its unknowns: copies, and the optimiser's, or what its start needs where more."""
-    step, start = getattr(stage.optimiser, "entries", None), getattr(stage.space, "entries", None)
-    rows, unknowns = getattr(stage.match, "rows", equations), _unknowns(stage, scene)
-    held = 4 * unknowns if step is None else int(step(unknowns, rows))  # a first-order method: a few of the unknowns
-    return 8 * unknowns + (held if start is None else max(held, int(start(scene.task))))
+    unknowns = _unknowns(stage, scene)
+    step = stage.optimiser.entries(unknowns, stage.match.equations(equations))
+    return 8 * unknowns + max(step, stage.space.entries(scene.task))
 
 
 def _unknowns(stage: Stage, scene: TargetView) -> int:
     """How many unknowns a lane has. Those of the prediction are made once to be counted: they need no search."""
-    count = getattr(stage.space, "unknowns", None)
-    of_space = unknowns_of(scene.task, scene.num_examples) if count is None else int(count(scene))
-    source = Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+    of_space = stage.space.unknowns(scene)
+    if of_space is None:
+        of_space = unknowns_of(scene.task, scene.num_examples)
+    source = Draws(randomness.key("count").to(scene.like.device))
     scene = replace(scene, draws=source)
     own = stage.predict.variables(scene if stage.view is None else stage.view(scene), source, None)
     return of_space + tree.size(own)
@@ -332,7 +324,7 @@ def _solve_chunk(
 ) -> Solved:
     groups = (len(scenes), len(keys[0]))
     template, lane = lanes_of(scenes, keys)
-    device = next(tree.leaves(template.weights)).device
+    device = template.like.device
     total = sum(stage.optimiser.steps for stage in stages)
     stages = sized(stages, template, engine, groups[0] * groups[1])
     diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
@@ -417,7 +409,7 @@ def lanes_of(scenes: Sequence[TargetView], keys: Sequence[Sequence[Tensor]]) -> 
     Of the first target everything moves to the device, of the others only what is their own, name by name.
     """
     first, restarts = scenes[0].here(), len(keys[0])
-    like = next(tree.leaves(first.weights))
+    like = first.like
 
     def spread(values: Sequence[Params], dtype: torch.dtype | None = like.dtype) -> Params:
         moved = lambda name: stack([tree.to({name: value[name]}, like.device, dtype) for value in values])[name]  # noqa: E731

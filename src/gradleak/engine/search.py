@@ -21,7 +21,7 @@ from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.protocols import QuadraticPrior, Scored, SharedPrior
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.defence import overrides
@@ -40,13 +40,17 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class LaneProblem:
-    """What the optimiser of one lane may ask, at one moment."""
+class StageObjective(LaneObjective):
+    """The objective of a stage in one lane, at one moment."""
 
     stage: Stage
     scene: TargetView
     observed: Params
     now: Step
+
+    @property
+    def key(self) -> Tensor:
+        return super().key if self.scene.draws is None else self.scene.draws.key
 
     def batch(self, v: Tree) -> Batch:
         return {**self.scene.fields, **self.stage.space.decode(v, self.scene, self.now)}
@@ -59,8 +63,6 @@ class LaneProblem:
         predicted = self.stage.predict(batch, v, self.scene, self.now)
         terms: Tree = {}
         for position, prior in enumerate(self.stage.priors):
-            if not isinstance(prior, QuadraticPrior):
-                raise ValueError(f"A least-squares optimiser needs priors with terms; {prior} has none.")
             terms[str(position)] = prior.terms(batch, v, self.seen_by(position), self.now)
         return {"match": self.stage.match.residual(predicted, self.observed), "priors": terms}
 
@@ -87,7 +89,7 @@ class LaneProblem:
     def project(self, v: Tree) -> Tree:
         return self.stage.space.project(v, self.scene, self.now)
 
-    def single(self) -> LaneProblem:
+    def single(self) -> StageObjective:
         """The same problem in float32: for derivatives that need few digits."""
         return replace(self, scene=self.scene.to(torch.float32), observed=tree.to(self.observed, None, torch.float32))
 
@@ -106,7 +108,7 @@ class Search:
     ) -> None:
         self.stage, self.groups, self.engine = stage, groups, engine
         self.template = template
-        device = next(tree.leaves(template.weights)).device
+        device = template.like.device
         self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
         self.moving: Tree = {"step": torch.zeros((), device=device)}  # all that a tick changes
         self.static = False  # True once the tick is captured: then `moving` is written in place
@@ -153,15 +155,17 @@ class Search:
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
         self.moving["v"] = _own(self.lift(variables)(begin))
-        for setting in ("rates", "every", "epsilons"):
-            for name in getattr(stage.optimiser, setting, {}):
+        optimiser = stage.optimiser
+        settings = {"rates": optimiser.rates, "every": optimiser.every, "epsilons": optimiser.epsilons}
+        for setting, names in settings.items():
+            for name in names:
                 if name not in self.v:
                     raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
         if self.step.is_cuda:
             predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
             self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
         for position, prior in enumerate(stage.priors):
-            if isinstance(prior, SharedPrior):
+            if prior.refresh is not None:
                 self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
         self.moving["state"] = _own(self.lift(state)(self.v, self.lane))
 
@@ -175,8 +179,8 @@ class Search:
 
     @property
     def finished(self) -> Callable[[Tree], Tensor] | None:
-        """The optimiser's word on lanes that have nothing left to do, where it has one."""
-        return getattr(self.stage.optimiser, "finished", None)
+        """Per-lane stop test, if the optimiser defines one."""
+        return self.stage.optimiser.finished
 
     @property
     def alive(self) -> Tensor:
@@ -196,13 +200,17 @@ class Search:
         )
         return scene if self.stage.view is None else self.stage.view(scene)
 
-    def problem(self, lane: Tree, step: Tensor) -> LaneProblem:
-        return LaneProblem(self.stage, self.scene(lane), lane["observed"], Step(step, self.stage.optimiser.steps))
+    def problem(self, lane: Tree, step: Tensor) -> StageObjective:
+        return StageObjective(self.stage, self.scene(lane), lane["observed"], Step(step, self.stage.optimiser.steps))
 
     def advance(self, v: Tree, state: Tree, lane: Tree) -> tuple[Tree, Tree, Tree, Tensor, Tensor]:
         problem = self.problem(lane, self.step)
         v, state, scored = self.stage.optimiser.step(problem, v, state, problem.now)
         return v, state, scored.at, scored.objective, scored.match
+
+    def final(self, v: Tree, state: Tree, lane: Tree) -> Tree:
+        """`lane` is for `lift` alone: a stage may have neither unknowns nor state."""
+        return self.stage.optimiser.final(v, state)
 
     def score(self, v: Tree, lane: Tree) -> tuple[Tensor, Tensor]:
         scored = self.problem(lane, self.step).value(v)
@@ -262,7 +270,7 @@ class Search:
             for step in range(steps):
                 images += [self.images()] * moments.count(step)
                 for position, prior in enumerate(self.stage.priors):
-                    if isinstance(prior, SharedPrior) and prior.due(step):
+                    if prior.refresh is not None and prior.due(step):
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
                 if self.finished is not None:
                     going = (self.alive & ~self.lift(self.finished)(self.moving["state"])).nonzero()[:, 0]
@@ -310,8 +318,7 @@ class Search:
 
     def kept(self, keep: str) -> Scored:
         """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
-        final = getattr(self.stage.optimiser, "final", None)  # where v is a trial point and not yet an iterate
-        last = self.v if final is None else self.lift(final)(self.v, self.moving["state"])
+        last = self.lift(self.final)(self.v, self.moving["state"], self.lane)
         objective, match = self.lift(self.score)(last, self.lane)
         usable, best = self.alive & match.isfinite(), self.moving["best"]
         better = usable & (match < best["match"]) if keep == "best_match" else usable
@@ -319,14 +326,11 @@ class Search:
 
     def left(self, v: Tree) -> Tree:
         """What the space leaves to the next stage beside its unknowns, each (lanes, ...)."""
-        leave = getattr(self.stage.space, "left", None)
-        if leave is None:
-            return {}
-        return tree.detach(self.lift(lambda v, lane: leave(v, self.scene(lane)))(v, self.lane))
+        return tree.detach(self.lift(lambda v, lane: self.stage.space.left(v, self.scene(lane)))(v, self.lane))
 
     def each_example(self, v: Tree) -> Tensor | None:
         """The match of every example of every lane, for a match that is a mean over examples."""
-        if not getattr(self.stage.match, "per_example", False):
+        if not self.stage.match.per_example:
             return None
 
         def residual(v: Tree, lane: Tree) -> Params:
@@ -353,19 +357,20 @@ class Search:
 
     def noise(self) -> Tensor:
         """(lanes,): the match that the noise of the known defence leaves at the truth, about; 0 where there is none."""
-        known, disturb = self.template.knows.defence, getattr(self.stage.predict, "disturbed", None)
-        if known is None or disturb is None or not overrides(known, "noise_variance"):
+        known, match = self.template.knows.defence, self.stage.match
+        if known is None or not overrides(known, "noise_variance"):
             return torch.zeros(self.groups[0] * self.groups[1])
 
         def level(lane: Tree) -> Tensor:
             scene = self.scene(lane)
-            noisy = disturb(scene, _draws(scene).child(2))
-            if not self.stage.match.scale_free:
-                return self.stage.match.distance(noisy, lane["observed"])
+            noisy = self.stage.predict.disturbed(scene, _draws(scene).child(2))
+            if noisy is None:
+                return scene.like.new_zeros(())
+            if not match.scale_free:
+                return match.distance(noisy, lane["observed"])
             # The observation is truth plus noise: |truth|^2 = |observed|^2 - |noise|^2, and their cosine the ratio.
-            seen, compared = self.stage.predict.target(scene), getattr(self.stage.match, "compared", None)
-            if compared is not None:
-                seen, noisy = compared(seen, lane["observed"]), compared(noisy, lane["observed"])
+            seen = match.compared(self.stage.predict.target(scene), lane["observed"])
+            noisy = match.compared(noisy, lane["observed"])
             whole, added = tree.squared_norm(seen), tree.squared_norm(tree.subtract(noisy, seen))
             return 1 - ((whole - added).clamp_min(0.0) / whole).sqrt()
 

@@ -40,7 +40,7 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Schedule, Window, require_positive
 from gradleak.parts.predictions import Replay, all_rounds
-from gradleak.parts.protocols import Footprint
+from gradleak.parts.protocols import Footprint, Prediction, Space
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD, Adam, Rule
@@ -309,7 +309,7 @@ def batches(training: LocalTraining, examples: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Coarse:
+class Coarse(Prediction):
     """The update that `steps` large steps on all examples make, from the weights sent, by the client's own rule.
 
     steps           K; never more than the client makes
@@ -328,9 +328,6 @@ class Coarse:
 
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps",))
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def footprint(self, scene: TargetView) -> Footprint:
         known = self.training or scene.knows.training
@@ -362,7 +359,7 @@ class Coarse:
             if "total" not in v:
                 raise ValueError(
                     "Coarse needs to know how far the client goes: pass Knowledge(training=...), or let it be learned "
-                    "by joining Total() to the space: Together((Pixels(), Total()))."
+                    "by joining Total() to the space: JointSpace((Pixels(), Total()))."
                 )
             fine = FINE * self.steps
             known = LocalTraining(lr=v["total"][number].exp() / fine, steps=fine)
@@ -370,7 +367,7 @@ class Coarse:
 
 
 @dataclass(frozen=True)
-class Total:
+class Total(Space):
     """The unknown `total` of `Coarse`, (rounds,): the log of the sum of the client's learning rates.
 
     Join it to another space by `JointSpace`. It begins where a flat image matches best by cosine, among `trials` totals
@@ -393,7 +390,7 @@ class Total:
 
     def start(self, scene: TargetView) -> Tensor:
         """The total that a round begins with."""
-        training, like = scene.knows.training, next(tree.leaves(scene.update))
+        training, like = scene.knows.training, scene.like
         if training is not None:
             total = training.lr * sum(training.factors(scene.num_examples))
             return torch.as_tensor(total, dtype=like.dtype, device=like.device).log()
@@ -412,19 +409,13 @@ class Total:
         best = torch.where(distances.isfinite(), distances, torch.inf).argmin(keepdim=True)
         return trials.gather(0, best).squeeze(0)
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        return {}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
+    def unknowns(self, scene: TargetView) -> int:
+        return 0  # one for each round: too few to count
 
 
 def flat_batch(scene: TargetView) -> Batch:
     """Images of one colour, half way between their bounds, with the labels that are known, or an even share of all."""
-    like, blank = next(tree.leaves(scene.weights)), scene.task.blank(scene.num_examples)
+    like, blank = scene.like, scene.task.blank(scene.num_examples)
     for name, field in scene.task.fields.items():
         if field.classes is not None:
             shape = (scene.num_examples, *field.shape, field.classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gradleak.core import registry, tree
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import Needs
+from gradleak.parts.protocols import FieldRule, Needs
 from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Batch
 
@@ -29,7 +30,7 @@ class RuleDoesNotApply(ValueError):
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(FieldRule):
     """No field is read off; the space supplies them all."""
 
     def __call__(self, scene: TargetView) -> Batch:
@@ -37,7 +38,17 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Labels:
+class ReadBy(FieldRule):
+    """Fields by a plain function of the scene."""
+
+    function: Callable[[TargetView], Batch]
+
+    def __call__(self, scene: TargetView) -> Batch:
+        return self.function(scene)
+
+
+@dataclass(frozen=True)
+class Labels(FieldRule):
     """Labels by a rule, in ascending order; where the threat model gives them, the given ones."""
 
     rule: LabelRule

@@ -25,13 +25,13 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import Schedule, constant, require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 from gradleak.scenario.task import float32_products
 
 
 @dataclass(frozen=True, kw_only=True)
-class LBFGS:
+class LBFGS(Optimiser):
     """Quasi-Newton search with a line search per lane.
 
     history     pairs kept
@@ -59,7 +59,7 @@ class LBFGS:
         """Numbers that a lane holds at the peak of a step: the pairs, old and new."""
         return 6 * self.history * unknowns
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         x = tree.flatten(v) / self._units(v)
         scalar, square = x.new_zeros(()), x.new_zeros((self.history, self.history))
         return {
@@ -84,7 +84,7 @@ class LBFGS:
             "held": torch.zeros((), dtype=torch.long, device=x.device),
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         units = self._units(v)
         trial = tree.flatten(v) / units
         gradient_tree, scored = problem.value_and_grad(v)

@@ -20,7 +20,7 @@ from gradleak.core.linear import gram, jacobian, solved
 from gradleak.core.random import signs
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 MOST_DAMPING = 1e11  # steps are then too short to matter
@@ -53,7 +53,7 @@ class Homotopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LevenbergMarquardt:
+class LevenbergMarquardt(Optimiser):
     """Damped Gauss-Newton steps; acceptance, damping and the weight of the priors are each lane's own.
 
     damping     first lambda; divided by `ease` after an accepted step, times `stiffen` for every rejected trial
@@ -92,7 +92,7 @@ class LevenbergMarquardt:
         priors = 3 * unknowns  # rows of the priors' terms, about
         return unknowns * (2 * (equations + priors) + 5 * unknowns)
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         scored = problem.value(v)
         zero = torch.zeros_like(scored.match)
         return {
@@ -107,7 +107,7 @@ class LevenbergMarquardt:
             "start": tree.flatten(v) if self.only_if_solved is not None else zero,
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         x = tree.flatten(v)
         n = x.shape[0]
 
@@ -174,7 +174,7 @@ class LevenbergMarquardt:
         here = tree.unflatten(held["x"], v)
         return here, state, Scored(here, held["match"] + held["prior"], held["match"])
 
-    def _rows(self, problem: Problem, v: Tree, x: Tensor) -> Tensor:
+    def _rows(self, problem: LaneObjective, v: Tree, x: Tensor) -> Tensor:
         """The derivative of all terms, in float32 where the setting says so."""
         if self.single:
             problem, v = problem.single(), tree.to(v, None, torch.float32)

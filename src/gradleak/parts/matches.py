@@ -17,30 +17,11 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.random import signs
 from gradleak.core.tree import Params
-from gradleak.parts.protocols import Match
-
-
-class Difference:
-    """What plain differences share: the residual is predicted - observed, and the distance its sum of squares."""
-
-    squares: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = False
-
-    def prepare(self, observed: Params) -> Params:
-        return observed
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(predicted, observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.reduce(self.residual(predicted, observed))
+from gradleak.parts.protocols import Match, delegates
 
 
 @dataclass(frozen=True)
-class SquaredError(Difference):
+class SquaredError(Match):
     """sum over all entries of (predicted - observed)^2; no mean, no weights."""
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
@@ -48,7 +29,7 @@ class SquaredError(Difference):
 
 
 @dataclass(frozen=True)
-class MeanSquaredError(Difference):
+class MeanSquaredError(Match):
     """The mean over tensors of ||predicted - observed||^2, each a sum over its entries (GGL)."""
 
     def residual(self, predicted: Params, observed: Params) -> Params:
@@ -56,7 +37,7 @@ class MeanSquaredError(Difference):
 
 
 @dataclass(frozen=True)
-class Relative(Difference):
+class Relative(Match):
     """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
 
     Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
@@ -88,7 +69,7 @@ class Relative(Difference):
 
 
 @dataclass(frozen=True)
-class LayerWeighted(Difference):
+class LayerWeighted(Match):
     """sum over layers l = 1, 2, ... of exp(-(l - 1) fall) ||predicted - observed||^2: the first layer counts most.
 
     A layer's weight and bias share their factor. Layers in the order in which the model names its parameters, which is
@@ -117,7 +98,7 @@ def layers_of(params: Params) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class LayerNorms(Difference):
+class LayerNorms(Match):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 
     squares: ClassVar[bool] = False
@@ -127,7 +108,7 @@ class LayerNorms(Difference):
 
 
 @dataclass(frozen=True)
-class Cosine(Difference):
+class Cosine(Match):
     """1 - cos over the concatenation of all tensors, as half the squared distance of unit vectors.
 
     Equal to 1 - cos in exact arithmetic; in float32 it keeps its digits near zero, where 1 - cos has none left, and it
@@ -148,7 +129,7 @@ class Cosine(Difference):
 
 
 @dataclass(frozen=True)
-class RowCosine(Difference):
+class RowCosine(Match):
     """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row, and one residual, per example."""
 
     absolute: bool = False
@@ -170,31 +151,12 @@ class RowCosine(Difference):
         return tree.flatten(residual).mean()
 
 
+@delegates("match")
 @dataclass(frozen=True)
-class Wrapped:
+class Wrapped(Match):
     """A match around another one, which answers for all that is not overridden."""
 
     match: Match
-
-    @property
-    def squares(self) -> bool:
-        return self.match.squares
-
-    @property
-    def scale_free(self) -> bool:
-        return self.match.scale_free
-
-    def prepare(self, observed: Params) -> Params:
-        return self.match.prepare(observed)
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(predicted, observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return self.match.reduce(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.match.distance(predicted, observed)
 
 
 @dataclass(frozen=True)
@@ -223,6 +185,7 @@ class Sketched(Wrapped):
     """
 
     rows: int
+    per_example: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.match.squares or self.rows < 1:
@@ -233,6 +196,9 @@ class Sketched(Wrapped):
         signed = entries * signs("sketch", entries.shape[0], entries.device, entries.dtype)
         folded = F.pad(signed, (0, -entries.shape[0] % self.rows)).reshape(-1, self.rows)
         return {"rows": folded.sum(0)}
+
+    def equations(self, entries: int) -> int:
+        return self.rows
 
     def reduce(self, residual: Params) -> Tensor:
         return tree.squared_norm(residual)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradleak.core import tree
 from gradleak.core.tree import Tree
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 Schedule: TypeAlias = Callable[[Step], "Tensor | float"]
@@ -138,7 +138,7 @@ def soft_sign(gradient: Tensor, now: Step) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstOrder:
+class FirstOrder(Optimiser):
     """Shared by every first-order method: schedule, per-variable rates and intervals, gradient transform, noise.
 
     rates       learning rate of a named variable, where it differs from `lr`
@@ -175,10 +175,10 @@ class FirstOrder:
         """
         raise NotImplementedError
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {"memory": tree.map(self.memory, v), "key": lane_key(problem)}
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
+        return {"memory": tree.map(self.memory, v), "key": problem.key}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         gradient, scored = problem.value_and_grad(v)
         factor = self.schedule(now)
         moved: Tree = {}
@@ -280,24 +280,15 @@ class Lion(FirstOrder):
 
 
 @dataclass(frozen=True)
-class Still:
-    """Looks once and does not move: for controls that search nothing."""
+class Still(Optimiser):
+    """Evaluates the objective once and moves nothing: for controls and closed forms."""
 
     steps: int = 1
     graphable: bool = True
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {}
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         return v, state, problem.value(v)
 
 
 def _either(condition: Tensor, a: Any, b: Any) -> Any:
     return tree.where(condition, a, b) if isinstance(a, Mapping) else torch.where(condition, a, b)
-
-
-def lane_key(problem: Problem) -> Tensor:
-    """The lane's random key, kept in the state so that noise is drawn from it."""
-    scene = getattr(problem, "scene", None)
-    return torch.zeros(2, dtype=torch.long) if scene is None or scene.draws is None else scene.draws.key

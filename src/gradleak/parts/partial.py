@@ -19,10 +19,6 @@ PER = ("all", "tensor")
 class Partial(Wrapped):
     """Another match on what `compared` leaves of a prediction."""
 
-    def compared(self, update: Params, observed: Params) -> Params:
-        """What of an update is looked at, `observed` as `prepare` left it."""
-        raise NotImplementedError
-
     def residual(self, predicted: Params, observed: Params) -> Params:
         return self.match.residual(self.compared(predicted, observed), observed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.protocols import Footprint, Needs
+from gradleak.parts.protocols import NOTHING, Footprint, Needs, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining, Order
 from gradleak.scenario.defence import Defence
@@ -20,7 +20,7 @@ from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class Replay(Prediction):
     """Run the client rule on the guess: `LocalTraining.run`, through the defence as far as the attacker knows it.
 
     With neither a recipe of its own nor one in Knowledge it is the plain gradient, whose scale is then meaningless.
@@ -32,10 +32,7 @@ class Replay:
 
     @property
     def needs_for_scale(self) -> Needs:
-        return frozenset() if self.training is not None else frozenset({"training"})
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
+        return NOTHING if self.training is not None else frozenset({"training"})
 
     def footprint(self, scene: TargetView) -> Footprint:
         training, examples = self.training or scene.knows.training or LocalTraining(lr=1.0), scene.num_examples
@@ -117,7 +114,7 @@ def assumed_in(scene: TargetView) -> Defence:
 
 
 @dataclass(frozen=True)
-class Representation:
+class Representation(Prediction):
     """The classifier's input h(x_k), to be compared with the row of the classifier's gradient that belongs to label k.
 
     For mean cross-entropy that row is -((1 - p_k) / B) h_k plus a small mixture, so its NEGATIVE is the target.
@@ -125,9 +122,6 @@ class Representation:
     """
 
     signed: bool = True
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         y = scene.fields["y"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.predictions import gradient
+from gradleak.parts.protocols import Prior
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.task import Batch, TaskError
@@ -45,7 +46,7 @@ def _apart(batch: Batch, scene: TargetView, field: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TotalVariation:
+class TotalVariation(Prior):
     """weight * (mean |dx| + mean |dy|), anisotropic, means over batch, channels and positions (IG, GIAS, GIFD)."""
 
     weight: float
@@ -56,14 +57,11 @@ class TotalVariation:
         return self.weight * (across.abs().mean() + down.abs().mean())
 
 
-class _Squares:
+class _Squares(Prior):
     """What quadratic priors share: the prior is the sum of the squares of its terms."""
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.terms(batch, v, scene, now).square().sum()
-
-    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class NaturalImage(_Squares):
 
 
 @dataclass(frozen=True)
-class ReweightedVariation:
+class ReweightedVariation(Prior):
     """weight * mean sqrt(d^2 + eps^2) over neighbours: total variation that least squares can take.
 
     Its terms are those of iteratively reweighted least squares, d / (2 sqrt(d0^2 + eps^2))^(1/2) with d0 the
@@ -158,7 +156,7 @@ class Box(_Squares):
 
 
 @dataclass(frozen=True)
-class CircularVariation:
+class CircularVariation(Prior):
     """weight * mean over images of the sum over entries of dx^2 + dy^2 + 1e-7, around the edges (DLFA)."""
 
     weight: float
@@ -171,7 +169,7 @@ class CircularVariation:
 
 
 @dataclass(frozen=True)
-class OpponentVariation:
+class OpponentVariation(Prior):
     """weight * mean sqrt(dx^2 + dy^2 + eps) over the colours AND their differences (R-G, R-B, G-B): isotropic."""
 
     weight: float
@@ -188,7 +186,7 @@ class OpponentVariation:
 
 
 @dataclass(frozen=True)
-class SummedVariation:
+class SummedVariation(Prior):
     """first * sum |d| + second * sum d^2 over the whole batch (representation inversion): sums, not means."""
 
     first: float = 0.0
@@ -206,7 +204,7 @@ class SummedVariation:
 
 
 @dataclass(frozen=True)
-class ImageNorm:
+class ImageNorm(Prior):
     """weight * sum over images of ||x||_2, divided by height * width where `per_pixel`."""
 
     weight: float
@@ -220,7 +218,7 @@ class ImageNorm:
 
 
 @dataclass(frozen=True)
-class LatentNorm:
+class LatentNorm(Prior):
     """weight * sum over images of ||z||_2, of the unknowns among `names` that the search has (GIAS)."""
 
     weight: float
@@ -228,11 +226,11 @@ class LatentNorm:
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         found = [tree.safe_sqrt(v[name].flatten(1).square().sum(1)).sum() for name in self.names if name in v]
-        return self.weight * sum(found, next(tree.leaves(scene.weights)).new_zeros(()))
+        return self.weight * sum(found, scene.like.new_zeros(()))
 
 
 @dataclass(frozen=True)
-class LatentNormality:
+class LatentNormality(Prior):
     """weight * KL(N(m, s^2) || N(0, 1)), m and s^2 the mean and variance of the entries of each latent (GGL).
 
     KL = -(1 + log(s^2 + 1e-10) - m^2 - s^2) / 2, summed over images: it says how unlike N(0, I) a latent is as a whole.
@@ -248,7 +246,7 @@ class LatentNormality:
 
 
 @dataclass(frozen=True)
-class BatchNormStatistics:
+class BatchNormStatistics(Prior):
     """weight * sum over BatchNorm layers of ||mean - running mean||_2 + ||var - running var||_2 of their inputs.
 
     Compared with the running statistics that the server holds; with `returned` with those of the client's own batch,
@@ -262,7 +260,7 @@ class BatchNormStatistics:
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         names = batch_norms(scene.task.model)
-        total = next(tree.leaves(scene.weights)).new_zeros(())
+        total = scene.like.new_zeros(())
         if not names:
             return total
         inputs = scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
@@ -301,7 +299,7 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class GroupConsistency:
+class GroupConsistency(Prior):
     """weight * sum over images of ||x - E||_2 (/ height / width where `per_pixel`), E the restarts' consensus.
 
     E is the plain mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form); with
@@ -350,7 +348,7 @@ def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LabelDistance:
+class LabelDistance(Prior):
     """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; inferred label, never true logits)."""
 
     weight: float
@@ -370,7 +368,7 @@ def one_hot(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeatureDistance:
+class FeatureDistance(Prior):
     """weight * mean (h(x) - h)^2, h the classifier's input as the classifier's own gradient gives it away (B = 1).
 
     h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example; for more, means
@@ -382,7 +380,7 @@ class FeatureDistance:
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         layer = scene.task.classifier
         if layer.bias is None:
-            return next(tree.leaves(scene.weights)).new_zeros(())
+            return scene.like.new_zeros(())
         seen = gradient(scene)
         rows, deltas = seen[layer.weight], seen[layer.bias]
         wanted = (deltas[:, None] * rows).sum(0) / deltas.square().sum().clamp_min(1e-30)

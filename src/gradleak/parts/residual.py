@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
-from gradleak.parts.protocols import Space
+from gradleak.parts.protocols import NOTHING, Needs, Prior, Space, delegates
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.parts.steps import SettledSteps, denoising
 from gradleak.parts.view import Step, TargetView
@@ -39,7 +38,7 @@ class FreeNoise(Pixels):
 
 
 @dataclass(frozen=True)
-class NoiseShell:
+class NoiseShell(Prior):
     """weight * mean over examples of (||noise||^2 / m - 1)^2, m values each: where almost all of N(0, I) lies."""
 
     weight: float = 1e-2
@@ -49,8 +48,9 @@ class NoiseShell:
         return self.weight * (batch[self.field].flatten(1).square().mean(1) - 1).square().mean()
 
 
+@delegates("steps")
 @dataclass(frozen=True)
-class NoisedResidual:
+class NoisedResidual(Space):
     """Unknowns x_t and q instead of image and noise: better conditioned where both are unknown and little noise is in.
 
     Decoded to image and noise (`image_and_noise`) at the weights that were sent, which the prediction holds fixed as
@@ -63,6 +63,10 @@ class NoisedResidual:
     steps: Space = SettledSteps()
     begin: Space | None = None
 
+    @property
+    def needs(self) -> Needs:
+        return self.steps.needs | (NOTHING if self.begin is None else self.begin.needs)
+
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         steps = self.steps.variables(scene, draws, before)
         if before is not None and "x_t" in before:
@@ -72,19 +76,13 @@ class NoisedResidual:
             batch = {**scene.fields, **self.begin.decode(before, scene, end)}
             x_t, q = noised_and_residual(batch, scene)
             return {**steps, "x_t": x_t.detach(), "q": q.detach()}
-        like, shape = next(tree.leaves(scene.weights)), (scene.num_examples, *scene.task.fields["x"].shape)
+        like, shape = scene.like, (scene.num_examples, *scene.task.fields["x"].shape)
         drawn = (draws.child(number).normal(shape, dtype=like.dtype) for number in (1 << 8, 1 << 9))
         return {**steps, **dict(zip(("x_t", "q"), drawn, strict=True))}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return self.steps.constants(scene, draws, before)
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         steps = self.steps.decode(v, scene, now)
         return {**steps, **image_and_noise(v["x_t"], v["q"], {**scene.fields, **steps}["t"], scene)}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return self.steps.project(v, scene, now)
 
 
 def noised_and_residual(batch: Batch, scene: TargetView) -> tuple[Tensor, Tensor]:

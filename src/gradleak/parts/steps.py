@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
 from gradleak.parts.fields import Nothing, RuleDoesNotApply
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.protocols import FieldRule, Needs, Space
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -50,11 +49,15 @@ def step_count(task: Task) -> int:
 
 
 @dataclass(frozen=True)
-class Granted:
-    """What else the threat model must grant for a search, beside what its own parts say; then another rule's fields."""
+class Granted(FieldRule):
+    """Another rule for a search that needs more knowledge than its parts say (`more`)."""
 
-    needs: Needs
+    more: Needs
     rule: FieldRule = Nothing()
+
+    @property
+    def needs(self) -> Needs:
+        return self.more | self.rule.needs
 
     def __call__(self, scene: TargetView) -> Batch:
         denoising(scene.task)
@@ -62,7 +65,7 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class ReadSteps:
+class ReadSteps(FieldRule):
     """The steps of all examples, in ascending order, from the time MLP's first layer; given ones where there are any.
 
     With G = [dL/dW, dL/db] = sum_i delta_i e(t_i)^T and e(t) = (E[t], 1), the rows of G span what the e(t_i) span: the
@@ -90,7 +93,7 @@ class ReadSteps:
             lengths = torch.linalg.lstsq(layer.table[best].T, layer.seen.T).solution.norm(dim=1)
             again = best[lengths.argsort(descending=True)].repeat(scene.num_examples)
             best = torch.cat([best, again[: scene.num_examples - rank]])
-        where = next(tree.leaves(scene.weights)).device
+        where = scene.like.device
         return {"t": best.sort().values.to(where)}
 
 
@@ -164,7 +167,7 @@ def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
             return scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
 
-    like, shape = next(tree.leaves(scene.weights)), scene.task.fields["x"].shape
+    like, shape = scene.like, scene.task.fields["x"].shape
     blank = torch.zeros((PROBED, *shape), device=like.device, dtype=like.dtype)
     two = torch.stack([blank[0], torch.linspace(-1, 1, blank[0].numel()).reshape(shape).to(blank)])
     caught = inputs(others, torch.zeros(2, dtype=torch.long, device=like.device), two)
@@ -178,7 +181,7 @@ def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Scores:
+class _Scores(Space):
     """A score for every step of every example, from U(0, 1). Where the threat model gives t, the given one is used.
 
     `speed`: scores are so many times the unknown, since a method with one learning rate for all would need a thousand
@@ -193,18 +196,12 @@ class _Scores:
             return {}
         if before is not None and "t" in before:
             return {"t": before["t"]}
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         source = draws.child(list(scene.task.fields).index("t"))
         return {"t": source.uniform((scene.num_examples, steps), dtype=like.dtype) / self.speed}
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {"t": self.chosen(self.speed * v["t"], now)} if "t" in v else {}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
     def chosen(self, scores: Tensor, now: Step) -> Tensor:
         """What the objective is given: a step, or a share of each."""
@@ -252,7 +249,7 @@ class SettledSteps(_Scores):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Space):
     """A field drawn once for each lane and kept, whatever is given: what an attacker without knowledge can do.
 
     A step is uniform, anything else N(0, 1).
@@ -260,11 +257,8 @@ class Drawn:
 
     field: str
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        known, like = scene.task.fields[self.field], next(tree.leaves(scene.weights))
+        known, like = scene.task.fields[self.field], scene.like
         source, shape = draws.child(list(scene.task.fields).index(self.field)), (scene.num_examples, *known.shape)
         if known.classes is None:
             return {self.field: source.normal(shape, dtype=like.dtype)}
@@ -272,6 +266,3 @@ class Drawn:
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {self.field: scene.constants[self.field]}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v

@@ -32,13 +32,13 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params, Tree
 from gradleak.parts.predictions import Replay
-from gradleak.parts.protocols import Footprint, Needs, Prediction, resumed
-from gradleak.parts.spaces import Start
+from gradleak.parts.protocols import Footprint, Needs, Prediction, Prior, Space, delegates, resumed
+from gradleak.parts.spaces import AnyStart, Start, entries_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
 _OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which count from 0, never get so far
 
@@ -46,7 +46,7 @@ _OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which 
 
 
 @dataclass(frozen=True)
-class GradientAtStart:
+class GradientAtStart(Prediction):
     """The gradient at the weights that were sent, as if the client had made one large step (IG and DLG on updates).
 
     `Replay` without a recipe is the same where the threat model knows none; where it does, that one replays every step.
@@ -55,9 +55,6 @@ class GradientAtStart:
     @property
     def needs_for_scale(self) -> Needs:
         return frozenset({"training"})
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         return tree.scale(Replay().target(scene), 1 / length(scene))
@@ -120,7 +117,7 @@ class Line(GradientAtStart):
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if self.nodes > 1:
             return {}
-        like, shape = next(tree.leaves(scene.update)), (len(scene.rounds),)
+        like, shape = scene.like, (len(scene.rounds),)
         begin = torch.full(shape, self.start, device=like.device, dtype=like.dtype)
         if self.spread:
             begin = begin + self.spread * (2 * draws.child(_OWN).uniform(shape, dtype=like.dtype) - 1)
@@ -155,8 +152,9 @@ class Bezier(Line):
         return tree.add(super().weights(scene, number, alpha, v), v["control"][str(number)], bend)
 
 
+@delegates("predict")
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(Prediction):
     """Another prediction times learned factors: one for each tensor, or for each entry of it (NL-SME's scaling).
 
     The observed update stays as it is. Factors of single entries can bend almost any gradient to the update: the match
@@ -170,27 +168,11 @@ class Rescaled:
         if self.per not in ("tensor", "element"):
             raise ValueError(f"per must be 'tensor' or 'element'; given {self.per!r}.")
 
-    @property
-    def needs_for_scale(self) -> Needs:
-        needs: Needs = getattr(self.predict, "needs_for_scale", frozenset())
-        return needs
-
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         seen = self.predict.target(scene)
-        like = next(tree.leaves(seen))
+        like = tree.like(seen)
         factors = tree.map(torch.ones_like, seen) if self.per == "element" else like.new_ones(len(seen))
         return {**self.predict.variables(scene, draws, before), **resumed({"scaling": factors}, before)}
-
-    def footprint(self, scene: TargetView) -> Footprint:
-        inner = getattr(self.predict, "footprint", None)
-        return Footprint() if inner is None else inner(scene)
-
-    def target(self, scene: TargetView) -> Params:
-        return self.predict.target(scene)
-
-    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
-        noisy: Params = self.predict.disturbed(scene, draws)  # type: ignore[attr-defined]
-        return noisy
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         predicted, factors = self.predict(batch, v, scene, now), v["scaling"]
@@ -233,19 +215,13 @@ def gauss_legendre(nodes: int) -> Sequence[tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class _Holding:
+class _Holding(Space):
     """A space with no unknowns of its own, which holds those of others after every step. Join it by `JointSpace`."""
 
     name: str
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        return {}
+    def unknowns(self, scene: TargetView) -> int:
+        return 0
 
     def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         if self.name not in v:
@@ -282,10 +258,13 @@ class Reach(_Holding):
 
 
 @dataclass(frozen=True)
-class Inside:
+class Inside(Start):
     """Another start, clamped to the field's bounds."""
 
-    start: Start
+    start: AnyStart
+
+    def entries(self, task: Task) -> int:
+        return entries_of(self.start, task)
 
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, high = scene.limits[name]
@@ -296,7 +275,7 @@ class Inside:
 
 
 @dataclass(frozen=True)
-class CentredControl:
+class CentredControl(Prior):
     """weight * ||c - (w0 + wT) / 2||^2 / ||wT - w0||^2, which in the control point's own units is a mean square."""
 
     weight: float
@@ -309,7 +288,7 @@ class CentredControl:
 
 
 @dataclass(frozen=True)
-class UnitScaling:
+class UnitScaling(Prior):
     """weight * mean (d - 1)^2 over the factors d of `Rescaled`."""
 
     weight: float
@@ -323,7 +302,7 @@ class UnitScaling:
 
 
 @dataclass(frozen=True)
-class SurrogateLoss:
+class SurrogateLoss(Prior):
     """weight * the client's objective on the guess, at the point where `path` takes its gradient.
 
     Little of it is not in the match already, and it favours images that the network is sure of.
@@ -332,8 +311,12 @@ class SurrogateLoss:
     weight: float
     path: GradientAtStart
 
+    @property
+    def needs(self) -> Needs:
+        return self.path.needs
+
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        total = next(tree.leaves(scene.weights)).new_zeros(())
+        total = scene.like.new_zeros(())
         for share, alpha in self.path.points(v):
             for each in self.path.seen_from(scene, alpha, v).rounds:
                 total = total + share * scene.task.loss(each.weights, batch, each.buffers)[0]

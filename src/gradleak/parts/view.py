@@ -99,7 +99,7 @@ class TargetView:
         move = lambda held: tree.to(held, None, dtype)  # noqa: E731
         objective = self.task.objective
         if hasattr(objective, "to"):
-            objective = objective.to(next(tree.leaves(self.weights)).device, dtype)
+            objective = objective.to(self.like.device, dtype)
         return replace(
             self,
             task=replace(self.task, objective=objective),
@@ -114,6 +114,11 @@ class TargetView:
             shared=move(self.shared),
             earlier=tuple(each.to(dtype) for each in self.earlier),
         )
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the device and the type that everything is computed in."""
+        return tree.like(self.weights)
 
     @property
     def rounds(self) -> tuple[TargetView, ...]:

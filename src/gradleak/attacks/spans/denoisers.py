@@ -36,7 +36,7 @@ SHELL = 1e-4  # weight of the length of the noise
 
 
 @dataclass(frozen=True)
-class NoiseBehind:
+class NoiseBehind(Space):
     """The noise as the unknown, by its coefficients, behind an x_t that is known; the image is what x_t leaves then.
 
     The noise is only what the network should have said there: the gradient is linear in it.
@@ -61,9 +61,6 @@ class NoiseBehind:
         image, noise = denoising(scene.task).schedule.scales(scene.fields["t"], x_t)
         own = guess + pixels(frequencies(x_t).pow(self.power) * v["e"])
         return {"x": (x_t - noise * own) / image, "noise": own, "x_t": x_t}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
 
 def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engine) -> tuple[list[Track], Batch]:

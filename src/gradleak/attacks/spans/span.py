@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import assumed_in, gradient
+from gradleak.parts.protocols import Match, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task
 
@@ -135,7 +135,7 @@ def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Spans:
+class Spans(Prediction):
     """The rows that layers see, to be compared with where their observed gradients say that these lie (`Outside`).
 
     Of a layer with a bias not only the span is known but the flat through the a_p: rows of dL/dW in combinations for
@@ -143,9 +143,6 @@ class Spans:
     """
 
     layers: tuple[Layer, ...]
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         """For each layer (1 + rows, inputs): a point, and orthonormal directions from it, at right angles to it.
@@ -177,7 +174,7 @@ def _flat(layer: Layer, update: Params) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outside(Difference):
+class Outside(Match):
     """sum over layers of the share of the rows' energy that lies outside of where their gradient says they are."""
 
     scale_free: ClassVar[bool] = True

@@ -243,7 +243,7 @@ class Path(Rule):
             low, high = scene.limits["x"]
             parts = public.x[: self.dummies].to(low).split(AT_ONCE)
             return [{**scene.task.blank(len(part)), "x": low + part * (high - low)} for part in parts]
-        device = next(tree.leaves(scene.weights)).device
+        device = scene.like.device
         source, batches = Draws(randomness.key("label counts").to(device)), []
         for stream, size in enumerate(sizes):
             batch = scene.task.blank(size)

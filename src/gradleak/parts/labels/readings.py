@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradleak.core import tree
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
 from gradleak.parts.protocols import Needs
 from gradleak.parts.view import TargetView
@@ -38,7 +37,7 @@ class Rule:
         raise NotImplementedError
 
     def counts(self, scene: TargetView) -> Tensor:
-        return self.read(scene).counts.to(next(tree.leaves(scene.weights)).device)
+        return self.read(scene).counts.to(scene.like.device)
 
     def margin(self, scene: TargetView) -> Tensor:
         return self.read(scene).margin

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gradleak.core import random as randomness
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
@@ -98,7 +97,7 @@ class RatioCounts(Rule):
     def _predicted(self, scene: TargetView) -> Tensor:
         """The mean prediction for noise, (classes,)."""
         layer, batch = scene.task.classifier, scene.task.blank(self.dummies)
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         for number, (name, (low, high)) in enumerate(scene.limits.items()):
             source = Draws(randomness.key("ratio counts", number).to(like.device))
             batch[name] = low + source.uniform(tuple(batch[name].shape), dtype=like.dtype) * (high - low)
