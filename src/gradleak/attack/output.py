@@ -1,4 +1,4 @@
-"""One attack's result for a person: a few lines, a sheet of pictures, and the tensors. Needs no truth."""
+"""The result of one attack for a person: a few lines, a sheet of pictures, and the tensors. Needs no truth."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCAL = (
 
 
 def inferred(found: Reconstruction, target: int) -> dict[str, list[int]]:
-    """The categorical fields of a target, as indices: the labels the attack read off or optimised."""
+    """The categorical fields of a target as indices: the labels that the attack read off or optimised."""
     batch = found.target(target)
     categorical = [name for name, field in found.fields.items() if field.classes is not None and name in batch]
     return {name: _indices(batch[name]).reshape(-1).tolist() for name in categorical}
@@ -35,7 +35,7 @@ def _indices(values: Tensor) -> Tensor:
 
 
 def describe(found: Reconstruction) -> str:
-    """Per target: labels, objective and match of the chosen restart; then whether the attack worked as an optimiser."""
+    """For each target the labels, objective and match of the chosen restart; then the checks of the attack."""
     lines: list[str] = []
     for target, key in enumerate(found.keys):
         restart = int(found.chosen[target])
