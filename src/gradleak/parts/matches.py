@@ -1,7 +1,7 @@
 """Distances between a predicted and the observed update.
 
-A lane's update is as long as the network has parameters, so passes over it are what a step pays for. `distance` is
-`reduce(residual(...))` in few passes, with its derivative written out; `residual` is what least-squares solvers take.
+An update has as many entries as the network has parameters, so a step costs passes over it. `distance` is
+`reduce(residual(...))` in few passes, with its derivative written out; least-squares solvers take `residual`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MeanSquaredError(Match):
 class Relative(Match):
     """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
 
-    Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
-    `floor` times the RMS of the whole update, since it tells something too: that the prediction must be small there.
-    `whole`: all are measured in the RMS of the whole update, which is right where all carry the same noise.
+    Noise of relative size c gives c^2. The unit of a tensor is at least `floor` times the RMS of the whole update: a
+    tensor of zeros counts too, since the prediction must be small there. `whole`: the RMS of the whole update is the
+    unit of all tensors, which is right if all carry the same noise.
     """
 
     floor: float = 1e-6
@@ -72,8 +72,8 @@ class Relative(Match):
 class LayerWeighted(Match):
     """sum over layers l = 1, 2, ... of exp(-(l - 1) fall) ||predicted - observed||^2: the first layer counts most.
 
-    A layer's weight and bias share their factor. Layers in the order in which the model names its parameters, which is
-    that of the forward pass where modules are built in the order of their use.
+    A layer's weight and bias share their factor. Layers are in the order of the model's parameters, which is that of
+    the forward pass if the model builds its modules in this order.
     """
 
     fall: float = 1.0
@@ -87,14 +87,14 @@ class LayerWeighted(Match):
 
 
 def layers_of(params: Params) -> dict[str, int]:
-    """The number of the layer that each parameter belongs to, from 0; of several rounds each counts for itself."""
+    """The number of the layer of each parameter, from 0 in every round."""
     order: dict[str, dict[str, int]] = {}
-    found = {}
+    numbers = {}
     for name in params:
-        a_round, _, own = name.rpartition("/")
+        a_round, _, parameter = name.rpartition("/")
         layers = order.setdefault(a_round, {})
-        found[name] = layers.setdefault(own.rpartition(".")[0], len(layers))
-    return found
+        numbers[name] = layers.setdefault(parameter.rpartition(".")[0], len(layers))
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class LayerNorms(Match):
 class Cosine(Match):
     """1 - cos over the concatenation of all tensors, as half the squared distance of unit vectors.
 
-    Equal to 1 - cos in exact arithmetic; in float32 it keeps its digits near zero, where 1 - cos has none left, and it
-    is a sum of squares, so least-squares solvers can use it.
+    Equal to 1 - cos in exact arithmetic. In float32 it is accurate near zero, where 1 - cos has no digits left. It is a
+    sum of squares, so least-squares solvers can use it.
     """
 
     scale_free: ClassVar[bool] = True
@@ -154,7 +154,7 @@ class RowCosine(Match):
 @delegates("match")
 @dataclass(frozen=True)
 class Wrapped(Match):
-    """A match around another one, which answers for all that is not overridden."""
+    """A match around another one: the inner match answers for all that a subclass does not override."""
 
     match: Match
 
@@ -178,10 +178,10 @@ class Scaled(Wrapped):
 
 @dataclass(frozen=True)
 class Sketched(Wrapped):
-    """Another match seen through `rows` sums of its residual's entries with random signs.
+    """Another match whose residual is reduced to `rows` sums of entries with random signs.
 
-    Each row sums every `rows`-th entry, so a Jacobian needs `rows` columns however large the network is. The sum of
-    squares is right on average, and it is zero where the residual is: a solution of the one is one of the other.
+    Each row sums every `rows`-th entry, so a Jacobian has `rows` rows for a network of any size. The sum of squares is
+    right on average, and zero where the residual is zero: a solution of the match solves the sketch.
     """
 
     rows: int

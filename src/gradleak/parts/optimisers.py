@@ -20,13 +20,13 @@ Transform: TypeAlias = Callable[[Tensor, Step], Tensor]
 
 
 def constant(now: Step) -> float:
-    """A learning rate that stays."""
+    """A constant learning rate."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """The learning rate times `factor` for every so many steps, continuously: factor^(step / every)."""
+    """Times factor^(step / every), continuously."""
 
     factor: float
     every: int = 1
@@ -62,7 +62,7 @@ class CosineDecay:
 
 @dataclass(frozen=True)
 class RampedDecay:
-    """Up linearly over the first `up` of the budget, down by half a cosine over the last `down` (GIFD 0.05 and 0.75).
+    """Up linearly over the share `up` of the steps, down by half a cosine over the last `down` (GIFD: 0.05, 0.75).
 
     min(1, t / up) * (1 - cos(pi min(1, (1 - t) / down))) / 2 at t = step / total.
     """
@@ -79,7 +79,7 @@ class RampedDecay:
 
 
 class Window(Protocol):
-    """When a variable moves: is it `due` now, and how often has it moved (`count`), this step included?"""
+    """When an unknown moves: is it `due` at this step, and how often has it moved (`count`), this step included?"""
 
     def due(self, now: Step) -> Tensor: ...
 
@@ -88,9 +88,9 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class OddBlocks:
-    """Blocks of `size` steps, at rest in the first, moving in the second, and so on: where floor(step / size) is odd.
+    """Blocks of `size` steps: at rest in the first, moving in the second, and so on (floor(step / size) is odd).
 
-    Reference: Huang et al., ARES 2025, who keep a diffusion client's noise near its law this way.
+    Reference: Huang et al., ARES 2025, who keep the noise of a diffusion client near its law this way.
     """
 
     size: int = 50
@@ -107,7 +107,7 @@ class OddBlocks:
 
 
 def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...] = ()) -> None:
-    """Refuse settings that no search can run with, before it starts."""
+    """Refuse settings that are not positive."""
     for name in (*whole, *real):
         value = getattr(owner, name)
         kinds = int if name in whole else (int, float)
@@ -117,7 +117,7 @@ def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...
 
 
 def _sign(value: Tensor) -> Tensor:
-    """torch.sign turns NaN into 0, which would hide a diverged lane."""
+    """The sign, or NaN: torch.sign turns NaN into 0, which would hide a diverged lane."""
     return torch.where(value.isnan(), value, value.sign())
 
 
@@ -127,7 +127,7 @@ def plain(gradient: Tensor, now: Step) -> Tensor:
 
 
 def sign(gradient: Tensor, now: Step) -> Tensor:
-    """Its signs: every entry moves by the learning rate (IG)."""
+    """The signs of the gradient: every entry moves by the learning rate (IG)."""
     return _sign(gradient)
 
 
@@ -139,13 +139,13 @@ def soft_sign(gradient: Tensor, now: Step) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstOrder(Optimiser):
-    """Shared by every first-order method: schedule, per-variable rates and intervals, gradient transform, noise.
+    """What all first-order methods share: schedule, settings of single unknowns, gradient transform, noise.
 
-    rates       learning rate of a named variable, where it differs from `lr`
-    every       a named variable moves only at every so many steps
-    windows     a named variable moves only in its window, and its memory with it; a name that is no unknown, since the
-                threat model gives it, is passed over
-    transform   applied to the gradient before the method sees it, such as its sign
+    rates       learning rate of a named unknown, if it differs from `lr`
+    every       a named unknown moves only at every so many steps
+    windows     a named unknown, and its memory, change only in its window. Names that are no unknown are ignored: the
+                threat model may give the field
+    transform   applied to the gradient first, such as its sign
     noise       Langevin noise: lr * noise * N(0, 1) is added to each move
     """
 
@@ -169,9 +169,9 @@ class FirstOrder(Optimiser):
         raise NotImplementedError
 
     def move(self, gradient: Tensor, memory: Tree, count: Tensor, name: str = "") -> tuple[Tensor, Tree]:
-        """The step of one tensor before the learning rate.
+        """The step of one tensor, without the learning rate.
 
-        `count`: how often it has moved, this time included; `name`: the unknown it is, or is part of.
+        `count`: how often it has moved, this time included; `name`: of the unknown that the tensor belongs to.
         """
         raise NotImplementedError
 
@@ -231,8 +231,8 @@ class FirstOrder(Optimiser):
 class Adam(FirstOrder):
     """Adam. Reference: Kingma and Ba, ICLR 2015.
 
-    eps         added to the root of the second moment: entries whose gradient is far below it hardly move
-    epsilons    eps of a named variable, where it differs
+    eps         added to the root of the second moment: entries with a much smaller gradient hardly move
+    epsilons    eps of a named unknown, if it differs
     """
 
     lr: float = 0.1

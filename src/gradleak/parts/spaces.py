@@ -1,4 +1,4 @@
-"""Where the unknowns live: pixels from some start, soft labels, or several spaces together."""
+"""Where the unknowns live: pixels from some start, soft labels, or several spaces at once."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def _shape(scene: TargetView, name: str) -> tuple[int, ...]:
 
 
 def from_unit(scene: TargetView, name: str, picture: Tensor) -> Tensor:
-    """A picture in [0, 1] in the field's model-input units."""
+    """A picture in [0, 1], in the units of the field's model input."""
     low, high = scene.limits[name]
     return low + picture * (high - low)
 
 
 def _own_stream(scene: TargetView, draws: Draws, name: str) -> Draws:
-    """Every field draws from a source of its own, so that two unknowns never start alike."""
+    """The random source of one field: two fields never start from the same numbers."""
     return draws.child(list(scene.task.fields).index(name))
 
 
 @dataclass(frozen=True)
 class Normal(Start):
-    """N(mean, std^2): in model-input space, or on [0, 1] pixels (`unit`), there optionally clipped."""
+    """N(mean, std^2), in model-input space or on [0, 1] pixels (`unit`), clipped there if `clip`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -107,9 +107,9 @@ class Solid(Start):
 
 @dataclass(frozen=True)
 class Tiled(Start):
-    """A random tile repeated over the image, 1 / `fraction` of a side wide (CPL: 2), or `width` pixels where given.
+    """A random tile repeated over the image. Its side: 1 / `fraction` of the image's (CPL: 2), or `width` pixels.
 
-    U[0, 1] pixels, or N(0, 1) in model-input space.
+    U[0, 1] pixels, or N(0, 1) in model-input space (`normal`).
     """
 
     fraction: int = 2
@@ -142,7 +142,7 @@ class Mosaic(Start):
 
 @dataclass(frozen=True, eq=False)
 class Surrogate(Start):
-    """Images of the attacker's own, (examples, ...) in [0, 1]. Optimistic where they are of the true class: say so."""
+    """Images that the attacker has, (examples, ...) in [0, 1]. Optimistic if they are of the true class: say so."""
 
     images: Tensor
 
@@ -155,7 +155,7 @@ class Surrogate(Start):
 
 @dataclass(frozen=True)
 class Pixels(Space):
-    """The image itself, in model-input space. `boxed`: kept inside the field's bounds after every step."""
+    """The image itself, in model-input space. `boxed`: clamped to the field's bounds after every step."""
 
     start: AnyStart = Normal()
     boxed: bool = False
@@ -183,7 +183,7 @@ class Pixels(Space):
 class _Categories(Space):
     """A categorical field as unknowns, one for each class of each example.
 
-    Where the threat model gives the field there is nothing to optimise, and the given one is used.
+    If the threat model gives the field, there are no unknowns.
     """
 
     field: str = "y"
@@ -197,7 +197,7 @@ class _Categories(Space):
         raise NotImplementedError
 
     def shares(self, v: Tensor) -> Tensor:
-        """What the loss is given: a share of every class."""
+        """What the loss takes: a share of every class."""
         raise NotImplementedError
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
@@ -211,7 +211,7 @@ class _Categories(Space):
 
 @dataclass(frozen=True)
 class SoftCategories(_Categories):
-    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
+    """A categorical field as free logits, whose softmax is the label (DLG's jointly optimised label)."""
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         shape = (scene.num_examples, *scene.task.fields[self.field].shape, self._classes(scene))
@@ -224,16 +224,16 @@ class SoftCategories(_Categories):
 
 @dataclass(frozen=True)
 class FreeCategories(_Categories):
-    """A categorical field as plain shares of the classes, neither positive nor summing to one.
+    """A categorical field as free shares of the classes, which need not be positive or sum to one.
 
-    The gradient of cross-entropy is linear in them, so least squares finds a label as it finds a pixel; a softmax would
-    have to reach infinity. Starts half at the label that was read off, half anywhere.
+    The gradient of cross-entropy is linear in them, so least squares finds a label as easily as a pixel; a softmax
+    would have to reach infinity. It starts at the mean of the label that was read off and equal shares.
     """
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         classes = self._classes(scene)
-        read = one_hot(scene.fields[self.field], classes, scene.like.dtype)
-        return 0.5 * read + 0.5 / classes
+        label = one_hot(scene.fields[self.field], classes, scene.like.dtype)
+        return 0.5 * label + 0.5 / classes
 
     def shares(self, v: Tensor) -> Tensor:
         return v
@@ -241,7 +241,7 @@ class FreeCategories(_Categories):
 
 @dataclass(frozen=True)
 class JointSpace(Space):
-    """Several spaces at once; each contributes its own variables and its own fields of the batch."""
+    """Several spaces at once: each adds its variables and its fields of the batch."""
 
     spaces: tuple[Space, ...]
 

@@ -13,8 +13,8 @@ from gradleak.parts.view import TargetView
 class Stage:
     """One search: a space, a prediction, a match, priors and an optimiser.
 
-    `carry`: the next stage starts "each" lane from its own solution, or every lane from the "best_of_target".
-    `view`: what the stage sees instead of the scene, such as a smoothed network.
+    `carry`: the next stage starts each lane from its own solution ("each"), or from that of the best lane of its target
+    ("best_of_target"). `view`: turns the scene into the one that the stage sees, such as a smoothed network.
     """
 
     space: Space
@@ -37,7 +37,7 @@ class Stage:
 
     @property
     def needs(self) -> Needs:
-        """What the attacker must know for this search (`Knowledge.grants`)."""
+        """The knowledge that this search needs (`Knowledge.grants`)."""
         parts = (self.space, self.predict, self.match, self.optimiser, *self.priors)
         needs = NOTHING.union(*(part.needs for part in parts))
         # An update is lr times a gradient: a match that sees the scale fails silently with the wrong one.
