@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak.core import random as randomness
 from gradleak.core import tree
@@ -320,8 +321,6 @@ def activations(task: Task, weights: Params, batch: Batch, buffers: Params | Non
         nonlocal count
         if isinstance(output, Tensor) and not any(True for _ in module.children()):
             count += output.numel()
-
-    from torch.nn.modules.module import register_module_forward_hook
 
     handle = register_module_forward_hook(note)
     try:

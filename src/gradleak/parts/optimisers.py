@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
@@ -219,8 +220,6 @@ class FirstOrder(Optimiser):
         if self.weight_decay:
             step = step + self.weight_decay * v
         if self.noise:
-            from gradleak.core.random import Draws
-
             key, stream = source
             drawn = Draws(key).normal(tuple(v.shape), stream=1000 + stream, step=now.step.long(), dtype=v.dtype)
             step = step + self.noise * drawn

@@ -57,7 +57,7 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean, named
 from gradleak.core.tree import Params
 from gradleak.parts.fields import LastLayer, RuleDoesNotApply, last_layer
-from gradleak.parts.labels.readings import Reading, Rule
+from gradleak.parts.labels.readings import Reading, Rule, demand_training
 from gradleak.parts.protocols import Needs
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import MissingKnowledge
@@ -271,12 +271,7 @@ def _measured(scene: TargetView, weights: Params, buffers: Params, images: Seque
 
 def _mean_layer(scene: TargetView, rule: str) -> LastLayer:
     """The classifier with the mean gradient of the client's steps, without momentum and weight decay."""
-    training = scene.knows.training
-    if training is None:
-        raise MissingKnowledge(
-            f"Label rule {rule!r} compares absolute values, and an update is lr times a sum of gradients: pass "
-            "Knowledge(training=LocalTraining(lr=...)), or use 'bias-counts', 'bias-corrected' or 'llg'."
-        )
+    training = demand_training(scene, rule)
     if not isinstance(training.optimiser, SGD):
         raise RuleDoesNotApply(
             f"Label rule {rule!r} needs a client whose update is a sum of gradients; this one uses "

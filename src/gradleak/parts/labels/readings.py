@@ -11,6 +11,7 @@ from torch import Tensor
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
 from gradleak.parts.protocols import Needs
 from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.rules import SGD
 
@@ -68,13 +69,14 @@ def demand_one_example(scene: TargetView, rule: str) -> None:
         )
 
 
-def demand_training(scene: TargetView, rule: str) -> None:
-    """Refuse to read without the recipe, for a rule that compares absolute values."""
+def demand_training(scene: TargetView, rule: str) -> LocalTraining:
+    """The recipe, without which a rule that compares absolute values refuses to read."""
     if scene.knows.training is None:
         raise MissingKnowledge(
             f"Label rule {rule!r} compares absolute values, and an update is lr times a gradient: pass "
             "Knowledge(training=LocalTraining(lr=...)), or use 'bias-counts', 'bias-corrected' or 'llg'."
         )
+    return scene.knows.training
 
 
 def scale_is_known(scene: TargetView) -> bool:
