@@ -9,11 +9,12 @@ import pkgutil
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 import gradleak as gl
-from conftest import perceptron, private, scene_of, tiny
+from conftest import moment, perceptron, private, scene_of, tiny
 from gradleak.attack import Composed
-from gradleak.attacks.dlfa.epochs import Copies, LocalSteps
+from gradleak.attacks.dlfa.epochs import Copies, LocalSteps, Over, Ramp
 from gradleak.attacks.fedleak.blended import Blended
 from gradleak.attacks.generative.latent import Latent
 from gradleak.attacks.second_order.peeling import Peeled
@@ -23,6 +24,7 @@ from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import Cosine, RowCosine, Scaled
 from gradleak.parts.optimisers import Adam, FirstOrder
 from gradleak.parts.predictions import Replay, Representation
+from gradleak.parts.priors import Smoothness, TotalVariation
 from gradleak.parts.protocols import BASES, LaneObjective, Optimiser, base_of, defines, delegates, members
 from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Uniform, unknowns_of
 from gradleak.parts.stage import Stage
@@ -216,3 +218,27 @@ def test_a_part_that_inherits_no_base_class_is_refused_when_the_stage_is_made(pl
 def test_a_rule_for_fields_that_inherits_no_base_class_is_refused() -> None:
     with pytest.raises(TypeError, match="fields takes a FieldRule; given a function"):
         Composed("toy", (stage(),), lambda scene: {})
+
+
+def test_a_prior_over_a_ramp_has_terms_for_least_squares() -> None:
+    """The sum of their squares is the prior itself: the inner one over the ramp."""
+    task, batch = tiny(), private(2)
+    scene = scene_of(task, gl.observe(task, batch, LocalTraining(lr=0.1)))
+    over = Over(Smoothness(3.0), Ramp(0.5, 2.0, over=4))
+    for step in (0, 1, 9):
+        value, terms = (each(batch, {}, scene, moment(step)) for each in (over, over.terms))
+        torch.testing.assert_close(terms.square().sum(), value, rtol=1e-6, atol=0.0)  # the ramp is in float32
+        assert value != over.prior(batch, {}, scene, moment(step))
+
+
+def test_a_prior_without_terms_says_so_to_least_squares() -> None:
+    with pytest.raises(ValueError, match="needs priors with terms; TotalVariation.* has none"):
+        TotalVariation(1.0).terms({}, {}, None, moment())
+
+
+def test_a_scene_says_what_is_computed_in() -> None:
+    for dtype in (torch.float32, torch.float64):
+        task = tiny(dtype=dtype)
+        scene = scene_of(task, gl.observe(task, private(1, dtype=dtype), LocalTraining(lr=0.1)))
+        assert scene.like is next(iter(scene.weights.values()))
+        assert (scene.like.dtype, scene.to(torch.float64).like.dtype) == (dtype, torch.float64)
