@@ -80,14 +80,14 @@ class EscalatingRestarts:
         return replace(best, settings={**best.settings, "attack": repr(self), "starts": starts})
 
 
-def matches(found: Reconstruction) -> Tensor:
+def matches(result: Reconstruction) -> Tensor:
     """(targets,): the match of the chosen restart; infinite where it is no number."""
-    return found.match[torch.arange(len(found.chosen)), found.chosen].nan_to_num(torch.inf)
+    return result.match[torch.arange(len(result.chosen)), result.chosen].nan_to_num(torch.inf)
 
 
-def unsolved(found: Reconstruction, solved: float) -> list[int]:
+def unsolved(result: Reconstruction, solved: float) -> list[int]:
     """Targets whose match is not below `solved`."""
-    return torch.nonzero(matches(found) >= solved).flatten().tolist()
+    return torch.nonzero(matches(result) >= solved).flatten().tolist()
 
 
 def part(progress: Share | None, done: int, parts: int) -> Share | None:
@@ -95,12 +95,12 @@ def part(progress: Share | None, done: int, parts: int) -> Share | None:
     return None if progress is None else lambda share: progress((done + share) / parts)
 
 
-def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
+def taken(best: Reconstruction, result: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
     """The earlier result, with the later one at those of its targets (`rows` of the earlier) where it `wins`."""
     into, take = torch.tensor(rows)[wins], torch.arange(len(rows))[wins]
     if not len(take):
-        return replace(best, seconds=best.seconds + found.seconds, evaluations=best.evaluations + found.evaluations)
-    ranked = found.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
+        return replace(best, seconds=best.seconds + result.seconds, evaluations=best.evaluations + result.evaluations)
+    ranked = result.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
 
     def put(old: Tensor, new: Tensor) -> Tensor:
         old = old.clone()
@@ -119,8 +119,8 @@ def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins
             return put(old, new)
         return old.index_fill(0, into, torch.nan if old.is_floating_point() else -1)
 
-    steps = max(best.trace["step"], found.trace["step"], key=len)
-    candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}
+    steps = max(best.trace["step"], result.trace["step"], key=len)
+    candidates = {name: put(value, result.candidates[name]) for name, value in best.candidates.items()}
     chosen = best.chosen.clone()
     chosen[into] = 0
     batch = {name: value.clone() for name, value in best.batch.items()}
@@ -129,19 +129,19 @@ def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins
     return replace(
         best,
         batch=batch,
-        unknowns={name: unknown(value, found.unknowns.get(name)) for name, value in best.unknowns.items()},
+        unknowns={name: unknown(value, result.unknowns.get(name)) for name, value in best.unknowns.items()},
         snapshots={
-            name: value.index_copy(0, into, found.snapshots[name][take]) for name, value in best.snapshots.items()
+            name: value.index_copy(0, into, result.snapshots[name][take]) for name, value in best.snapshots.items()
         },
         candidates=candidates,
-        objective=put(best.objective, found.objective),
-        match=put(best.match, found.match),
-        noise=None if best.noise is None or found.noise is None else put(best.noise, found.noise),
+        objective=put(best.objective, result.objective),
+        match=put(best.match, result.match),
+        noise=None if best.noise is None or result.noise is None else put(best.noise, result.noise),
         chosen=chosen,
-        diverged=put(best.diverged, found.diverged),
-        trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},
-        seconds=best.seconds + found.seconds,
-        evaluations=best.evaluations + found.evaluations,
+        diverged=put(best.diverged, result.diverged),
+        trace={"step": steps, **{name: curve(best.trace[name], result.trace[name]) for name in ("objective", "match")}},
+        seconds=best.seconds + result.seconds,
+        evaluations=best.evaluations + result.evaluations,
     )
 
 

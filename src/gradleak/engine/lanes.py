@@ -236,15 +236,15 @@ def chunk_size(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> in
     equations = len(scene.rounds) * tree.size(scene.update)
     size = torch.finfo(engine.dtype).bits // 8
     always = 2 * equations + 2 * tree.size(_buffers(scene, running=True))
-    held = [always + _search_entries(stage, scene, equations) for stage in stages]
-    if max(held) * size > memory_of(engine):
+    entries = [always + _search_entries(stage, scene, equations) for stage in stages]
+    if max(entries) * size > memory_of(engine):
         raise EngineError(
-            f"One lane of this attack needs more than {max(held) * size / 2**30:.0f} GB: {scene.num_examples} "
+            f"One lane of this attack needs more than {max(entries) * size / 2**30:.0f} GB: {scene.num_examples} "
             f"examples, {equations:,} parameters. Is the number of examples right? Attack fewer, or lower what the "
             "optimiser remembers (history of L-BFGS; method=krylov of second-order)."
         )
     evaluations = _evaluation_bytes(stages, scene, engine)
-    per_lane = max(own * size + evaluation for own, evaluation in zip(held, evaluations, strict=True))
+    per_lane = max(own * size + evaluation for own, evaluation in zip(entries, evaluations, strict=True))
     if engine.where.type == "cuda":
         budget, most = 0.6 * memory_of(engine), 1024
     else:

@@ -53,10 +53,10 @@ class Strongest(Partial):
 
     def prepare(self, observed: Params) -> Params:
         if self.per == "all":
-            kept = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
+            strongest = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
         else:
-            kept = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
-        return self.match.prepare(kept)
+            strongest = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
+        return self.match.prepare(strongest)
 
     def compared(self, update: Params, observed: Params) -> Params:
         """The chosen entries of an update; zeros elsewhere."""
