@@ -15,19 +15,17 @@ from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.engine import Engine
-from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
 from gradleak.parts.protocols import Needs
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge, Seen
 from gradleak.scenario.task import Batch, Task, TaskError
-
-EVALUATE = Still(graphable=False)  # one look at the objective; nothing moves
 
 
 @named("analytic", kind="attack", paper="Phong et al., IEEE TIFS 2018; Geiping et al., NeurIPS 2020, proposition 3.1")
@@ -84,7 +82,7 @@ class Analytic:
             y = {**labels(scene), **scene.fields}["y"]
             return {"x": _by_label(y, images, scene), "y": y}
 
-        attack = Composed(self.name, (Stage(Pixels(from_fields), Replay(), Cosine(), (), EVALUATE),), read)
+        attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
         result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
         return replace(result, settings={**result.settings, "attack": repr(self), **counts})
 
@@ -138,8 +136,3 @@ def _by_label(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
     slopes = jvp(lambda weights: scene.task.call(weights, buffers)(images), (scene.weights,), (scene.update,))[1]
     wanted = y if y.is_floating_point() else one_hot(y, slopes.shape[1], slopes.dtype)
     return images[assignment.match(wanted @ slopes.T)]  # (labels, images)
-
-
-def from_fields(scene: TargetView, draws: Draws, name: str) -> Tensor:
-    """A start for `Pixels`: the field that a rule has read off or was given."""
-    return scene.fields[name]

@@ -19,7 +19,7 @@ from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
-from gradleak.parts.protocols import Match, Space, resumed
+from gradleak.parts.protocols import Match, Space, delegates, resumed
 from gradleak.parts.stage import Stage
 from gradleak.parts.steps import SettledSteps, denoising
 from gradleak.parts.view import Step, TargetView
@@ -27,7 +27,7 @@ from gradleak.scenario.task import Batch, TaskError
 
 
 @dataclass(frozen=True)
-class Spectral:
+class Spectral(Space):
     """x = middle + half the range * C^T D^T (s z) D: D takes cosine coefficients, C opponent colours, s are units.
 
     The unknown z has about the same size at every frequency, unlike the coefficients of an image. So a search does not
@@ -36,6 +36,8 @@ class Spectral:
     start    standard deviation of the first z
     power    s falls with frequency to this power
     chroma   s of the two colour differences, relative to that of the brightness
+
+    No box: a search by curvature would lose its memory at every wall.
     """
 
     start: float = 0.1
@@ -49,15 +51,9 @@ class Spectral:
             raise TaskError(f"Cosine coefficients are of images (channels, height, width); x has shape {shape[1:]}.")
         return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         low, high = scene.limits["x"]
         return {"x": (low + high) / 2 + (high - low) / 2 * self.image(v["z"])}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v  # no box: a search by curvature would lose its memory at every wall
 
     def image(self, z: Tensor) -> Tensor:
         """(..., C, H, W) -> the same, in units of half the range."""
@@ -110,8 +106,9 @@ def cosines(places: Tensor) -> Tensor:
     return torch.where(places[:, None] == 0, math.sqrt(1 / count), waves)
 
 
+@delegates("image")
 @dataclass(frozen=True)
-class SpectralPair:
+class SpectralPair(Space):
     """A denoiser's image and noise by their coefficients, rotated such that z alone makes x_t.
 
     With a = sqrt(alpha-bar), b = sqrt(1 - alpha-bar), s the units of an image, sigma^2 = (a s)^2 + b^2, frequency by
@@ -145,9 +142,6 @@ class SpectralPair:
         noise, sigma = coefficients(batch["noise"]), (a.square() * s.square() + b.square()).sqrt()
         return {"z": (a * s * image + b * noise) / sigma, "w": (b * image - a * s * noise) / sigma}
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         if "w" not in v:
             return self.image.decode(v, scene, now)
@@ -156,9 +150,6 @@ class SpectralPair:
         sigma = (a.square() * s.square() + b.square()).sqrt()
         batch = self.image.decode({"z": (a * s * z + b * w) / sigma}, scene, now)
         return {**batch, "noise": pixels((b * z - a * s * w) / sigma)}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
 
 @named("spectral", kind="attack", paper="gradleak's own")

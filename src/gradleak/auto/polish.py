@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradleak.attack import Composed, Reconstruction
-from gradleak.attacks.analytic import from_fields
 from gradleak.attacks.second_order import MOST_DENSE, SKETCH
 from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
 from gradleak.auto.residual import Given, exactly
@@ -15,7 +14,7 @@ from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.predictions import Replay
 from gradleak.parts.protocols import Match, Optimiser
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.scenario.client import Order
 from gradleak.scenario.task import Batch
@@ -47,7 +46,7 @@ def polished(
         if dense
         else GaussNewtonKrylov(steps=max(1, steps // 2) * VECTORS, vectors=VECTORS)
     )
-    stage = Stage(Pixels(from_fields), Replay(order=order), match, (), optimiser)
+    stage = Stage(Pixels(as_given), Replay(order=order), match, (), optimiser)
     attack = Composed("polish", (stage,), Given(batches), keep="last")
     targets = [case.targets[row] for row in rows]
     return attack.run(case.task, targets, case.about(rows), seed, engine=exactly(case), progress=progress)

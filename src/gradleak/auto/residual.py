@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from gradleak.attack import Composed
-from gradleak.attacks.analytic import EVALUATE, from_fields
 from gradleak.auto.traits import Case
 from gradleak.engine import Engine
 from gradleak.parts.matches import Cosine, Relative
+from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Match
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.protocols import FieldRule, Match
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining, Order
@@ -79,7 +79,7 @@ def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[
     sane = [{name: value.nan_to_num() for name, value in batch.items()} for batch in batches]
     finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
     for replay in _replays(case, case.targets[rows[0]].num_examples):
-        stage = Stage(Pixels(from_fields), replay, match, (), EVALUATE)
+        stage = Stage(Pixels(as_given), replay, match, (), Still())
         result = Composed("residual", (stage,), Given(sane), keep="last").run(
             case.task, [case.targets[row] for row in rows], case.about(rows), engine=exactly(case)
         )
@@ -118,14 +118,14 @@ def exactly(case: Case) -> Engine:
     return replace(case.engine, precision="double")
 
 
-class Given:
+class Given(FieldRule):
     """A field rule that gives the batches of the targets, one after the other."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = iter(alike(batches))
 
     def __call__(self, scene: TargetView) -> Batch:
-        like = next(iter(scene.weights.values()))
+        like = scene.like
         return {
             name: value.to(like.device, like.dtype if value.is_floating_point() else None)
             for name, value in next(self.batches).items()

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gradleak.auto.traits import Case
-from gradleak.core import tree
 from gradleak.core.tree import Params
 from gradleak.parts.predictions import assumed_in
 from gradleak.parts.view import TargetView
@@ -34,7 +33,7 @@ def _predicted(scene: TargetView, candidate: Batch, order: Order | None) -> Para
     """The update of this candidate, without noise, in all coordinates: as `Replay`, before `visible`."""
     training, defence = scene.knows.training, assumed_in(scene)
     assert training is not None
-    like = next(tree.leaves(scene.weights))
+    like = scene.like
     batch = {
         name: value.to(like.device, like.dtype if value.is_floating_point() else None)
         for name, value in candidate.items()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
-from gradleak.attack.composed import of_each
+from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
@@ -132,13 +132,8 @@ class Case:
         return replace(self, knows=replace(self.knows, defence=form.known(self.knows.defence)))
 
     def about(self, rows: Sequence[int]) -> Knowledge:
-        """The knowledge about these targets: fields given per target are picked, one given for all stays."""
-        fields, count = self.task.fields, len(self.targets)
-
-        def pick(name: str, value: Tensor) -> Tensor:
-            return value[list(rows)] if name in fields and of_each(fields[name], value, count) else value
-
-        return replace(self.knows, given={name: pick(name, value) for name, value in self.knows.given.items()})
+        """The knowledge about some of the targets."""
+        return given_of(self.task, self.knows, rows, len(self.targets))
 
     @cached_property
     def orders(self) -> list[Order | None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradleak.attack import Reconstruction, require
 from gradleak.auto.members import Member
 from gradleak.auto.traits import Case
-from gradleak.core import assignment
+from gradleak.core import assignment, tree
 from gradleak.core.listeners import Share
 from gradleak.scenario.client import observe
 from gradleak.scenario.observation import MissingKnowledge, Observation
@@ -52,7 +52,7 @@ def proxies(case: Case, count: int, seed: int) -> tuple[list[Observation], list[
     if training is None:
         raise MissingKnowledge("Proxy clients are trained as the real ones: tuning needs Knowledge(training=...).")
     rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: count * size].reshape(count, size)
-    like = next(iter(last.weights.values()))
+    like = tree.like(last.weights)
     batches: list[Batch] = []
     for row in rows:
         batch: Batch = {"x": x[row].to(like)}

@@ -29,7 +29,7 @@ def _clipped_and_noised(
         return gradient
     if not owner.fixed_noise:
         return noised(gradient, owner.noise, own_draws(client, owner.name))
-    where = next(tree.leaves(weights)).device
+    where = tree.like(weights).device
     return noised(gradient, owner.noise, Draws(randomness.key("dp-lewis", 0).to(where)))
 
 

@@ -74,7 +74,7 @@ class FedGF(FedSAM):
     # --- the server -------------------------------------------------------------------------------------------------
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
-        like = next(tree.leaves(weights))
+        like = tree.like(weights)
         memory: Tree = server.get("memory", {})
         if not memory and server.get("round", 0):
             raise ValueError(
@@ -91,7 +91,7 @@ class FedGF(FedSAM):
         return {PERTURBED: perturbed, MIXING: {"c": torch.where(moved, self._mixing(memory, like), 0.0)}}
 
     def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
-        memory, like = server["memory"], next(tree.leaves(after))
+        memory, like = server["memory"], tree.like(after)
         if not memory:
             start = {"far": like.new_zeros(self.window), "rounds": like.new_zeros(())}
             return {"previous": dict(after), **(start if self._adaptive else {})}

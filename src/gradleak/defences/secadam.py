@@ -110,7 +110,7 @@ class SecAdam(Defence):
                 )
             return client.optimiser
         memory = client.memory or {FIRST: tree.zeros_like(update), SECOND: tree.zeros_like(update), "count": None}
-        count = next(tree.leaves(update)).new_zeros(()) if memory["count"] is None else memory["count"]
+        count = tree.like(update).new_zeros(()) if memory["count"] is None else memory["count"]
         return {
             FIRST: tree.map(lambda m, u: self.beta1 * m + (1 - self.beta1) * u, memory[FIRST], update),
             SECOND: tree.map(lambda v, u: self.beta2 * v + (1 - self.beta2) * u * u, memory[SECOND], update),

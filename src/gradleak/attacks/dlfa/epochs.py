@@ -31,7 +31,7 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay, all_rounds
 from gradleak.parts.priors import stacked
-from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prior
+from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prediction, Prior, delegates
 from gradleak.parts.spaces import Pixels
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
@@ -126,8 +126,9 @@ class Copies(Pixels):
         return {self.field: start.unflatten(0, (count, scene.num_examples)).transpose(0, 1)}
 
 
+@delegates("rule")
 @dataclass(frozen=True)
-class Mixed:
+class Mixed(FieldRule):
     """The fields of another rule with their rows in a random order, the same for every target.
 
     Label rules name classes in ascending order. A simulated client would then train on one class after another in every
@@ -136,11 +137,6 @@ class Mixed:
     """
 
     rule: FieldRule
-
-    @property
-    def needs(self) -> Needs:
-        needs: Needs = getattr(self.rule, "needs", frozenset())
-        return needs
 
     def __call__(self, scene: TargetView) -> Batch:
         fields = self.rule(scene)
@@ -173,7 +169,7 @@ def _minus_psnr(first: Tensor, second: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(Prediction):
     """The update of the client's local training, simulated step by step on the guess.
 
     Simulated and observed update are divided by the client's learning rate, and by the square root of the number of
@@ -197,9 +193,6 @@ class LocalSteps:
     @property
     def needs(self) -> Needs:
         return frozenset({"training"})
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def footprint(self, scene: TargetView) -> Footprint:
         examples = scene.num_examples
@@ -276,7 +269,7 @@ FEATURES = 96
 
 
 @dataclass(frozen=True)
-class OrderInvariance:
+class OrderInvariance(Prior):
     """weight / E^2 * sum over pairs of epochs of mean |phi(X_a) - phi(X_b)|^power, phi blind to the order of images.
 
     over        phi is the "mean" or "max" over the images of an epoch
@@ -389,8 +382,9 @@ class Times:
         return gradient * self.ramp(now)
 
 
+@delegates("prior")
 @dataclass(frozen=True)
-class Over:
+class Over(Prior):
     """A prior divided by a ramp; see `Times`."""
 
     prior: Prior
@@ -398,3 +392,6 @@ class Over:
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.prior(batch, v, scene, now) / self.ramp(now)
+
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
+        return self.prior.terms(batch, v, scene, now) / self.ramp(now).sqrt()

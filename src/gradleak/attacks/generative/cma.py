@@ -17,15 +17,15 @@ from torch.func import vmap
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
-from gradleak.parts.optimisers import lane_key, require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.optimisers import require_positive
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 STREAM = 2000  # of the lane's random numbers, apart from those of other parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Population:
+class _Population(Optimiser):
     """What both methods share: they evaluate candidates together and report the best match to the engine."""
 
     steps: int = 500
@@ -45,7 +45,7 @@ class _Population:
         """The same, for a lane that may make this many evaluations at once."""
         return self if self.block is not None else replace(self, block=min(evaluations, self.population))
 
-    def _evaluated(self, problem: Problem, points: Tensor, like: Tree) -> tuple[Tensor, Tensor, Scored]:
+    def _evaluated(self, problem: LaneObjective, points: Tensor, like: Tree) -> tuple[Tensor, Tensor, Scored]:
         """Objective and match of (candidates, n), and the best match among those that are finite."""
 
         def one(point: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,10 +65,10 @@ class _Population:
 class RandomSearch(_Population):
     """Candidates from N(0, I), new ones in every step; nothing is learned. v itself never moves."""
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {"key": lane_key(problem)}
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
+        return {"key": problem.key}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         like = tree.flatten(v)
         points = _normal(state["key"], (self.population, like.shape[0]), now)
         _, _, scored = self._evaluated(problem, points, v)
@@ -104,12 +104,12 @@ class CMAES(_Population):
         """Peak memory of a lane's step in numbers: matrices in float64, and the candidates."""
         return 10 * unknowns * unknowns + 8 * self.population * unknowns
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         mean = tree.flatten(v).double()
         eye = torch.eye(mean.shape[0], dtype=torch.float64, device=mean.device)
         zeros = torch.zeros_like(mean)
         return {
-            "key": lane_key(problem),
+            "key": problem.key,
             "mean": mean,
             "sigma": torch.full_like(mean[0], self.sigma),
             "covariance": eye,
@@ -118,7 +118,7 @@ class CMAES(_Population):
             "path": zeros.clone(),  # of the mean, in units of sigma
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         n = state["mean"].shape[0]
         plan = Strategy.of(n, self.population, self.active)
         z = _normal(state["key"], (self.population, n), now)  # (candidates, n)
@@ -201,7 +201,7 @@ def _ramp(plan: Strategy, z: Tensor) -> Tensor:
 
 
 def _shaped(point: Tensor, like: Tree) -> Tree:
-    first = next(tree.leaves(like))
+    first = tree.like(like)
     return tree.unflatten(point.to(first.dtype), like)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.generators import Generator, with_weights
 from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
-from gradleak.parts.protocols import Needs
+from gradleak.parts.protocols import Needs, Space
 from gradleak.parts.spaces import from_unit
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
@@ -32,7 +32,7 @@ CARRIED = "carried"  # in `before`: the input of a block, under the number of th
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class Generated(Space):
     """What all spaces of a generator share.
 
     shift   added to the label (modulo the classes) of a conditional generator. 0: the label that was read off or given;
@@ -41,7 +41,10 @@ class Generated:
 
     shift: int = 0
     field: str = "x"
-    needs: ClassVar[Needs] = frozenset({"generator"})
+
+    @property
+    def needs(self) -> Needs:
+        return frozenset({"generator"})
 
     def generator(self, scene: TargetView) -> Trained:
         """The generator, frozen, on the device and in the type of the search."""
@@ -58,7 +61,7 @@ class Generated:
                 f"The generator makes images of shape {tuple(generator.shape)} and the task's examples are {shape}: "
                 "their colour channels must agree, sizes may differ. Train one on images like the client's."
             )
-        return frozen(generator, next(tree.leaves(scene.weights)))
+        return frozen(generator, scene.like)
 
     def classes(self, scene: TargetView, generator: Trained) -> Tensor | None:
         """The classes for a conditional generator: (B,), or (B, classes) shares of them."""
@@ -79,7 +82,7 @@ class Generated:
 
     def drawn(self, scene: TargetView, draws: Draws) -> Tensor:
         """z ~ N(0, I), (B, latent)."""
-        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        like, generator = scene.like, self.generator(scene)
         return _own(scene, draws).normal((scene.num_examples, generator.latent), dtype=like.dtype)
 
     def entering(self, scene: TargetView, draws: Draws, before: Tree | None, stage: int) -> Tree:
@@ -106,18 +109,6 @@ class Generated:
         for index in range(number, stage):
             carried = generator.block(index, carried)
         return dict(carried)
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        raise NotImplementedError
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        raise NotImplementedError
 
     def unknowns(self, scene: TargetView) -> int:
         return tree.size(self.variables(scene, _anything(scene), None))
@@ -159,7 +150,7 @@ class Latent(Generated):
             return {"z": before["z"]}
         if not self.squash:
             return {"z": self.drawn(scene, draws)}
-        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        like, generator = scene.like, self.generator(scene)
         return {"z": _own(scene, draws).uniform((scene.num_examples, generator.latent), dtype=like.dtype)}
 
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
@@ -339,7 +330,7 @@ def _own(scene: TargetView, draws: Draws) -> Draws:
 
 
 def _anything(scene: TargetView) -> Draws:
-    return Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+    return Draws(randomness.key("count").to(scene.like.device))
 
 
 def _axes(value: Tensor) -> tuple[int, ...]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import ddim
 from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
+from gradleak.parts.protocols import Needs, Space
 from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.parts.steps import denoising
 from gradleak.parts.view import Step, TargetView
@@ -23,7 +23,7 @@ from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(Space):
     """x = D(z): DDIM from z ~ N(0, I) through the denoiser in `Knowledge.generator`, under the client's own schedule.
 
     steps       of the sampler
@@ -49,12 +49,9 @@ class Sampled:
         _prior(scene)
         if before is not None and "z" in before:
             return {"z": before["z"]}
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
         return {"z": draws.child(len(scene.task.fields)).normal(shape, dtype=like.dtype)}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def decoding(self, scene: TargetView) -> int:
         """Numbers that the backward pass holds: the graph of every step, or of one step and all points between."""
@@ -77,9 +74,6 @@ class Sampled:
         )
         return {"x": image}
 
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
-
 
 @dataclass(frozen=True)
 class Refined(Pixels):
@@ -88,6 +82,10 @@ class Refined(Pixels):
     start: Any = Uniform()
     boxed: bool = True
     sampler: Sampled = Sampled()
+
+    @property
+    def needs(self) -> Needs:
+        return self.sampler.needs
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is None or "z" not in before:
@@ -106,7 +104,7 @@ def _prior(scene: TargetView) -> nn.Module:
             "A search among the images of a diffusion model needs Knowledge(generator=denoiser), a trained network "
             f"called as denoiser(x, t); given {type(generator).__name__}."
         )
-    return frozen(generator, next(tree.leaves(scene.weights)))
+    return frozen(generator, scene.like)
 
 
 def _graph(denoiser: nn.Module, shape: tuple[int, ...]) -> int:

@@ -30,7 +30,7 @@ from torch.func import jvp, vjp
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 from gradleak.scenario.task import float32_products
 
@@ -38,7 +38,7 @@ LEAST_DAMPING = 1e-13  # relative: below it the small normal equations have no d
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussNewtonKrylov:
+class GaussNewtonKrylov(Optimiser):
     """Matrix-free Levenberg-Marquardt with a Krylov space per lane. The objective must not change during the stage.
 
     steps       vectors, and evaluations, in total
@@ -66,7 +66,7 @@ class GaussNewtonKrylov:
         small = 12 * self.vectors**2  # matrices in float64
         return (3 * self.vectors + 10) * unknowns + 4 * equations + small
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         x = tree.flatten(v)
         count, scalar = min(self.vectors, x.shape[0]), x.new_zeros(())
         no = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -88,7 +88,7 @@ class GaussNewtonKrylov:
             "below": x.new_zeros(count),  # beta_2 ... beta_{k+1}
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         trial, scored = tree.flatten(v), problem.value(v)
         sound = scored.objective.isfinite() & scored.match.isfinite()
         begin = torch.isinf(state["value"])  # there is nothing to compare with yet
@@ -135,7 +135,7 @@ class GaussNewtonKrylov:
         """The last accepted point: v is the next trial."""
         return tree.unflatten(state["x"], v)
 
-    def _expanded(self, problem: Problem, like: Tree, x: Tensor, state: Tree, fresh: Tensor) -> Tree:
+    def _expanded(self, problem: LaneObjective, like: Tree, x: Tensor, state: Tree, fresh: Tensor) -> Tree:
         """The space with one more vector if there is room; a new space at a fresh point."""
 
         def residual(x: Tensor) -> Tree:

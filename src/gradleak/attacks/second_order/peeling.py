@@ -52,7 +52,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.predictions import gradient
 from gradleak.parts.priors import roughness
-from gradleak.parts.spaces import Start
+from gradleak.parts.spaces import AnyStart, Start
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge
 from gradleak.scenario.rules import SGD
@@ -110,14 +110,14 @@ def applies(task: Task, knows: Knowledge, examples: int, largest: int = LARGEST)
 
 
 @dataclass(frozen=True)
-class Peeled:
+class Peeled(Start):
     """The image peeled off the update, or `otherwise` where that does not apply or explains the update better.
 
     `tolerance`: singular values below this share of the largest count as zero; raise it where the update was rounded.
     `largest`: see `applies`. `rounds`: the programs for the two lowest blocks of a ReLU network.
     """
 
-    otherwise: Start
+    otherwise: AnyStart
     tolerance: float = 1e-6
     largest: int = LARGEST
     rounds: tuple[Round, ...] = ROUNDS
@@ -254,7 +254,7 @@ class _Peeling:
     def _matrix(self, block: Block) -> tuple[Tensor, Tensor]:
         """block(a) = matrix a + offset"""
         function = self._block(block)
-        zero = next(iter(self.scene.weights.values())).new_zeros(block.size)
+        zero = self.scene.like.new_zeros(block.size)
         offset = function({}, zero)
         return _columns(lambda a: function({}, a) - offset, zero).T, offset
 

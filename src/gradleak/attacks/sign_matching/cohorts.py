@@ -15,8 +15,8 @@ from torch.func import vmap
 
 from gradleak.core import tree
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import Replay, all_rounds, assumed_in
+from gradleak.parts.protocols import Match
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.defence import Chain, Defence, Upload
@@ -107,7 +107,7 @@ def revealing(defence: Defence, width: float) -> Callable[[Sequence[Upload], Seq
 
 
 @dataclass(frozen=True)
-class SignHinge(Difference):
+class SignHinge(Match):
     """Mean over entries of max(0, -s p / RMS(p))^2: only entries of the wrong sign count, the further off the more.
 
     s: the observed sign; entries observed as 0 count with their square. For predictions that have sizes (a plain

@@ -36,7 +36,7 @@ SHELL = 1e-4  # weight of the length of the noise
 
 
 @dataclass(frozen=True)
-class NoiseBehind:
+class NoiseBehind(Space):
     """The unknown is the noise, by its coefficients, at a known x_t; image and noise together make x_t.
 
     The noise is only the network's training target there: the gradient is linear in it.
@@ -61,9 +61,6 @@ class NoiseBehind:
         image, noise = denoising(scene.task).schedule.scales(scene.fields["t"], x_t)
         drawn = guess + pixels(frequencies(x_t).pow(self.power) * v["e"])
         return {"x": (x_t - noise * drawn) / image, "noise": drawn, "x_t": x_t}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
 
 def _one_by_one(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engine) -> tuple[list[Track], Batch]:

@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import assumed_in, gradient
+from gradleak.parts.protocols import Match, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task
 
@@ -136,7 +136,7 @@ def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Spans:
+class Spans(Prediction):
     """The input rows of some layers, to be compared with the spans that the observed gradients give (`Outside`).
 
     For a layer with a bias the flat (affine space) through the a_p is known, not only their span: combinations of rows
@@ -144,9 +144,6 @@ class Spans:
     """
 
     layers: tuple[Layer, ...]
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         """For each layer (1 + rows, inputs): a point, and orthonormal directions from it, orthogonal to it.
@@ -178,7 +175,7 @@ def _flat(layer: Layer, update: Params) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outside(Difference):
+class Outside(Match):
     """sum over layers of the share of the rows' energy outside of the flat that the layer's gradient gives."""
 
     scale_free: ClassVar[bool] = True
