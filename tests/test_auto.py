@@ -151,7 +151,7 @@ def test_a_second_look_that_is_refused_loses_nothing(monkeypatch: pytest.MonkeyP
     def refused(*_: Any) -> Any:
         raise EngineError("out of memory")
 
-    monkeypatch.setattr("gradleak.auto.looked_again", refused)
+    monkeypatch.setattr("gradleak.auto.reconsidered_case", refused)
     seen, _ = hidden(1e-3)
     found = Auto(preset="quick", steps=5).run(tiny(), seen, replace(KNOWS, defence=TIP(beta=1e-3)), engine=CPU)
     [told] = [each for each in found.settings["tried"] if each["member"] == "second look"]

@@ -17,7 +17,7 @@ from gradleak.attacks.generative.cma import CMAES, RandomSearch, Strategy
 from gradleak.core import tree
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Tree
-from gradleak.parts.protocols import Scored
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.view import Step
 
 Function = Callable[[Tensor], Tensor]
@@ -41,11 +41,15 @@ POPULATION, SIZE, TARGET = 10, 8, 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(LaneObjective):
     """A function in the place of an attack's objective."""
 
     function: Function
     scene: Any
+
+    @property
+    def key(self) -> Tensor:
+        return self.scene.draws.key
 
     def value(self, v: Tree) -> Scored:
         objective = self.function(tree.flatten(v))

@@ -18,7 +18,7 @@ from gradleak.core import tree
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine
-from gradleak.engine.search import LaneProblem
+from gradleak.engine.search import StageObjective
 from gradleak.parts.coarse import (
     FINE,
     Coarse,
@@ -290,8 +290,8 @@ def test_the_order_of_the_examples_does_not_enter() -> None:
 # --- derivatives ------------------------------------------------------------------------------------------------------
 
 
-def problem_of(stage: Stage, scene: TargetView) -> LaneProblem:
-    return LaneProblem(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
+def problem_of(stage: Stage, scene: TargetView) -> StageObjective:
+    return StageObjective(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
 
 
 FORMS: dict[str, LocalTraining | None] = {

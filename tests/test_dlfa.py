@@ -40,7 +40,7 @@ from gradleak.core import tree
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine
-from gradleak.engine.search import LaneProblem
+from gradleak.engine.search import StageObjective
 from gradleak.parts.matches import Cosine, LayerWeighted, SquaredError, layers_of
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.predictions import Replay
@@ -430,7 +430,7 @@ def test_the_steps_are_those_of_the_ramped_objective() -> None:
     assert source is not None
     v = {"x": stage.space.variables(scene, source, None)["x"].contiguous()}
     observed = stage.match.prepare(stage.predict.target(scene))
-    at = lambda step: LaneProblem(stage, scene, observed, moment(step, 3))  # noqa: E731
+    at = lambda step: StageObjective(stage, scene, observed, moment(step, 3))  # noqa: E731
     state = stage.optimiser.init(at(0), v)
     leaf = v["x"].clone().requires_grad_()
     plain = torch.optim.Adam([leaf], lr=chosen.lr)

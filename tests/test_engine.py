@@ -24,16 +24,15 @@ from gradleak.core import registry, tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.defences import FedGF
-from gradleak.engine import Engine, EngineError, Search
-from gradleak.engine import lanes as engine
+from gradleak.engine import Engine, EngineError, Search, lanes
 from gradleak.parts import levenberg
-from gradleak.parts.fields import Nothing
+from gradleak.parts.fields import Nothing, ReadBy
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
 from gradleak.parts.optimisers import Adam, SignedAdam, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Prediction, Prior, Scored, Space
 from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Surrogate, Uniform
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
@@ -112,8 +111,8 @@ def test_lanes_of_several_models_are_those_of_each(name: str, defence: Any) -> N
     attack = short(name, steps=12)
     apart = attack.run(task, seen, knows, seed=1, engine=double)
     with (
-        patch.dict(engine.OWN_WEIGHTS, {"cpu": 10**6}),
-        patch.object(engine, "_solve_chunk", wraps=engine._solve_chunk) as run,
+        patch.dict(lanes.OWN_WEIGHTS, {"cpu": 10**6}),
+        patch.object(lanes, "_solve_chunk", wraps=lanes._solve_chunk) as run,
     ):
         together = attack.run(task, seen, knows, seed=1, engine=double)
     assert run.call_count == 1
@@ -123,24 +122,24 @@ def test_lanes_of_several_models_are_those_of_each(name: str, defence: Any) -> N
 
 def test_lanes_of_large_models_wait_for_each_other() -> None:
     seen = [TargetView.of(tiny(), each, Knowledge()) for each in of_rounds(tiny())]
-    assert engine._buckets(seen, tree.size(seen[0].weights)) == [[0, 1, 2, 3, 4, 5]]
-    assert engine._buckets(seen, tree.size(seen[0].weights) - 1) == [[0, 1], [2, 3], [4, 5]]
+    assert lanes._buckets(seen, tree.size(seen[0].weights)) == [[0, 1, 2, 3, 4, 5]]
+    assert lanes._buckets(seen, tree.size(seen[0].weights) - 1) == [[0, 1], [2, 3], [4, 5]]
 
 
 # --- a residual solver beside the scalar ones -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LevenbergMarquardt:
+class LevenbergMarquardt(Optimiser):
     """A dense toy: (J^T J + damping I) step = J^T r, damping times ten or a tenth."""
 
     steps: int = 30
     graphable: bool = False
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         return {"damping": tree.flatten(v).new_ones(())}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         x = tree.flatten(v)
 
         def residual(x: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ def test_a_residual_solver_reaches_the_truth_where_first_order_does_not(match: A
 
 
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(Prediction):
     """The gradient times an unknown factor for each parameter: exp(scale[name])."""
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
@@ -236,7 +235,7 @@ def test_an_interval_holds_a_variable_back(double: Engine) -> None:
 
 
 @dataclass(frozen=True)
-class Latent:
+class Latent(Space):
     """x = sigmoid(z): a space that the next stage leaves."""
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
@@ -315,7 +314,7 @@ def test_a_view_changes_what_a_stage_sees_and_nothing_else(double: Engine) -> No
 
 
 @dataclass(frozen=True)
-class Watcher:
+class Watcher(Prior):
     """Notes when it is refreshed, with what, and pulls nowhere."""
 
     calls: list = field(default_factory=list)
@@ -381,7 +380,7 @@ def test_a_soft_label_is_found_with_the_image(double: Engine) -> None:
 
 def test_a_given_field_goes_before_what_a_rule_reads(double: Engine) -> None:
     task, seen, batch = observed(2)
-    stubborn = Composed("toy", (stage_of(optimiser=Still()),), lambda scene: {"y": torch.tensor([2, 2])})
+    stubborn = Composed("toy", (stage_of(optimiser=Still()),), ReadBy(lambda scene: {"y": torch.tensor([2, 2])}))
     assert stubborn.run(task, seen, Knowledge(training=TRAINING), engine=double).batch["y"].tolist() == [[2, 2]]
     assert stubborn.run(task, seen, knowing(batch), engine=double).batch["y"][0].tolist() == batch["y"].tolist()
 
@@ -504,7 +503,7 @@ def test_chunks_change_nothing_and_are_recorded(double: Engine) -> None:
 
 
 @dataclass(frozen=True)
-class Explodes:
+class Explodes(Prior):
     """Not a number from step 3 on, in the lanes whose own random number is small."""
 
     value: float = torch.nan
@@ -576,7 +575,7 @@ def test_a_trial_that_is_not_finite_does_not_end_a_lane_of_lbfgs(double: Engine)
 
 
 @dataclass(frozen=True)
-class Pull:
+class Pull(Prior):
     """Towards grey, against any match."""
 
     weight: float = 100.0
@@ -703,7 +702,7 @@ def test_dropout_is_an_error_with_advice(batched: bool) -> None:
 
 
 def test_other_errors_are_not_dressed_up(double: Engine) -> None:
-    class Wrong:
+    class Wrong(Prior):
         def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
             raise RuntimeError("mine")
 
@@ -729,7 +728,7 @@ def test_the_users_settings_come_back() -> None:
 
 def test_the_chunk_is_sized_for_the_largest_batch(double: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(engine, "chunk_size", lambda stages, scene, engine: sizes.append(scene.num_examples) or 4)
+    monkeypatch.setattr(lanes, "chunk_size", lambda stages, scene, engine: sizes.append(scene.num_examples) or 4)
     task = tiny()
     targets = [gl.observe(task, private(n, seed=n), TRAINING, key=f"t{n}") for n in (1, 3, 2)]
     gl.attacks.get("ig", steps=1).run(task, targets, engine=double)
@@ -812,7 +811,7 @@ GOOD: dict[str, Callable[[Batch, Step], Any]] = {
 
 
 @dataclass(frozen=True)
-class Toy:
+class Toy(Prior):
     """A prior that multiplies an innocent number by something."""
 
     factor: Callable[[Batch, Step], Any]

@@ -17,12 +17,12 @@ from gradleak.core import tree
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Params, Tree
 from gradleak.engine import Engine
-from gradleak.engine.search import LaneProblem
+from gradleak.engine.search import StageObjective
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, LayerNorms, Relative, SquaredError
 from gradleak.parts.optimisers import Adam
 from gradleak.parts.partial import Strongest, largest
-from gradleak.parts.protocols import Scored
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.spaces import JointSpace
 from gradleak.parts.stage import Stage
 from gradleak.parts.surrogates import Line, Within
@@ -143,15 +143,15 @@ def test_impossible_shares_are_refused(settings: dict[str, Any], told: str) -> N
 # --- the blended gradient ---------------------------------------------------------------------------------------------
 
 
-def problem_of(stage: Stage, **knows: Any) -> tuple[LaneProblem, Tree]:
+def problem_of(stage: Stage, **knows: Any) -> tuple[StageObjective, Tree]:
     """The lane's problem, and unknowns a little away from the client's images."""
     scene, batch = observed(**knows)
     seen = stage.match.prepare(stage.predict.target(scene))
     v = {"x": batch["x"] + 0.3 * Draws(key("off")).normal(tuple(batch["x"].shape), dtype=torch.float64)}
-    return LaneProblem(stage, scene, seen, moment()), v
+    return StageObjective(stage, scene, seen, moment()), v
 
 
-def regularised(problem: LaneProblem, v: Tree, beta: float | Tensor) -> Tree:
+def regularised(problem: StageObjective, v: Tree, beta: float | Tensor) -> Tree:
     """The gradient of match + beta ||d match / dx||, through one more order of derivatives; there are no priors.
 
     Of the residual's squares: the written derivative of a cosine's `distance` is right, and cannot be differentiated.
@@ -210,7 +210,7 @@ def test_phi_has_the_length_it_is_given_and_none_where_there_is_no_slope() -> No
     torch.testing.assert_close(tree.norm(both), torch.tensor(1.0, dtype=torch.float64))
 
 
-class Bowl:
+class Bowl(LaneObjective):
     """1/2 sum c v^2, whose blended gradient is c v (1 + lam gamma c / ||c v|| ...) in closed form."""
 
     curvature = torch.tensor([1.0, 4.0], dtype=torch.float64)

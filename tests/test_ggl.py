@@ -13,7 +13,7 @@ from conftest import CLASSES, largest_difference, perceptron, scene_of
 from gradleak.attacks.generative.cma import CMAES
 from gradleak.core import tree
 from gradleak.engine import Engine
-from gradleak.engine.search import LaneProblem
+from gradleak.engine.search import StageObjective
 from gradleak.generators import images_of
 from gradleak.parts.matches import MeanSquaredError
 from gradleak.parts.partial import AsObserved
@@ -61,7 +61,7 @@ def test_nothing_is_differentiated_twice(name: str, double: Engine, monkeypatch:
     def refused(*_: Any) -> None:
         raise AssertionError("a second derivative was asked for")
 
-    monkeypatch.setattr(LaneProblem, "value_and_grad", refused)
+    monkeypatch.setattr(StageObjective, "value_and_grad", refused)
     task, seen, _ = observed(Toy())
     gl.attacks.get("ggl", **SEARCHES[name]).run(task, seen, knowing(Toy()), engine=double)
     with pytest.raises(AssertionError, match="second derivative"):

@@ -18,13 +18,13 @@ from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.engine import Engine
 from gradleak.engine.layers import LaneLayers
-from gradleak.parts.protocols import Scored
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.view import Step
 from test_engine import Fragile, attack_of, gate, knowing, observed, searches, stage_of
 
 
 @dataclass(frozen=True)
-class LeastSquares:
+class LeastSquares(LaneObjective):
     """The sum of squares of `of`, of the terms of `priors`, inside of a box."""
 
     of: Callable[[Tree], Tensor]

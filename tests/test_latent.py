@@ -28,6 +28,7 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, RampedDecay, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import LatentNorm, LatentNormality
+from gradleak.parts.protocols import Optimiser
 from gradleak.parts.spaces import Pixels
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
@@ -426,7 +427,7 @@ def test_a_step_can_be_captured(name: str, generator: str, double: Engine, monke
 
 
 @dataclass(frozen=True)
-class Leap:
+class Leap(Optimiser):
     """Adds what it is told to every unknown and looks: a stage that spoils, or keeps, what it was given."""
 
     by: float

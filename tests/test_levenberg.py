@@ -13,7 +13,7 @@ from gradleak.core.linear import gram, jacobian
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Tree
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
-from gradleak.parts.protocols import Scored
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.view import Step
 
 NOW = Step(torch.zeros(()), 10)
@@ -24,7 +24,7 @@ def drawn(name: str, *shape: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Quadratic:
+class Quadratic(LaneObjective):
     """|A x - b|^2 + |P x|^2: the optimiser may ask what a lane's problem answers."""
 
     a: Tensor

@@ -16,12 +16,12 @@ from gradleak.core import random as draws
 from gradleak.core.tree import Tree
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.optimisers import Adam, CosineDecay, FirstOrder, Lion, SignedAdam, StepDecay, constant, soft_sign
-from gradleak.parts.protocols import Scored
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.view import Step
 
 
 @dataclass(frozen=True)
-class Function:
+class Function(LaneObjective):
     """A problem that is a plain function of the unknowns."""
 
     of: Callable[[Tree], Tensor]

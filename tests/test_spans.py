@@ -15,7 +15,7 @@ from conftest import moment, normal, scene_of
 from gradleak.attack import Composed
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.spans.denoisers import NoiseBehind, SpanDM
-from gradleak.attacks.spans.span import Outside, Spans, rows, shown, telling
+from gradleak.attacks.spans.layers import Outside, Spans, as_sent, rows, spanning_layers
 from gradleak.attacks.spectral import Spectral, SpectralPair, coefficients, frequencies, pixels
 from gradleak.audit import default_attacks
 from gradleak.core.random import Draws, key
@@ -57,15 +57,15 @@ def scored(found: Any, batch: Batch) -> float:
 
 
 def test_layers_tell_that_have_few_places_and_see_the_whole_image() -> None:
-    names = [layer.name for layer in telling(net(), 1)]
+    names = [layer.name for layer in spanning_layers(net(), 1)]
     assert names[0] == "down.1.blocks.0.before.2"  # 8 channels on 16 places, 16 outputs
     assert "down.0.smaller" not in names  # 16 places, 8 outputs
-    assert all(layer.rows == 16 for layer in telling(net(), 1))
-    assert {layer.rows for layer in telling(net(16), 2)} == {32}
+    assert all(layer.rows == 16 for layer in spanning_layers(net(), 1))
+    assert {layer.rows for layer in spanning_layers(net(16), 2)} == {32}
     assert not any(name.startswith(("time", "stem", "down.0", "up.1", "out")) for name in names)
     assert not any(".time." in name for name in names)  # told the step, which no image moves
-    assert [layer.name for layer in telling(net(16), 1)][0] == "down.0.smaller"  # 16 outputs
-    assert telling(net(), 2) == ()  # twice as many places as outputs
+    assert [layer.name for layer in spanning_layers(net(16), 1)][0] == "down.0.smaller"  # 16 outputs
+    assert spanning_layers(net(), 2) == ()  # twice as many places as outputs
 
 
 def test_a_layer_that_sees_fewer_numbers_than_the_image_has_tells_too_little() -> None:
@@ -74,7 +74,7 @@ def test_a_layer_that_sees_fewer_numbers_than_the_image_has_tells_too_little() -
         like=torch.zeros(1, 3, 8, 8),
         schedule=SCHEDULE,
     )
-    names = [layer.name for layer in telling(task, 1)]
+    names = [layer.name for layer in spanning_layers(task, 1)]
     assert "down.1.blocks.0.before.2" not in names  # 8 x 4 x 4 numbers of an image of 192
     assert "down.1.blocks.0.after.1" in names
 
@@ -96,8 +96,8 @@ def test_layers_that_run_twice_are_frozen_or_are_cut_into_groups_tell_nothing() 
 
     like = (torch.zeros(2, 1, 2, 2), torch.zeros(2, dtype=torch.long))
     task = gl.Task.supervised(Net(), nn.functional.cross_entropy, like=like)
-    assert [layer.name for layer in telling(task, 1)] == ["plain", "head"]
-    assert [layer.name for layer in telling(task, 2)] == [
+    assert [layer.name for layer in spanning_layers(task, 1)] == ["plain", "head"]
+    assert [layer.name for layer in spanning_layers(task, 2)] == [
         "head"
     ]  # four numbers of each image, in a flat of one dimension
 
@@ -117,7 +117,7 @@ def test_a_layer_that_leaves_more_open_than_the_image_has_tells_too_little() -> 
 
     like = (torch.zeros(1, 1, 8, 8), torch.zeros(1, dtype=torch.long))
     task = gl.Task.supervised(Patches(), nn.functional.cross_entropy, like=like)
-    assert telling(task, 1)[0].name == "mix"  # at embed 52 equations, for an image of 64 numbers
+    assert spanning_layers(task, 1)[0].name == "mix"  # at embed 52 equations, for an image of 64 numbers
 
 
 def test_only_plain_layers_with_a_weight_of_their_own_tell() -> None:
@@ -143,20 +143,20 @@ def test_only_plain_layers_with_a_weight_of_their_own_tell() -> None:
 
     like = (torch.zeros(1, 2, 2, 2), torch.zeros(1, dtype=torch.long))
     task = gl.Task.supervised(Net(), nn.functional.cross_entropy, like=like)
-    assert [layer.name for layer in telling(task, 1)] == ["head"]
+    assert [layer.name for layer in spanning_layers(task, 1)] == ["head"]
 
 
 def test_what_was_not_sent_is_not_used() -> None:
     task = net()
-    layer, update = telling(task, 1)[0], seen(task, drawn(40)).update
+    layer, update = spanning_layers(task, 1)[0], seen(task, drawn(40)).update
     weight, bias = f"{layer.name}.weight", f"{layer.name}.bias"
-    assert shown(layer, [update, update]) == layer
-    assert shown(layer, [update, {**update, bias: 0 * update[bias]}]) == replace(layer, bias=False)
-    assert shown(layer, [update, {**update, weight: 0 * update[weight]}]) is None
+    assert as_sent(layer, [update, update]) == layer
+    assert as_sent(layer, [update, {**update, bias: 0 * update[bias]}]) == replace(layer, bias=False)
+    assert as_sent(layer, [update, {**update, weight: 0 * update[weight]}]) is None
     # As behind a norm of each channel, where the delta_p add up to zero.
-    assert shown(layer, [{**update, bias: 1e-9 * update[bias]}]) is None
+    assert as_sent(layer, [{**update, bias: 1e-9 * update[bias]}]) is None
     less = update[weight] - update[weight].mean(0)
-    assert shown(replace(layer, bias=False), [{**update, weight: less}]) is None
+    assert as_sent(replace(layer, bias=False), [{**update, weight: less}]) is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_rows_are_what_outputs_are_made_from(layer: Any) -> None:
 @pytest.mark.parametrize("t", [0, 50, 99])
 def test_the_private_image_and_no_other_lies_in_the_span(t: int, bias: bool) -> None:
     task, batch = net(), drawn(t)
-    layer = telling(task, 1)[0]
+    layer = spanning_layers(task, 1)[0]
     scene = scene_of(task, seen(task, batch), KNOWS, t=batch["t"])
     layer = replace(layer, bias=bias)
     predict, match = Spans((layer,)), Outside()
@@ -201,7 +201,7 @@ def test_the_private_image_and_no_other_lies_in_the_span(t: int, bias: bool) -> 
 
 def test_weight_decay_is_taken_off() -> None:
     task, batch = net(), drawn(40)
-    layer, training = telling(task, 1)[0], replace(GRADIENT, optimiser=SGD(weight_decay=0.01))
+    layer, training = spanning_layers(task, 1)[0], replace(GRADIENT, optimiser=SGD(weight_decay=0.01))
     scene = scene_of(task, gl.observe(task, batch, training), gl.Knowledge(training=training), t=batch["t"])
     flat = Outside().prepare(Spans((layer,)).target(scene))
     assert float(Outside().distance(Spans((layer,))(batch, {}, scene, moment()), flat)) < 1e-20
@@ -209,7 +209,7 @@ def test_weight_decay_is_taken_off() -> None:
 
 def test_a_span_does_not_depend_on_what_the_network_should_have_said() -> None:
     task, batch = net(), drawn(40)
-    layer = telling(task, 1)[0]
+    layer = spanning_layers(task, 1)[0]
     image, noise = SCHEDULE.scales(batch["t"], batch["x"])
     other = batch["noise"] + normal(1, 1, 8, 8, seed=3)
     moved = {**batch, "noise": other, "x": batch["x"] - noise / image * (other - batch["noise"])}  # the same x_t
@@ -221,7 +221,7 @@ def test_a_span_does_not_depend_on_what_the_network_should_have_said() -> None:
 
 def test_only_the_layers_before_are_run() -> None:
     task, batch = net(), drawn(40)
-    layer = telling(task, 1)[0]
+    layer = spanning_layers(task, 1)[0]
     ran: list[str] = []
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: ran.append(name))

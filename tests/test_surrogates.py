@@ -21,7 +21,7 @@ from gradleak.core import tree
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Tree
 from gradleak.engine import Engine, search
-from gradleak.engine.search import LaneProblem
+from gradleak.engine.search import StageObjective
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, SquaredError
@@ -75,7 +75,7 @@ def walked(stage: Stage, scene: TargetView, v: Tree | None = None) -> Tree:
     """The unknowns of one lane after all steps of the stage."""
     seen = stage.match.prepare(stage.predict.target(scene))
     v, total = v or start_of(stage, scene), stage.optimiser.steps
-    at = lambda step: LaneProblem(stage, scene, seen, moment(step, total))  # noqa: E731
+    at = lambda step: StageObjective(stage, scene, seen, moment(step, total))  # noqa: E731
     state = stage.optimiser.init(at(0), v)
     for step in range(total):
         v, state, _ = stage.optimiser.step(at(step), v, state, moment(step, total))
@@ -157,7 +157,7 @@ def test_the_gradient_of_alpha_is_the_chain_rule_by_hand() -> None:
     scene, _ = observed()
     guess = {"x": private(3, seed=5)["x"], "y": scene.fields["y"]}
     stage = of("sme", tv=0.0).stages[0]
-    problem = LaneProblem(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
+    problem = StageObjective(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
     v = {"x": guess["x"], "alpha": torch.tensor([0.4], dtype=torch.float64)}
     gradient, scored = problem.value_and_grad(v)
     down = grad(loss_at(scene, guess))(Line().weights(scene, 0, 0.4, {}))
@@ -173,7 +173,7 @@ def test_the_gradient_of_the_control_point_is_the_papers() -> None:
     """dL/dc = 2 alpha (1 - alpha) dL/dW + 2 weight (c - m) / ||wT - w0||^2; here in units of r."""
     scene, _ = observed()
     stage = of("nl-sme", factors="off", tv=0.0, control=0.7).stages[0]
-    problem = LaneProblem(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
+    problem = StageObjective(stage, scene, stage.match.prepare(stage.predict.target(scene)), moment())
     control, r = bent(scene), unit_of_control(scene)
     v = {"x": private(3, seed=5)["x"], "alpha": torch.tensor([0.4], dtype=torch.float64), "control": control}
     gradient, _ = problem.value_and_grad(v)

@@ -25,7 +25,7 @@ from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
 from record import lpips_note, reproduce
 
 import gradleak as gl
-from gradleak.attacks.spans.span import telling
+from gradleak.attacks.spans.layers import spanning_layers
 from gradleak.core import registry
 from gradleak.scenario.task import Batch
 
@@ -124,7 +124,7 @@ class Defended:
     def measure(self, effort: Effort) -> dict[str, Any]:
         t, task = effort.at(self.t), self.setting.task(effort)
         truth, told = self.setting.truth(effort, [t]), {**self.setting.described(effort, self.victim), "t": t}
-        if not (layers := telling(task, 1)):
+        if not (layers := spanning_layers(task, 1)):
             return {**told, "skipped": "no layer of this network tells the span of its inputs"}
         method, cells = {"span-dm": UNKNOWN["span-dm"]}, {}
         for spelled in defences(layers[0].name):

@@ -33,7 +33,7 @@ STARTS: dict[str, Start] = {"uniform": Uniform(), "mosaic-8": Mosaic(8), "red": 
 
 
 @dataclass(frozen=True, eq=False)
-class OfClass:
+class OfClass(Start):
     """An image of the attacker's own of every inferred class, (N, ...) in [0, 1] with labels (N,).
 
     What the main script of the paper starts from. Optimistic: what ends near it looks like the class, whatever was

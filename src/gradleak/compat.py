@@ -39,7 +39,13 @@ MOVED: dict[str, tuple[str, ...]] = {
     "tree": ("core.tree",),
     "watching": ("core.listeners",),
 }
-RENAMED = {"Scene": "TargetView", "Now": "Step", "Together": "JointSpace", "Waves": "EscalatingRestarts"}
+RENAMED = {
+    "Scene": "TargetView",
+    "Now": "Step",
+    "Together": "JointSpace",
+    "Waves": "EscalatingRestarts",
+    "Problem": "LaneObjective",  # an optimiser's; that of Task.check keeps its name
+}
 
 
 class _Forwarding(ModuleType):

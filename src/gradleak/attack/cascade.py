@@ -1,4 +1,4 @@
-"""One attack after the other, each on the targets that none before has solved; and the same one in waves."""
+"""Attacks in sequence, each on the targets that are not solved yet; and one attack in waves of more restarts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gradleak.scenario.task import Task
 
 @dataclass(frozen=True)
 class EscalatingRestarts:
-    """The same attack again, from other starts, on the targets that it has not solved.
+    """The same attack again, from new starts, on the targets that it has not solved.
 
     A search that either finds the image or is stuck needs many starts for few targets. Every wave has twice the starts
-    of the one before: no more lanes, as long as every wave solves half of what is left, and up to twice as many where
-    it solves nothing. What a target gets does not depend on the others. The lowest match is kept, as among restarts.
+    of the one before: no more lanes if every wave solves half of the rest, and up to twice as many if it solves
+    nothing. The starts of a target do not depend on other targets. The lowest match is kept, as among restarts.
 
     waves    at most, the first included
-    solved   a match below this is taken for the image, and its target for done
+    solved   a target with a match below this is solved
     """
 
     attack: Composed
@@ -60,7 +60,7 @@ class EscalatingRestarts:
         engine: Any = None,
         progress: Share | None = None,
     ) -> Reconstruction:
-        """Attack all targets, then those that are left. `settings["starts"]` says how many each of them got."""
+        """Attack all targets, then those not solved. `settings["starts"]` says how many starts each target got."""
         targets = as_targets(seen)
         starts = [self.attack.restarts] * len(targets)
         best = self.attack.run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, self.waves))
@@ -68,11 +68,11 @@ class EscalatingRestarts:
             if not (rows := unsolved(best, self.solved)):
                 break
             again = replace(self.attack, restarts=self.attack.restarts << wave)
-            some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
-            # Far from every seed that a user may give, so that no wave is another run's first.
+            some, known = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+            # Far from every seed that a user may give, so that no wave repeats the first one of another run.
             other = seed + (wave << 40)
-            found = again.run(task, some, own, other, engine=engine, progress=part(progress, wave, self.waves))
-            best = taken(best, found, rows, matches(found) < matches(best)[rows])
+            result = again.run(task, some, known, other, engine=engine, progress=part(progress, wave, self.waves))
+            best = taken(best, result, rows, matches(result) < matches(best)[rows])
             for row in rows:
                 starts[row] += again.restarts
         if progress is not None:
@@ -80,48 +80,47 @@ class EscalatingRestarts:
         return replace(best, settings={**best.settings, "attack": repr(self), "starts": starts})
 
 
-def matches(found: Reconstruction) -> Tensor:
+def matches(result: Reconstruction) -> Tensor:
     """(targets,): the match of the chosen restart; infinite where it is no number."""
-    return found.match[torch.arange(len(found.chosen)), found.chosen].nan_to_num(torch.inf)
+    return result.match[torch.arange(len(result.chosen)), result.chosen].nan_to_num(torch.inf)
 
 
-def unsolved(found: Reconstruction, solved: float) -> list[int]:
+def unsolved(result: Reconstruction, solved: float) -> list[int]:
     """Targets whose match is not below `solved`."""
-    return torch.nonzero(matches(found) >= solved).flatten().tolist()
+    return torch.nonzero(matches(result) >= solved).flatten().tolist()
 
 
 def part(progress: Share | None, done: int, parts: int) -> Share | None:
-    """Share within one of several equal parts."""
+    """The progress within one of several equal parts."""
     return None if progress is None else lambda share: progress((done + share) / parts)
 
 
-def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
-    """The later result at those of its targets (`rows` of the earlier one) where it `wins`."""
-    own = torch.arange(len(rows))
-    into, take = torch.tensor(rows)[wins], own[wins]
+def taken(best: Reconstruction, result: Reconstruction, rows: Sequence[int], wins: Tensor) -> Reconstruction:
+    """The earlier result, with the later one at those of its targets (`rows` of the earlier) where it `wins`."""
+    into, take = torch.tensor(rows)[wins], torch.arange(len(rows))[wins]
     if not len(take):
-        return replace(best, seconds=best.seconds + found.seconds, evaluations=best.evaluations + found.evaluations)
-    ranked = found.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
+        return replace(best, seconds=best.seconds + result.seconds, evaluations=best.evaluations + result.evaluations)
+    ranked = result.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
 
-    def put(held: Tensor, new: Tensor) -> Tensor:
-        held = held.clone()
-        held[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
-        return held
+    def put(old: Tensor, new: Tensor) -> Tensor:
+        old = old.clone()
+        old[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
+        return old
 
-    def curve(held: Tensor, new: Tensor) -> Tensor:
-        """(points, targets, restarts): the longer curve sets the length, the other stays where it ended."""
-        points = max(len(held), len(new))
-        held, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (held, new))
-        return put(held.movedim(0, 2), new.movedim(0, 2)).movedim(2, 0)  # (targets, restarts, points) on the way
+    def curve(old: Tensor, new: Tensor) -> Tensor:
+        """(points, targets, restarts): the shorter curve stays at its last value."""
+        points = max(len(old), len(new))
+        old, new = (torch.cat([v, v[-1:].expand(points - len(v), *v.shape[1:])]) for v in (old, new))
+        return put(old.movedim(0, 2), new.movedim(0, 2)).movedim(2, 0)  # put takes (targets, restarts, points)
 
-    def unknown(held: Tensor, new: Tensor | None) -> Tensor:
-        """Another attack may have others, or others of that name: then there is none."""
-        if new is not None and new.shape[2:] == held.shape[2:]:
-            return put(held, new)
-        return held.index_fill(0, into, torch.nan if held.is_floating_point() else -1)
+    def unknown(old: Tensor, new: Tensor | None) -> Tensor:
+        """Blank where the later attack has no unknown of this name and shape."""
+        if new is not None and new.shape[2:] == old.shape[2:]:
+            return put(old, new)
+        return old.index_fill(0, into, torch.nan if old.is_floating_point() else -1)
 
-    steps = max(best.trace["step"], found.trace["step"], key=len)
-    candidates = {name: put(value, found.candidates[name]) for name, value in best.candidates.items()}
+    steps = max(best.trace["step"], result.trace["step"], key=len)
+    candidates = {name: put(value, result.candidates[name]) for name, value in best.candidates.items()}
     chosen = best.chosen.clone()
     chosen[into] = 0
     batch = {name: value.clone() for name, value in best.batch.items()}
@@ -130,26 +129,30 @@ def taken(best: Reconstruction, found: Reconstruction, rows: Sequence[int], wins
     return replace(
         best,
         batch=batch,
-        unknowns={name: unknown(value, found.unknowns.get(name)) for name, value in best.unknowns.items()},
+        unknowns={name: unknown(value, result.unknowns.get(name)) for name, value in best.unknowns.items()},
         snapshots={
-            name: value.index_copy(0, into, found.snapshots[name][take]) for name, value in best.snapshots.items()
+            name: value.index_copy(0, into, result.snapshots[name][take]) for name, value in best.snapshots.items()
         },
         candidates=candidates,
-        objective=put(best.objective, found.objective),
-        match=put(best.match, found.match),
-        noise=None if best.noise is None or found.noise is None else put(best.noise, found.noise),
+        objective=put(best.objective, result.objective),
+        match=put(best.match, result.match),
+        noise=None if best.noise is None or result.noise is None else put(best.noise, result.noise),
         chosen=chosen,
-        diverged=put(best.diverged, found.diverged),
-        trace={"step": steps, **{name: curve(best.trace[name], found.trace[name]) for name in ("objective", "match")}},
-        seconds=best.seconds + found.seconds,
-        evaluations=best.evaluations + found.evaluations,
+        diverged=put(best.diverged, result.diverged),
+        trace={"step": steps, **{name: curve(best.trace[name], result.trace[name]) for name in ("objective", "match")}},
+        seconds=best.seconds + result.seconds,
+        evaluations=best.evaluations + result.evaluations,
     )
 
 
 def given_of(task: Task, knows: Knowledge, rows: Sequence[int], targets: int) -> Knowledge:
-    """The same knowledge about some of the targets: fields given per target are picked, one given for all stays."""
+    """The knowledge about some of the targets: of a field given for each target their rows, one given for all as it is.
 
-    def own(name: str, value: Tensor) -> Tensor:
-        return value[list(rows)] if of_each(task.fields[name], value, targets) else value
+    A name that is no field of the task stays: the attack refuses it.
+    """
 
-    return replace(knows, given={name: own(name, value) for name, value in knows.given.items()})
+    def picked(name: str, value: Tensor) -> Tensor:
+        each = name in task.fields and of_each(task.fields[name], value, targets)
+        return value[list(rows)] if each else value
+
+    return replace(knows, given={name: picked(name, value) for name, value in knows.given.items()})

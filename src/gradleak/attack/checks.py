@@ -5,9 +5,9 @@ A defence must not look good because the attack diverged. Nothing here reads the
 name                 raised when                                                        severity
 diverged             lanes met a number that is not finite and were frozen              warning; error if all did
 flat                 the match never changed, or was zero from the start                error
-not fitted           the match stayed above half of where it began                      error
-stuck                the match fell at the start and by less than 1 % after that       error
-at the noise         the match fell to the level of the noise that the defence adds      note
+not fitted           the match stayed above half of its first value                     error
+stuck                the match fell at the start and by less than 1 % after that        error
+at the noise         the match fell to the level of the noise that the defence adds     note
 not converged        the second half of the steps still lowered the match by over 10 %,
                      or there were fewer than 50 steps                                  warning
 restarts disagree    no other restart looks like the chosen one                         warning
@@ -32,17 +32,17 @@ from gradleak.core.assignment import cost_matrix, match
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.task import Task, TaskError
 
-FITTED = 0.5  # of the match at the start: an attack that stays above has explained less than half of the update
-SOLVED = 1e-6  # of the match at the start: below, the search is done, however steeply the tail still falls
-# Of the match, lost after the first traced step, which may owe all of its fall to a projection onto the box.
+FITTED = 0.5  # of the first match: above this, the attack has explained less than half of the update
+SOLVED = 1e-6  # of the first match: below this, the search is done, even if the match still falls
+# Share of the match that must be lost after the first traced step: that one may fall by the projection onto the box.
 STUCK = 0.01
-# Of the match, lost over the second half of the steps. A shorter tail would call every schedule that ends in tiny steps
-# converged, whatever it reached.
+# Share of the match lost over the second half of the steps. With a shorter tail, every schedule that ends in tiny steps
+# would count as converged.
 STILL_FALLING = 0.1
-# Of the match above what a defence's known noise leaves at the truth: what is left of it has been fitted.
+# Share of the first match above the level of the noise: a search that ends below it has fitted the update.
 LEFT = 0.25
-ABOVE = 1.05  # times that noise: a start nearer to it cannot be told from the truth, and a search has nothing to show
-SHORT = 50  # steps; a search of fewer shows no tail to judge
+ABOVE = 1.05  # times the level of the noise: a start below it looks like the truth, and the search shows nothing
+SHORT = 50  # steps: a shorter search has no tail to judge
 ALIKE = 0.15  # root mean square of pixels in [0, 1], about 16 dB: restarts nearer than this show the same picture
 
 SEVERITIES = ("error", "warning", "note")
@@ -50,7 +50,7 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Check:
-    """Something that limits what a result means. `target` is its number in the reconstruction, None: all of them."""
+    """Something that limits what a result means. `target`: its number in the reconstruction; None: all targets."""
 
     name: str
     severity: str
@@ -65,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Checks:
-    """All checks of a reconstruction, gravest first. `ok`: nothing worse than a note. `converged`: per target."""
+    """All checks of a reconstruction, errors first. `ok`: nothing worse than a note. `converged`: per target."""
 
     found: tuple[Check, ...]
     converged: tuple[bool, ...]
@@ -75,7 +75,7 @@ class Checks:
         return all(check.severity == "note" for check in self.found)
 
     def of(self, target: int) -> tuple[Check, ...]:
-        """Those of one target."""
+        """The checks of one target."""
         return tuple(check for check in self.found if check.target in (target, None))
 
     def __str__(self) -> str:
@@ -84,14 +84,14 @@ class Checks:
 
 
 def checks_of(reconstruction: Reconstruction) -> Checks:
-    """Every check of what an attack did, from its trace, its restarts and its frozen lanes."""
-    found: list[Check] = []
+    """Every check of a result, from its trace, its restarts and its frozen lanes."""
+    checks: list[Check] = []
     converged: list[bool] = []
     for target in range(len(reconstruction.keys)):
-        own = list(_target(reconstruction, target))
-        found += own
-        converged.append(not any(check.severity == "error" or check.name == "not converged" for check in own))
-    return Checks(tuple(sorted(found, key=lambda check: SEVERITIES.index(check.severity))), tuple(converged))
+        of_target = list(_target(reconstruction, target))
+        checks += of_target
+        converged.append(not any(check.severity == "error" or check.name == "not converged" for check in of_target))
+    return Checks(tuple(sorted(checks, key=lambda check: SEVERITIES.index(check.severity))), tuple(converged))
 
 
 def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
@@ -99,7 +99,7 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
     diverged = reconstruction.diverged[target]
     curve = reconstruction.trace["match"][:, target, chosen]
     end = float(reconstruction.match[target, chosen])
-    # The lane that was chosen may be frozen and still hold a good iterate, so only a lane without any match is lost.
+    # The chosen lane may be frozen and still hold a good iterate.
     if bool(diverged.all()):
         yield Check(
             "diverged",
@@ -113,10 +113,10 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
             "diverged",
             "warning",
             f"{int(diverged.sum())} of {len(diverged)} restarts met numbers that are not finite",
-            "the others were used; lower the learning rate to have all of them",
+            "the other restarts were used; lower the learning rate to use all",
             target,
         )
-    # Where the update is shown to be reproduced the search has done all it could, also where it began at the solution.
+    # A certificate of a solution stands above the curve: the search may have started there.
     curve = curve[curve.isfinite()]
     noise = 0.0 if reconstruction.noise is None else float(reconstruction.noise[target, chosen])
     start = float(curve[0]) if len(curve) > 1 else 0.0
@@ -136,9 +136,9 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
 
 
 def _fall(curve: Tensor, end: float, steps: int, target: int) -> Iterator[Check]:
-    """From the match along the steps (finite points only) and the match of the iterate that was kept."""
+    """From the match along the steps (finite points only) and the match of the kept iterate."""
     if len(curve) < 2:
-        return  # a closed form: there was no search that could have gone wrong
+        return  # a closed form: there was no search
     start = float(curve[0])
     if start == 0 or float(curve.max() - curve.min()) <= 1e-12 * abs(start):
         yield Check(
@@ -153,7 +153,7 @@ def _fall(curve: Tensor, end: float, steps: int, target: int) -> Iterator[Check]
         yield Check(
             "not fitted",
             "error",
-            f"the match went from {start:.3g} to {end:.3g} only, so what was found does not explain the update",
+            f"the match only went from {start:.3g} to {end:.3g}, so the result does not explain the update",
             "more steps or restarts, another attack, or Knowledge that fits the client (training, defence)",
             target,
         )
@@ -163,7 +163,7 @@ def _fall(curve: Tensor, end: float, steps: int, target: int) -> Iterator[Check]
         yield Check(
             "stuck",
             "error",
-            f"after the first steps the match fell from {second:.3g} to {end:.3g} only",
+            f"after the first steps the match only fell from {second:.3g} to {end:.3g}",
             "a larger learning rate, another start or another attack: this search did not move",
             target,
         )
@@ -197,20 +197,20 @@ def _agreement(reconstruction: Reconstruction, target: int, chosen: int) -> Iter
     for restart, other in enumerate(pictures.flatten(2).double()):
         if restart == chosen or not bool(other.isfinite().all()) or not bool(ours.isfinite().all()):
             continue
-        cost = cost_matrix(ours, other)  # a batch has no order
+        cost = cost_matrix(ours, other)  # the examples of a batch have no order
         distances.append(float(cost[torch.arange(examples), match(cost)].mean().sqrt()))
     if distances and min(distances) > ALIKE:
         yield Check(
             "restarts disagree",
             "warning",
             f"no other restart looks like the chosen one (root mean square at least {min(distances):.2f})",
-            "more restarts; where images differ but matches agree, the update does not determine the image",
+            "more restarts; if images differ and matches agree, the update does not determine the image",
             target,
         )
 
 
 def observation_checks(seen: Observation, task: Task) -> list[Check]:
-    """What is odd about an update before anything is attacked."""
+    """What is unusual about an update, before any attack."""
     return [check for test in (_empty, _sparse, _tiny, _label) for check in test(seen, task)]
 
 
@@ -246,13 +246,13 @@ def _tiny(seen: Observation, task: Task) -> Iterator[Check]:
     size = tree.size(seen.update)
     update = float(tree.norm(seen.update)) / size**0.5
     weights = float(tree.norm(seen.weights)) / size**0.5
-    rounding = torch.finfo(next(tree.leaves(seen.update)).dtype).eps * weights
+    rounding = torch.finfo(tree.like(seen.update).dtype).eps * weights
     if 0 < update < 1e3 * rounding:
         yield Check(
             "tiny update",
             "warning",
-            f"the update ({update:.1e}) is but {update / rounding:.0f} times the rounding of the weights",
-            "where the client returned weights, digits are lost for good; record updates instead",
+            f"the update ({update:.1e}) is only {update / rounding:.0f} times the rounding of the weights",
+            "if the client returned weights, digits are lost for good; record updates instead",
         )
 
 
@@ -272,6 +272,6 @@ def _label(seen: Observation, task: Task) -> Iterator[Check]:
         yield Check(
             "unclear label",
             "warning",
-            f"{negative} entries of the classifier's bias update are negative, where one example leaves exactly one",
+            f"{negative} entries of the classifier's bias update are negative; one example makes exactly one negative",
             "the label may be wrong: several local steps, smoothing or a defence; try Knowledge(given={'y': ...})",
         )

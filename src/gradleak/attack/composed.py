@@ -1,4 +1,4 @@
-"""What an attack is: stages of six small parts (`scene.py`), solved over lanes, chosen by matching and nothing else."""
+"""What an attack is: stages made of parts (`parts.protocols`), solved over lanes, chosen by the match alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
 from gradleak.parts.protocols import FieldRule, Needs
-from gradleak.parts.stage import Stage
+from gradleak.parts.stage import Stage, demand_part
 from gradleak.parts.view import TargetView, in_turn
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
@@ -34,11 +34,11 @@ def lowest_match(match: Tensor) -> Tensor:
 
 
 class Attack(Protocol):
-    """What every attack offers, composed or not."""
+    """What every attack has, composed of stages or not."""
 
     @property
     def name(self) -> str:
-        """As tables and errors call it."""
+        """Its name in tables and errors."""
         ...
 
     @property
@@ -62,11 +62,11 @@ class Attack(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """What an attack found. Shapes: T targets, R restarts, B examples (padded with NaN / -1 where targets differ).
+    """The result of an attack. Shapes: T targets, R restarts, B examples (padded with NaN or -1 where targets differ).
 
-    `unknowns`: what the last stage found besides the fields of the batch, at the kept iterate, such as alpha; parts of
-    nested ones are called NAME/PART. Of those too large to keep (a control point is as large as the network) the root
-    mean square, NAME_rms. Where lanes return their best stage: `stage`, which one that is, counted from 0.
+    `unknowns`: those of the last stage that are no field of the batch, such as alpha, at the kept iterate. Parts of a
+    nested one are called NAME/PART. One that is too large to keep (a control point is as large as the network) is
+    given by its root mean square, as NAME_rms. If lanes return their best stage: `stage`, its number, from 0.
     """
 
     batch: Batch  # (T, B, ...) of the chosen restart
@@ -74,7 +74,7 @@ class Reconstruction:
     objective: Tensor  # (T, R) at the kept iterate, priors included
     match: Tensor  # (T, R) at the kept iterate
     chosen: Tensor  # (T,)
-    diverged: Tensor  # (T, R) lanes frozen because something was not finite
+    diverged: Tensor  # (T, R) was the lane frozen because something was not finite?
     trace: dict[str, Tensor]  # "step" (P,), "objective" and "match" (P, T, R)
     fields: dict[str, Field]
     keys: tuple[str, ...]
@@ -83,7 +83,7 @@ class Reconstruction:
     evaluations: int  # gradient evaluations per lane
     settings: dict[str, Any] = field(default_factory=dict)
     certificates: tuple[Certificate, ...] | None = None  # per target; None for attacks that make none
-    noise: Tensor | None = None  # (T, R) the match that the known defence's noise leaves at the truth, about
+    noise: Tensor | None = None  # (T, R) about the match of the truth under the noise of the known defence
     unknowns: dict[str, Tensor] = field(default_factory=dict)  # each (T, R, ...), padded with NaN
     snapshots: dict[str, Tensor] = field(default_factory=dict)  # Engine(snapshots=S): "step" (T, S), "x" (T, S, B, ...)
 
@@ -101,15 +101,15 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Composed:
-    """An attack made of stages: fields first (labels and the like), every stage over all lanes, then the choice."""
+    """An attack made of stages: it reads fields (such as labels), runs every stage over all lanes, then chooses."""
 
     name: str
     stages: tuple[Stage, ...]
     fields: FieldRule
     restarts: int = 1
-    keep: str = "best_match"  # or "last": the final iterate, as some papers return
+    keep: str = "best_match"  # or "last": the final iterate, as in some papers
     choose: Callable[[Tensor], Tensor] = lowest_match
-    output: str = "last_stage"  # or "best_stage": each lane returns the stage whose kept iterate matches best
+    output: str = "last_stage"  # or "best_stage": each lane returns the stage that matches best
 
     def __post_init__(self) -> None:
         if self.keep not in ("best_match", "last"):
@@ -118,6 +118,7 @@ class Composed:
             raise ValueError(f"restarts must be at least 1; given {self.restarts}.")
         if self.output not in ("last_stage", "best_stage"):
             raise ValueError(f"output must be 'last_stage' or 'best_stage'; given {self.output!r}.")
+        demand_part("fields", self.fields, FieldRule)
         measures = {repr((stage.predict, stage.match, stage.view)) for stage in self.stages}
         if self.output == "best_stage" and len(measures) > 1:
             raise ValueError(
@@ -127,13 +128,18 @@ class Composed:
 
     @property
     def search_needs(self) -> Needs:
-        """Of the stages alone: what it needs where the labels are given."""
+        """What the stages need: enough if the labels are given."""
         return frozenset().union(*(stage.needs for stage in self.stages))
 
     @property
     def needs(self) -> Needs:
-        """Of the stages, and of the rule that reads the labels."""
-        return self.search_needs | getattr(self.fields, "needs", frozenset())
+        """What the stages and the rule that reads the labels need."""
+        return self.search_needs | self.fields.needs
+
+    @property
+    def evaluations(self) -> int:
+        """Gradient evaluations of a lane, in all stages."""
+        return sum(stage.optimiser.evaluations for stage in self.stages)
 
     def run(
         self,
@@ -146,9 +152,9 @@ class Composed:
         progress: Share | None = None,
         begin: Batch | None = None,
     ) -> Reconstruction:
-        """Attack one target or several independent ones. Nothing here, or below, has ever seen the private batch.
+        """Attack one target or several independent ones. Nothing here, or below, has access to the private batch.
 
-        begin   what another attack found, (targets, examples, ...): the first stage goes on from there
+        begin   the result of another attack, (targets, examples, ...): the first stage starts from it
         """
         engine = engine or Engine()
         targets = as_targets(seen)
@@ -167,7 +173,7 @@ class Composed:
 
 
 def require(attack: Attack, knows: Knowledge) -> None:
-    """Refuse to run without what the attack needs to know. Given labels spare what a label rule would need."""
+    """Refuse to run without the knowledge that the attack needs. If labels are given, no label rule has to run."""
     needs = getattr(attack, "search_needs", attack.needs) if "y" in knows.grants else attack.needs
     missing = sorted(needs - knows.grants)
     if missing:
@@ -187,7 +193,7 @@ def require(attack: Attack, knows: Knowledge) -> None:
 
 
 def scenes_of(task: Task, targets: Sequence[Track], knows: Knowledge, fields: FieldRule) -> list[TargetView]:
-    """The targets as parts look at them, with what Knowledge gives of their fields and what the rule reads off."""
+    """The targets as parts see them, with the fields that Knowledge gives and those that the rule reads off."""
     scenes = [_scene(task, target, knows, position, len(targets)) for position, target in enumerate(targets)]
     return [
         replace(scene, fields={**fields(_averaged(there)), **scene.fields})
@@ -196,7 +202,7 @@ def scenes_of(task: Task, targets: Sequence[Track], knows: Knowledge, fields: Fi
 
 
 def _averaged(scene: TargetView) -> TargetView:
-    """A track as one round with the mean update: what fields are read off, with less noise."""
+    """A track as one round with the mean update, which has less noise: fields are read off this one."""
     if not scene.earlier:
         return scene
     mean = tree.map(lambda *updates: torch.stack(updates).mean(0), *(each.update for each in scene.rounds))
@@ -213,7 +219,7 @@ def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: 
         if not isinstance(value, Tensor):
             raise MissingKnowledge(f"Knowledge.given[{name!r}] must be a tensor; given {type(value).__name__}.")
         known = task.fields[name]
-        # Targets of fewer examples than others are padded, as in a Reconstruction: with -1 or NaN, which end here.
+        # Targets with fewer examples are padded with -1 or NaN, as in a Reconstruction: the padding is cut off here.
         own = value[position][: scene.num_examples] if of_each(known, value, targets) else value
         filled = bool(own.isfinite().all()) if own.is_floating_point() else bool((own >= 0).all())
         if own.dim() != _rank(known, value) or own.shape[0] != scene.num_examples or not filled:
@@ -230,24 +236,24 @@ def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: 
 
 
 def of_each(field: Field, value: Tensor, targets: int) -> bool:
-    """Is a given field one value for each target, (targets, examples, ...)? Else it is one for all, (examples, ...)."""
+    """Is a given field (targets, examples, ...), one value for each target? Else it is (examples, ...), for all."""
     return value.dim() == _rank(field, value) + 1 and value.shape[0] == targets
 
 
 def _rank(field: Field, value: Tensor) -> int:
-    """Dimensions of the field of a batch; categories may be shares, with one dimension more."""
+    """Dimensions of a field of a batch. Shares of categories have one more than whole categories."""
     return 1 + len(field.shape) + (field.classes is not None and value.is_floating_point())
 
 
 def _configuration(attack: Composed) -> str:
-    """The attack's repr without the addresses of functions, so that it is the same in every process."""
+    """The repr of the attack without addresses of functions: the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(attack))
 
 
 def _collect(
     attack: Composed, task: Task, targets: list[Track], pieces: list[Any], seconds: float, engine: Any, seed: int
 ) -> Reconstruction:
-    """Put the solved pieces back into the order of the targets, and choose a restart for each, by match alone."""
+    """Put the solved chunks back into the order of the targets, and choose a restart for each by its match."""
     count, restarts = len(targets), attack.restarts
     most = max(target.num_examples for target in targets)
     curves = ("objective", "match")
@@ -257,8 +263,8 @@ def _collect(
     trace = {name: torch.full((len(steps), count, restarts), torch.nan, dtype=torch.float64) for name in curves}
     for piece in pieces:
         rows = torch.tensor(piece.targets)
-        for name, held in numbers.items():
-            held[rows] = getattr(piece, name).reshape(len(rows), restarts).double()
+        for name, value in {"objective": piece.objective, "match": piece.match, "noise": piece.noise}.items():
+            numbers[name][rows] = value.reshape(len(rows), restarts).double()
         for name in curves:
             trace[name][:, rows] = piece.trace[name].reshape(-1, len(rows), restarts).double()
         diverged[rows] = piece.diverged.reshape(len(rows), restarts)
@@ -274,9 +280,9 @@ def _collect(
     candidates = _gathered([(piece.targets, piece.batch) for piece in pieces], count, restarts)
     snapshots: dict[str, Tensor] = {}
     if moments := pieces[0].moments:
-        on_the_way = _gathered([(piece.targets, {"x": piece.snapshots}) for piece in pieces], count, restarts)["x"]
-        shown = on_the_way[row, pick, :, column].movedim(2, 1)  # (T, B, S, ...) to (T, S, B, ...)
-        snapshots = {"step": torch.tensor(moments).expand(count, -1).clone(), "x": shown}
+        images = _gathered([(piece.targets, {"x": piece.snapshots}) for piece in pieces], count, restarts)["x"]
+        chosen_images = images[row, pick, :, column].movedim(2, 1)  # (T, B, S, ...) to (T, S, B, ...)
+        snapshots = {"step": torch.tensor(moments).expand(count, -1).clone(), "x": chosen_images}
     return Reconstruction(
         batch={name: value[row, pick, column] for name, value in candidates.items()},
         candidates=candidates,
@@ -292,7 +298,7 @@ def _collect(
         keys=tuple(target.key for target in targets),
         examples=tuple(target.num_examples for target in targets),
         seconds=seconds,
-        evaluations=sum(getattr(s.optimiser, "evaluations", s.optimiser.steps) for s in attack.stages),
+        evaluations=attack.evaluations,
         settings={
             "attack": _configuration(attack),
             "seed": seed,
@@ -305,22 +311,22 @@ def _collect(
 def _gathered(
     pieces: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]], count: int, restarts: int
 ) -> dict[str, Tensor]:
-    """(lanes, ...) of all pieces by name, as (targets, restarts, ...) in the order of the targets.
+    """(lanes, ...) of all chunks by name, as (targets, restarts, ...) in the order of the targets.
 
-    Padded with NaN, or -1, where a target has none of that name, or a smaller one: fewer examples, rounds, copies.
+    Padded with NaN or -1 where a target has no value of that name, or a smaller one: fewer examples, rounds, copies.
     """
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for targets, named in pieces:
         for name, value in named.items():
-            own = value.reshape(-1, restarts, *value.shape[1:])
-            parts.setdefault(name, []).append((torch.tensor(targets), own))
-    found: dict[str, Tensor] = {}
-    for name, held in parts.items():
-        most = [max(sizes) for sizes in zip(*(value.shape[2:] for _, value in held), strict=True)]
-        first = held[0][1]
+            by_restart = value.reshape(-1, restarts, *value.shape[1:])
+            parts.setdefault(name, []).append((torch.tensor(targets), by_restart))
+    whole: dict[str, Tensor] = {}
+    for name, values in parts.items():
+        most = [max(sizes) for sizes in zip(*(value.shape[2:] for _, value in values), strict=True)]
+        first = values[0][1]
         filler = torch.nan if first.is_floating_point() else -1
-        found[name] = first.new_full((count, restarts, *most), filler)
-        for rows, value in held:
+        whole[name] = first.new_full((count, restarts, *most), filler)
+        for rows, value in values:
             corner: list[Any] = [rows, slice(None), *(slice(size) for size in value.shape[2:])]
-            found[name][tuple(corner)] = value
-    return found
+            whole[name][tuple(corner)] = value
+    return whole

@@ -1,4 +1,4 @@
-"""Closed form: a biased linear layer that sees the input gives it away."""
+"""Closed form: the gradient of a biased linear layer that sees the input reveals it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
-from gradleak.core.tree import Tree
 from gradleak.engine import Engine
-from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
+from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Needs, Problem, Scored
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.protocols import Needs
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
-from gradleak.parts.view import Step, TargetView
+from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge, Seen
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -31,17 +31,17 @@ from gradleak.scenario.task import Batch, Task, TaskError
 @named("analytic", kind="attack", paper="Phong et al., IEEE TIFS 2018; Geiping et al., NeurIPS 2020, proposition 3.1")
 @dataclass(frozen=True)
 class Analytic:
-    """Read the input off the first layer, where that is a biased linear one: no optimisation, exact for one example.
+    """Read the input off the first layer, if it is linear with a bias: no optimisation, exact for one example.
 
     With d_ir the derivative by pre-activation r of example i, dL/dW_r = sum_i d_ir x_i and dL/db_r = sum_i d_ir. One
     example is x = sum_r dL/db_r dL/dW_r / sum_r (dL/db_r)^2, least squares over the rows (others average the ratios).
-    Of several, row r gives a mixture, sum_i d_ir x_i / sum_i d_ir: the example itself where only it activates neuron r.
+    For several, row r gives a mixture, sum_i d_ir x_i / sum_i d_ir: an example itself where only it activates neuron r.
     Ratios within the bounds are candidates, ranked by how many rows `agree` on them (mixtures differ from row to row)
-    and then by |dL/db_r|, none within `distinct` of an earlier one; mid-grey fills what is missing. Both distances are
-    root mean squares of [0, 1] pixels. "Exact" is an example that three rows agree on, and most of those around it:
-    many mixtures of a few examples lie close to each other too, but evenly spread.
+    and then by |dL/db_r|, none within `distinct` of an earlier one; mid-grey images fill the rest. Both distances are
+    root mean squares of [0, 1] pixels. An example is "exact" if three rows agree on it, and most of the rows around it:
+    mixtures of a few examples may lie close to each other too, but evenly spread.
 
-    `settings` of the result tell, per target, how many examples are "exact" and how many are "padded" with grey.
+    `settings` of the result say, per target, how many examples are "exact" and how many are "padded" with grey.
     """
 
     labels: str = "auto"
@@ -72,42 +72,42 @@ class Analytic:
     ) -> Reconstruction:
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         require(self, knows)
-        labels, told = Labels(label_rule(self.labels)), {"exact": list[int](), "padded": list[int]()}
+        labels, counts = Labels(label_rule(self.labels)), {"exact": list[int](), "padded": list[int]()}
 
         def read(scene: TargetView) -> Batch:
             images, exact = self.images(scene)
-            told["exact"].append(exact)
-            told["padded"].append(scene.num_examples - len(images))
+            counts["exact"].append(exact)
+            counts["padded"].append(scene.num_examples - len(images))
             images = torch.cat([images, scene.task.blank(scene.num_examples)["x"][len(images) :]])
             y = {**labels(scene), **scene.fields}["y"]
-            return {"x": _beside(y, images, scene), "y": y}
+            return {"x": _by_label(y, images, scene), "y": y}
 
-        attack = Composed(self.name, (Stage(Pixels(_as_read), Replay(), Cosine(), (), Evaluate()),), read)
-        found = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
-        return replace(found, settings={**found.settings, "attack": repr(self), **told})
+        attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
+        result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
+        return replace(result, settings={**result.settings, "attack": repr(self), **counts})
 
     def images(self, scene: TargetView) -> tuple[Tensor, int]:
-        """The examples found, at most B, (found, ...) in model-input space, and how many of them are exact."""
+        """At most B examples, (examples, ...) in model-input space, and how many of them are exact."""
         layer, field, examples = input_layer(scene), scene.task.fields["x"], scene.num_examples
-        seen = gradient(scene)  # free of weight decay, which would shift every row
-        rows, deltas = (seen[f"{layer}{name}"].detach().cpu().double() for name in ("weight", "bias"))
+        observed = gradient(scene)  # free of weight decay, which would shift every row
+        rows, deltas = (observed[f"{layer}{name}"].detach().cpu().double() for name in ("weight", "bias"))
         rows, deltas = rows[deltas != 0], deltas[deltas != 0, None]  # (rows, inputs), (rows, 1)
         if examples == 1 and len(deltas):
-            found = (deltas * rows).sum(0, keepdim=True) / deltas.square().sum()
-            exact = (rows - deltas * found).norm() < self.agree * rows.norm()
+            images = (deltas * rows).sum(0, keepdim=True) / deltas.square().sum()
+            exact = (rows - deltas * images).norm() < self.agree * rows.norm()
         else:
             pixels = field.unit((rows / deltas).unflatten(1, field.shape)).flatten(1)
             inside = ((pixels > -self.agree) & (pixels < 1 + self.agree)).all(1)
             order = deltas[inside, 0].abs().argsort(descending=True)
-            found, pixels = (rows / deltas)[inside][order], pixels[inside][order]
+            images, pixels = (rows / deltas)[inside][order], pixels[inside][order]
             distances = torch.cdist(pixels, pixels) / pixels.shape[1] ** 0.5
             close = distances < self.distinct
             agreeing, around = (distances < self.agree).sum(1), close.sum(1)
             order = agreeing.argsort(descending=True, stable=True)
             order = order[~close[order][:, order].tril(-1).any(1)][:examples]
-            found, exact = found[order], ((agreeing > 2) & (2 * agreeing > around))[order].sum()
+            images, exact = images[order], ((agreeing > 2) & (2 * agreeing > around))[order].sum()
         low, high = scene.limits["x"]
-        return found.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
+        return images.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
 
 
 def input_layer(scene: TargetView) -> str:
@@ -116,10 +116,9 @@ def input_layer(scene: TargetView) -> str:
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module.bias is not None]
     batch = scene.task.blank(2)
     batch["x"] = batch["x"] + Draws(randomness.key("analytic")).uniform(tuple(batch["x"].shape)).to(batch["x"])
-    caught = scene.task.inputs_of(linear, scene.weights, batch, scene.buffers)
-    for name, given in caught.items():
+    for name, inputs in scene.task.inputs_of(linear, scene.weights, batch, scene.buffers).items():
         prefix = f"{name}." if name else ""
-        if {f"{prefix}weight", f"{prefix}bias"} <= scene.update.keys() and torch.equal(given, batch["x"].flatten(1)):
+        if {f"{prefix}weight", f"{prefix}bias"} <= scene.update.keys() and torch.equal(inputs, batch["x"].flatten(1)):
             return prefix
     first = next((module for module in modules.values() if any(True for _ in module.parameters(recurse=False))), None)
     raise TaskError(
@@ -129,29 +128,11 @@ def input_layer(scene: TargetView) -> str:
     )
 
 
-def _beside(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
-    """The images in the order of the labels: a step along the update lowers the logit of an image's own label most."""
+def _by_label(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
+    """The images in the order of the labels: a step along the update lowers the logit of an image's label most."""
     if len(images) == 1:
         return images
     buffers = {name: value.clone() for name, value in (scene.buffers or {}).items()}  # BatchNorm writes into them
     slopes = jvp(lambda weights: scene.task.call(weights, buffers)(images), (scene.weights,), (scene.update,))[1]
     wanted = y if y.is_floating_point() else one_hot(y, slopes.shape[1], slopes.dtype)
     return images[assignment.match(wanted @ slopes.T)]  # (labels, images)
-
-
-def _as_read(scene: TargetView, draws: Draws, name: str) -> Tensor:
-    return scene.fields[name]
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """One look at the objective; nothing moves."""
-
-    steps: int = 1
-    graphable: bool = False
-
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {}
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
-        return v, state, problem.value(v)

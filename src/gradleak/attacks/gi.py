@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 from gradleak.attack import Attack, Composed
+from gradleak.attacks.settings import SearchSettings
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import LayerNorms, Scaled, SquaredError
 from gradleak.parts.optimisers import Adam, CosineDecay, StepDecay
@@ -15,26 +19,31 @@ from gradleak.parts.stage import Stage
 PAPER = "Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021"
 
 
+@dataclass(frozen=True)
+class GISettings(SearchSettings):
+    """Steps and rate, the weights of the objective's terms, the consensus of the restarts, and the noise."""
+
+    steps: int = 20000
+    lr: float = 0.1
+    matching: float = 1e-3
+    tv: float = 1e-4
+    norm: float = 1e-6
+    batch_norm: float = 0.1
+    first_layer: float = 1.0
+    returned: bool = False
+    group: float = 0.01
+    group_start: int = 500
+    group_interval: int = 100
+    register: bool = False
+    noise: float = 0.2
+    _: KW_ONLY
+    restarts: int = 4
+    labels: str = "row-minimum"
+
+
 @named("gi", kind="attack", paper=PAPER)
-def gi(
-    *,
-    steps: int = 20000,
-    lr: float = 0.1,
-    matching: float = 1e-3,
-    tv: float = 1e-4,
-    norm: float = 1e-6,
-    batch_norm: float = 0.1,
-    first_layer: float = 1.0,
-    returned: bool = False,
-    group: float = 0.01,
-    group_start: int = 500,
-    group_interval: int = 100,
-    register: bool = False,
-    noise: float = 0.2,
-    restarts: int = 4,
-    labels: str = "row-minimum",
-    keep: str = "best_match",
-) -> Attack:
+@takes(GISettings)
+def gi(settings: GISettings) -> Attack:
     """Match the gradient under BatchNorm statistics, image priors and the consensus of all restarts.
 
     matching * sum_l ||grad_l - observed_l||_2 + tv * TV + norm * ||x||_2 + batch_norm * R_BN + group * R_group,
@@ -43,18 +52,23 @@ def gi(
     `returned` compares with the client's own batch statistics, from the buffers it sent back. Differs: registration by
     translation only (the paper's needs a trained flow network); the best iterate by match of the best restart is
     returned, not the consensus; warm-up is at most a tenth of the steps; no official code exists, and several weights
-    are as recalled in the literature. On a network without BatchNorm the R_BN term is zero, and
-    what is left is plain matching with weak image priors.
+    are those that later papers quote. Without BatchNorm the R_BN term is zero: plain matching with weak image priors.
     """
     priors = (
-        TotalVariation(tv),
-        ImageNorm(norm),
-        BatchNormStatistics(batch_norm, first=first_layer, returned=returned),
-        GroupConsistency(group, start=group_start, interval=group_interval, register=register),
+        TotalVariation(settings.tv),
+        ImageNorm(settings.norm),
+        BatchNormStatistics(settings.batch_norm, first=settings.first_layer, returned=settings.returned),
+        GroupConsistency(
+            settings.group,
+            start=settings.group_start,
+            interval=settings.group_interval,
+            register=settings.register,
+        ),
     )
-    optimiser = Adam(lr=lr, steps=steps, schedule=CosineDecay(warmup=min(50, steps // 10)), noise=noise)
-    stage = Stage(Pixels(Normal(), boxed=True), ReplayedGradient(), Scaled(LayerNorms(), matching), priors, optimiser)
-    return Composed("gi", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    warmup = CosineDecay(warmup=min(50, settings.steps // 10))
+    optimiser = Adam(lr=settings.lr, steps=settings.steps, schedule=warmup, noise=settings.noise)
+    match = Scaled(LayerNorms(), settings.matching)
+    return settings.attack("gi", Stage(Pixels(Normal(), boxed=True), ReplayedGradient(), match, priors, optimiser))
 
 
 @named("gi-lazy", kind="attack", paper=f"{PAPER}; as re-used by Fang et al., GIFD, ICCV 2023")

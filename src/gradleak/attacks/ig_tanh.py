@@ -13,6 +13,7 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, StepDecay
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import TotalVariation
+from gradleak.parts.protocols import Space
 from gradleak.parts.spaces import Normal
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
@@ -20,7 +21,7 @@ from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True)
-class Squashed:
+class Squashed(Space):
     """x = middle + half the range * tanh(w), pixel by pixel: w is free, x stays inside the field's bounds."""
 
     start: Normal = Normal()
@@ -28,15 +29,9 @@ class Squashed:
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"w": self.start(scene, draws, "x")} if before is None or "w" not in before else {"w": before["w"]}
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         low, high = scene.limits["x"]
         return {"x": (low + high) / 2 + (high - low) / 2 * v["w"].tanh()}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
 
 PAPER = "Geiping et al., Inverting Gradients, NeurIPS 2020, in the variables of Carlini and Wagner, S&P 2017"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from gradleak.attack import Attack, Composed
+from gradleak.attacks.settings import SearchSettings, UpdateSettings
 from gradleak.attacks.sme import stage_on_updates
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.protocols import Prediction, Prior, Space
 from gradleak.parts.surrogates import (
@@ -20,35 +23,38 @@ from gradleak.parts.surrogates import (
     Within,
 )
 
-# Adam's eps for the control point, 1e-8 elsewhere: one of a million entries has gradients down to 1e-10.
+# Adam's eps for the control point, whose million entries have gradients down to 1e-10; elsewhere it is 1e-8.
 EPS = 1e-12
 
 PAPER = "Non-Linear Surrogate Model Extension (NL-SME), arXiv 2509.22082"
 
 
+@dataclass(frozen=True)
+class NLSMESettings(UpdateSettings):
+    """Rates of alpha, factors and control point; weights of the terms; the freedom of path and factors; the start."""
+
+    alpha_lr: float = 1e-3
+    scaling_lr: float = 1e-3
+    control_lr: float = 0.02
+    tv: float = 0.01
+    control: float = 1e-2
+    scaling: float = 1e-2
+    classification: float = 0.0
+    factors: Literal["tensor", "element", "off"] = "tensor"
+    curved: bool = True
+    alpha: float = 0.5
+    spread: float = 0.0
+    reach: float | None = None
+    nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.factors not in ("tensor", "element", "off"):
+            raise ValueError(f"factors must be 'tensor', 'element' or 'off'; given {self.factors!r}.")
+
+
 @named("nl-sme", kind="attack", paper=PAPER)
-def nl_sme(
-    *,
-    steps: int = 1000,
-    lr: float = 1.0,
-    alpha_lr: float = 1e-3,
-    scaling_lr: float = 1e-3,
-    control_lr: float = 0.02,
-    tv: float = 0.01,
-    control: float = 1e-2,
-    scaling: float = 1e-2,
-    classification: float = 0.0,
-    factors: Literal["tensor", "element", "off"] = "tensor",
-    curved: bool = True,
-    alpha: float = 0.5,
-    spread: float = 0.0,
-    reach: float | None = None,
-    nodes: int = 1,
-    decay: bool = True,
-    restarts: int = 1,
-    labels: str = "auto",
-    keep: str = "best_match",
-) -> Composed:
+@takes(NLSMESettings)
+def nl_sme(settings: NLSMESettings) -> Composed:
     """SME on a quadratic Bezier curve with a learned control point, and a learned factor for every tensor.
 
     min over x, alpha, c, d of 1 - cos(update, d * grad(x) at W) + tv * TV(x) + control * ||c - m||^2 / ||wT - w0||^2
@@ -61,41 +67,38 @@ def nl_sme(
 
     Choices of ours: the paper's rates, weights, bounds, initial values and the shape of d are not readable; all norms
     are relative, so that one weight fits every model. A low match is no measure of leakage here: with all this freedom
-    frozen noise is matched too (`parts.surrogates.frozen`, `diagnosis`). Labels and `keep` as in `sme`.
+    even frozen noise is matched (`sme.frozen`, `surrogates.diagnosis`). Labels and `keep` as in `sme`.
     """
-    if factors not in ("tensor", "element", "off"):
-        raise ValueError(f"factors must be 'tensor', 'element' or 'off'; given {factors!r}.")
-    path = Bezier(start=alpha, spread=spread, nodes=nodes) if curved else Line(start=alpha, spread=spread, nodes=nodes)
+    line = Bezier if settings.curved else Line
+    path = line(start=settings.alpha, spread=settings.spread, nodes=settings.nodes)
     predict: Prediction = path
     bounds: list[Space] = []
     priors: list[Prior] = []
     rates: dict[str, float] = {}
-    if nodes == 1:
-        rates["alpha"] = alpha_lr
-        bounds.append(Within("alpha", 0.05, 0.95) if curved else Within("alpha", 0.0, 1.0))
-    if curved:
-        rates["control"] = control_lr
-        priors += [CentredControl(control)] if control else []
-        bounds += [Reach("control", reach)] if reach is not None else []
-    if factors != "off":
-        predict = Rescaled(path, per=factors)
-        rates["scaling"] = scaling_lr
-        priors += [UnitScaling(scaling)] if scaling else []
+    if settings.nodes == 1:
+        rates["alpha"] = settings.alpha_lr
+        bounds.append(Within("alpha", 0.05, 0.95) if settings.curved else Within("alpha", 0.0, 1.0))
+    if settings.curved:
+        rates["control"] = settings.control_lr
+        priors += [CentredControl(settings.control)] if settings.control else []
+        bounds += [Reach("control", settings.reach)] if settings.reach is not None else []
+    if settings.factors != "off":
+        predict = Rescaled(path, per=settings.factors)
+        rates["scaling"] = settings.scaling_lr
+        priors += [UnitScaling(settings.scaling)] if settings.scaling else []
         bounds.append(Within("scaling", 0.1, 10.0))
-    if classification:
-        priors.append(SurrogateLoss(classification, path))
+    if settings.classification:
+        priors.append(SurrogateLoss(settings.classification, path))
     stage = stage_on_updates(
+        settings,
         predict,
-        steps=steps,
-        lr=lr,
-        decay=decay,
-        tv=tv,
+        tv=settings.tv,
         priors=priors,
         bounds=bounds,
         rates=rates,
-        epsilons={"control": EPS} if curved else {},
+        epsilons={"control": EPS} if settings.curved else {},
     )
-    return Composed("nl-sme", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    return settings.attack("nl-sme", stage)
 
 
 @named("nl-sme-a", kind="attack", paper=f"{PAPER}; its ablation A")
@@ -110,31 +113,29 @@ def nl_sme_a(
     labels: str = "auto",
     keep: str = "best_match",
 ) -> Attack:
-    """NL-SME's ablation A: the curve alone, with nothing that holds its control point, and no factors.
+    """NL-SME's ablation A: the curve alone, with a free control point and no factors.
 
     A control point that moves too fast runs away: the paper reports this variant below SME on CIFAR-100.
     """
-    stages = nl_sme(
-        steps=steps, lr=lr, alpha_lr=alpha_lr, control_lr=control_lr, tv=tv, control=0.0, factors="off"
-    ).stages
+    rates = {"lr": lr, "alpha_lr": alpha_lr, "control_lr": control_lr}
+    stages = nl_sme(steps=steps, **rates, tv=tv, control=0.0, factors="off").stages
     return Composed("nl-sme-a", stages, Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
+@dataclass(frozen=True)
+class FactorSettings(SearchSettings):
+    """Of NL-SME, what its ablation B has."""
+
+    steps: int = 1000
+    lr: float = 1.0
+    alpha_lr: float = 1e-3
+    scaling_lr: float = 1e-3
+    tv: float = 0.01
+    scaling: float = 1e-2
+
+
 @named("nl-sme-b", kind="attack", paper=f"{PAPER}; its ablation B")
-def nl_sme_b(
-    *,
-    steps: int = 1000,
-    lr: float = 1.0,
-    alpha_lr: float = 1e-3,
-    scaling_lr: float = 1e-3,
-    tv: float = 0.01,
-    scaling: float = 1e-2,
-    restarts: int = 1,
-    labels: str = "auto",
-    keep: str = "best_match",
-) -> Attack:
+@takes(FactorSettings)
+def nl_sme_b(settings: FactorSettings) -> Attack:
     """NL-SME's ablation B: SME's line with a learned factor for every tensor, held near one."""
-    stages = nl_sme(
-        steps=steps, lr=lr, alpha_lr=alpha_lr, scaling_lr=scaling_lr, tv=tv, scaling=scaling, curved=False
-    ).stages
-    return Composed("nl-sme-b", stages, Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    return replace(nl_sme(curved=False, **asdict(settings)), name="nl-sme-b")

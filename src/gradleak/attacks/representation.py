@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
+
 from gradleak.attack import Attack, Composed
+from gradleak.attacks.settings import SearchSettings
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import RowCosine
 from gradleak.parts.optimisers import Adam, CosineDecay, Lion, constant
@@ -35,28 +39,34 @@ def representation(
     return Composed("representation", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
+@dataclass(frozen=True)
+class LewisSettings(SearchSettings):
+    """Lion's steps, rate, schedule and weight decay, and the weights of the two image priors."""
+
+    steps: int = 1000
+    lr: float = 0.1
+    decay: bool = True
+    weight_decay: float = 1e-3
+    first: float = 0.0
+    second: float = 1e-6
+    _: KW_ONLY
+    labels: str = "row-minimum"
+    keep: str = "last"
+
+
 @named(
     "representation-lewis", kind="attack", paper="Lewis, Varadharajan, Noman, representation inversion (SecAdam), 2024"
 )
-def representation_lewis(
-    *,
-    steps: int = 1000,
-    lr: float = 0.1,
-    decay: bool = True,
-    weight_decay: float = 1e-3,
-    first: float = 0.0,
-    second: float = 1e-6,
-    restarts: int = 1,
-    labels: str = "row-minimum",
-    keep: str = "last",
-) -> Attack:
+@takes(LewisSettings)
+def representation_lewis(settings: LewisSettings) -> Attack:
     """Representation inversion with |cos| and Lion, as published with SecAdam.
 
     The defaults are those of the authors' code; lr=0.01, decay=False, weight_decay=0 are those of their text. Differs:
     U[0, 1] start where their main script starts from a test image of the same class; the final clip to valid
     pixels happens where images are scored or written, not here.
     """
-    optimiser = Lion(lr=lr, steps=steps, schedule=CosineDecay() if decay else constant, weight_decay=weight_decay)
+    schedule = CosineDecay() if settings.decay else constant
+    optimiser = Lion(lr=settings.lr, steps=settings.steps, schedule=schedule, weight_decay=settings.weight_decay)
     predict, match = Representation(signed=False), RowCosine(absolute=True)
-    stage = Stage(Pixels(Uniform()), predict, match, (SummedVariation(first, second),), optimiser)
-    return Composed("representation-lewis", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    prior = SummedVariation(settings.first, settings.second)
+    return settings.attack("representation-lewis", Stage(Pixels(Uniform()), predict, match, (prior,), optimiser))

@@ -70,9 +70,7 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
 
 def _steps(attack: Any) -> int:
     """Gradient evaluations of a lane."""
-    if not isinstance(attack, Composed):
-        return 0
-    return sum(getattr(stage.optimiser, "evaluations", stage.optimiser.steps) for stage in attack.stages)
+    return attack.evaluations if isinstance(attack, Composed) else 0
 
 
 def _per_step(audit: Audit, cell: Cell, ahead: int) -> float | None:

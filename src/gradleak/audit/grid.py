@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradleak import data, models
 from gradleak.attack import Attack, require
-from gradleak.attacks.spans.span import telling
+from gradleak.attacks.spans.layers import spanning_layers
 from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.cost import Estimate, estimate
 from gradleak.audit.execution import Analysis, Runner
@@ -397,7 +397,7 @@ def _default_of_denoisers(task: Task, examples: int | None, training: LocalTrain
     if not single:
         return plain
     spectral = (*plain, f"spectral-dm:noise=unknown,t={t},steps=800,restarts=4")
-    return (*spectral, "span-dm") if examples and plain_rule and telling(task, examples) else spectral
+    return (*spectral, "span-dm") if examples and plain_rule and spanning_layers(task, examples) else spectral
 
 
 # A demonstration, not a measurement: picked, with the scores in view, so that the exact attack fits some two minutes on

@@ -1,11 +1,11 @@
-"""The parameter-free standard: every attack that applies, measured by one residual, the best of them for each target.
+"""The parameter-free standard: run every attack that applies, measure all by one residual, return the best per target.
 
-case.py       what a server can tell of an observation
-members.py    the table: which attack applies when, and what it may spend
-residual.py   the one measure, and what noise does to it
-again.py      a second look at what a defence has noised
-polish.py     second-order steps from the best candidate
-tuning.py     choosing settings on clients of the attacker's own
+traits.py       what a server can tell of an observation
+members.py      the table: which attack applies when, and its budget
+residual.py     the one measure, and how noise changes it
+second_look.py  a second guess of what a defence noised
+polish.py       second-order steps from the best candidate
+tuning.py       settings chosen on the attacker's own clients
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gradleak.attack import Reconstruction, require
 from gradleak.attack.checks import Check, Checks, checks_of
 from gradleak.auto.members import MEMBERS, POLISH, PRESETS, Member
 from gradleak.auto.polish import polished
-from gradleak.auto.residual import Residual, about, alike, residuals
-from gradleak.auto.second_look import AGAIN, LOOKS, looked_again
+from gradleak.auto.residual import Residual, alike, residuals
+from gradleak.auto.second_look import LOOKS, SOLVER, reconsidered_case
 from gradleak.auto.traits import Case
 from gradleak.auto.tuning import tuned
 from gradleak.core.listeners import Share
@@ -33,46 +33,47 @@ from gradleak.identify.certificates import Certificate, certify
 from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.protocols import Needs
 from gradleak.scenario.defence import overrides
+from gradleak.scenario.forms import AttackerForm
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, as_targets
 from gradleak.scenario.task import Batch, Task, TaskError
 
 VERSION = "auto-2026.1"
-CERTIFIED = {"quick": 1024, "standard": 4096, "thorough": 12_288}  # unknowns up to which the answer is certified
-REFUSALS = (MissingKnowledge, TaskError, RuleDoesNotApply, EngineError)  # a member that cannot attack this says so
+CERTIFIED = {"quick": 1024, "standard": 4096, "thorough": 12_288}  # the most unknowns of a certified result
+REFUSALS = (MissingKnowledge, TaskError, RuleDoesNotApply, EngineError)  # raised by a member that cannot attack this
 
 __all__ = ["MEMBERS", "PRESETS", "VERSION", "Auto", "Case", "Ensemble", "Member", "OutOfTime"]
 
 
 class OutOfTime(Exception):
-    """The time that `seconds` grants is over; raised out of a member's search."""
+    """The time limit `seconds` is over; raised inside a member's search."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ensemble(Reconstruction):
-    """What `auto` found. `match` is the common residual; along `trace` it is that of the best so far.
+    """The result of `auto`. `match` is the common residual; along `trace` it is that of the best so far.
 
-    `by`: for each target the part of the winner's own reconstruction, whose search the checks are about.
+    `by`: for each target the winner's reconstruction of it. The checks judge the winner's search.
     """
 
     by: tuple[Reconstruction, ...] = ()
 
     @property
     def checks(self) -> Checks:
-        """Those of the member that won, target by target: the residual of several searches has no shape to judge."""
-        found: list[Check] = []
+        """The winners' checks, target by target: the common residual over several searches has no shape to judge."""
+        checks: list[Check] = []
         converged: list[bool] = []
-        for target, own in enumerate(self.by):
-            held = None if self.certificates is None else (self.certificates[target],)
-            told = checks_of(replace(own, certificates=held))
-            found += [replace(check, target=target) for check in told.found]
-            converged += told.converged
+        for target, winner in enumerate(self.by):
+            certificates = None if self.certificates is None else (self.certificates[target],)
+            judged = checks_of(replace(winner, certificates=certificates))
+            checks += [replace(check, target=target) for check in judged.found]
+            converged += judged.converged
         order = ("error", "warning", "note")
-        return Checks(tuple(sorted(found, key=lambda check: order.index(check.severity))), tuple(converged))
+        return Checks(tuple(sorted(checks, key=lambda check: order.index(check.severity))), tuple(converged))
 
 
 @dataclass(frozen=True, eq=False)
 class _Best:
-    """The best candidate of one target so far. `knows`: what was assumed of this target alone, after a second look."""
+    """The best candidate of one target so far. `knows`: the knowledge after a second look at this target."""
 
     batch: Batch
     residual: Residual
@@ -86,17 +87,17 @@ class _Best:
 class Auto:
     """Run every attack that applies to this observation, and return for each target what explains the update best.
 
-    Looks at the observation, the task and the knowledge alone. Members (`auto.MEMBERS`) say themselves when they
-    apply; each runs with settings that are fixed by the preset, in the order of the table, on the targets that none
-    before has solved to rounding. Candidates are compared by one residual (`auto.residual`): the relative length of
-    what a replay through the known defence leaves unexplained. `settings["tried"]` of the result tells what was run,
-    with which settings, how far it came and how long it took, and what was left out, and why.
+    Uses only the observation, the task and the knowledge. The table of members (`auto.MEMBERS`) says when each applies.
+    Members run in its order with the settings of the preset, on the targets that no earlier one solved to rounding.
+    Candidates are compared by one residual (`auto.residual`): the relative length of the part of the update that a
+    replay through the known defence does not explain. `settings["tried"]` of the result lists what ran, with its
+    settings, residual and time, and what was left out, and why.
 
     preset     quick (seconds for a LeNet on a CPU), standard, thorough (the papers' own budgets)
-    tune       settings of some members are chosen on this many synthetic clients, made of `Knowledge.public` with the
-               same recipe, defence and weights: data that the attacker owns. 0: the fixed rule
-    seconds    no member goes on after so many; what it had found is lost. Results then depend on the machine
-    steps      at most so many for every member: for trials
+    tune       choose settings of some members on this many synthetic clients, made of `Knowledge.public` with the same
+               recipe, defence and weights: data that the attacker owns. 0: the fixed settings
+    seconds    stop after this time; the result of the member that is running is lost. Results depend on the machine
+    steps      the most steps of every member: for trials
     certify    say for each target whether the update determines it, up to a size that grows with the preset
     """
 
@@ -122,7 +123,7 @@ class Auto:
 
     @property
     def needs(self) -> Needs:
-        """Nothing: members that need more than is granted are left out. Tuning needs data of the attacker's own."""
+        """Nothing: members that need more than is granted are left out. Only tuning needs public data."""
         return frozenset({"public"} if self.tune else ())
 
     def run(
@@ -147,11 +148,11 @@ class Auto:
         return search.result()
 
 
-def turns_of(case: Case, preset: str) -> list[tuple[Member, str]]:
+def turns_of(case: Case, preset: str) -> list[tuple[Member, AttackerForm]]:
     """Who runs, in order: all members with all that is known of the defence, then with less of it, then polish.
 
     An attacker who knows a defence may still match as if there were none (A0), or only weigh out what was noised or
-    dropped (A1): the search may be easier. What comes of it is measured by the same residual, through the defence.
+    dropped (A1): the search may be easier. All results are measured by the same residual, through the defence.
     """
     most, *less = case.forms
     able = [member for member in MEMBERS if member.fits(case, preset)]
@@ -162,7 +163,7 @@ def turns_of(case: Case, preset: str) -> list[tuple[Member, str]]:
 
 @dataclass(eq=False)
 class _Search:
-    """One run: the table from top to bottom, the best of every target on the way."""
+    """One run through the table, with the best candidate of every target so far."""
 
     auto: Auto
     case: Case
@@ -171,7 +172,7 @@ class _Search:
     progress: Share | None
     best: dict[int, _Best] = field(default_factory=dict)
     tried: list[dict[str, Any]] = field(default_factory=list)
-    curve: list[list[float]] = field(default_factory=list)  # residuals of the best so far, after every member that ran
+    curve: list[list[float]] = field(default_factory=list)  # residuals of the best so far, after each member that ran
     evaluations: int = 0
     tuned: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -179,95 +180,96 @@ class _Search:
         self.curve.append([each.value for each in self._blank()])
 
     def _blank(self) -> list[Residual]:
-        """What mid-grey images explain: where every member begins from. Fields that are read off are guessed."""
-        rows = range(len(self.case.targets))
-        blanks = [self.case.task.blank(self.case.targets[row].num_examples) for row in rows]
-        return residuals(self.case, rows, blanks)
+        """The residuals of mid-grey images, the reference of every member. Fields that are read off are guessed."""
+        blanks = [self.case.task.blank(target.num_examples) for target in self.case.targets]
+        return residuals(self.case, self._every, blanks)
 
-    def attempt(self, member: Member, form: str, turn: tuple[int, int]) -> None:
-        """Run one member, as an attacker who takes the defence for `form`, on the targets that are not solved yet."""
-        case, auto = self.case, self.auto
-        rows = [row for row in range(len(case.targets)) if row not in self.best or not self.best[row].residual.solved]
-        told: dict[str, Any] = {"member": member.name, "attack": member.attack, "form": form, "targets": rows}
-        if not rows:
-            self.tried.append({**told, "outcome": "left out", "why": "every target is solved to rounding"})
-            return
-        if self._over:
-            self.tried.append({**told, "outcome": "left out", "why": f"the {auto.seconds} s are over"})
+    def attempt(self, member: Member, form: AttackerForm, turn: tuple[int, int]) -> None:
+        """Run one member, as an attacker of this form, on the targets that are not solved yet."""
+        case = self.case
+        rows = [row for row in self._every if row not in self.best or not self.best[row].residual.solved]
+        entry: dict[str, Any] = {"member": member.name, "attack": member.attack, "form": form.value, "targets": rows}
+        if self._left_out(entry):
             return
         began = time.perf_counter()
         try:
             settings = self._settings(member)
-            told |= {"settings": settings}
+            entry |= {"settings": settings}
             parts = self._run(member, settings, rows, case.taking(form), self._share(*turn))
-        except REFUSALS as refusal:
-            self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
+        except (*REFUSALS, OutOfTime) as reason:
+            self._ended(entry, reason)
             return
-        except OutOfTime:
-            self.tried.append({**told, "outcome": "stopped", "why": f"the {auto.seconds} s were over"})
-            return
-        name = member.name if form == next(iter(case.forms)) else f"{member.name} ({form})"
+        name = member.name if form is case.forms[0] else f"{member.name} ({form})"
         reached: dict[int, float] = {}
-        for own, found in parts:
-            reached |= self._take(name, own, found)
+        for targets, result in parts:
+            reached |= self._take(name, targets, result)
         seconds = round(time.perf_counter() - began, 3)
-        ordered = [reached.get(row) for row in rows]
-        self.tried.append({**told, "outcome": "ran", "residual": ordered, "seconds": seconds})
+        values = [reached.get(row) for row in rows]
+        self.tried.append({**entry, "outcome": "ran", "residual": values, "seconds": seconds})
         self._note()
 
     def look_again(self) -> None:
-        """Where a defence guesses what it noised: ask it again with the best candidate in hand, and solve anew.
+        """Where a defence guesses what it noised: let it guess again from the best candidate, and solve again.
 
         Another guess compares other coordinates, so residuals cannot be set against each other. A candidate therefore
         counts only where it is solved to rounding, which the first guess was not: a wrong one leaves noise to explain.
         """
         case, auto = self.case, self.auto
-        [member] = [each for each in MEMBERS if each.name == AGAIN]
+        [member] = [each for each in MEMBERS if each.name == SOLVER]
         known = case.knows.defence
         if known is None or not overrides(known, "reconsidered") or not member.fits(case, auto.preset):
             return
         rows = [
             row
-            for row, held in self.best.items()
-            if not held.residual.solved and len(case.targets[row].observations) == 1
+            for row, best in self.best.items()
+            if not best.residual.solved and len(case.targets[row].observations) == 1
         ]
-        form = next(iter(case.forms))
-        told: dict[str, Any] = {"member": "second look", "attack": member.attack, "form": form, "targets": rows}
-        if not rows:
-            self.tried.append({**told, "outcome": "left out", "why": "every target is solved to rounding"})
+        form = case.forms[0].value
+        entry: dict[str, Any] = {"member": "second look", "attack": member.attack, "form": form, "targets": rows}
+        if self._left_out(entry):
             return
-        if self._over:
-            self.tried.append({**told, "outcome": "left out", "why": f"the {auto.seconds} s are over"})
-            return
-        began, reached = time.perf_counter(), []
-        settings = self._settings(member)
+        began, settings = time.perf_counter(), self._settings(member)
         try:
-            for row in rows:
-                held, guess = self.best[row], self.best[row].batch
-                for _ in range(LOOKS):
-                    own = looked_again(case, row, guess, held.residual.order)
-                    found = member.make(settings).run(
-                        own.task, own.targets[0], own.knows, self.seed, engine=case.engine, progress=self._share(0, 1)
-                    )
-                    guess = found.target(0)
-                    [now] = residuals(own, [0], [guess])
-                    self.evaluations += found.evaluations
-                    if now.solved:
-                        self.best[row] = _Best(guess, now, "second look", found, own.knows)
-                        break
-                reached.append(now.value)
-        except REFUSALS as refusal:  # what was found before stays
-            self.tried.append({**told, "outcome": "refused", "why": str(refusal)})
-            return
-        except OutOfTime:
-            self.tried.append({**told, "outcome": "stopped", "why": f"the {auto.seconds} s were over"})
+            reached = [self._second_look(row, member, settings) for row in rows]
+        except (*REFUSALS, OutOfTime) as reason:  # earlier rows keep their results
+            self._ended(entry, reason)
             return
         seconds = round(time.perf_counter() - began, 3)
-        self.tried.append({**told, "settings": settings, "outcome": "ran", "residual": reached, "seconds": seconds})
+        self.tried.append({**entry, "settings": settings, "outcome": "ran", "residual": reached, "seconds": seconds})
         self._note()
 
+    def _second_look(self, row: int, member: Member, settings: Mapping[str, Any]) -> float:
+        """Solve one target with better and better guesses of the noise, until one is exact; its last residual."""
+        best, guess = self.best[row], self.best[row].batch
+        for _ in range(LOOKS):
+            case = reconsidered_case(self.case, row, guess, best.residual.order)
+            result = member.make(settings).run(
+                case.task, case.targets[0], case.knows, self.seed, engine=case.engine, progress=self._share(0, 1)
+            )
+            guess = result.target(0)
+            [residual] = residuals(case, [0], [guess])
+            self.evaluations += result.evaluations
+            if residual.solved:
+                self.best[row] = _Best(guess, residual, "second look", result, case.knows)
+                break
+        return residual.value
+
+    def _left_out(self, entry: dict[str, Any]) -> bool:
+        """Note that a turn is left out, if nothing is to be solved or the time is over."""
+        if entry["targets"] and not self._over:
+            return False
+        why = f"the {self.auto.seconds} s are over" if entry["targets"] else "every target is solved to rounding"
+        self.tried.append({**entry, "outcome": "left out", "why": why})
+        return True
+
+    def _ended(self, entry: dict[str, Any], reason: Exception) -> None:
+        """Note that a turn ended without a result."""
+        late = isinstance(reason, OutOfTime)
+        why = f"the {self.auto.seconds} s were over" if late else str(reason)
+        self.tried.append({**entry, "outcome": "stopped" if late else "refused", "why": why})
+
     def _note(self) -> None:
-        """How far every target is now."""
+        """Add the residual of every target's best candidate to the curve."""
         self.curve.append(
             [self.best[row].residual.value if row in self.best else self.curve[-1][row] for row in self._every]
         )
@@ -288,7 +290,7 @@ class _Search:
         return member.settings(auto.preset, auto.steps, **chosen)
 
     def _tuned(self, member: Member) -> Mapping[str, Any]:
-        """What the proxies say of this member; asked once, whatever its form."""
+        """The member's settings by its error on the proxies; computed once for all forms."""
         auto = self.auto
         if member.name not in self.tuned:
             self.tuned[member.name] = tuned(
@@ -299,14 +301,14 @@ class _Search:
     def _run(
         self, member: Member, settings: Mapping[str, Any], rows: list[int], case: Case, share: Share
     ) -> list[tuple[list[int], Reconstruction]]:
-        """The reconstructions of these targets, in parts that share an order of the client's minibatches."""
+        """The reconstructions of these targets, in groups that share an order of the client's minibatches."""
         if member.attack != POLISH:
             attack = member.make(settings)
             require(attack, case.knows)
-            seen = [case.targets[row] for row in rows]
-            found = attack.run(case.task, seen, about(case, rows), self.seed, engine=case.engine, progress=share)
-            return [(rows, found)]
-        ready = [row for row in rows if row in self.best and self.best[row].residual.value > self._floor(row)]
+            targets, knows = [case.targets[row] for row in rows], case.about(rows)
+            return [(rows, attack.run(case.task, targets, knows, self.seed, engine=case.engine, progress=share))]
+        candidates = [(row, self.best[row].residual) for row in rows if row in self.best]
+        ready = [row for row, residual in candidates if residual.value > residual.noise]
         if not ready:
             raise MissingKnowledge("there is nothing to polish: no candidate, or all of them at the level of the noise")
         groups: dict[str, list[int]] = {}
@@ -314,44 +316,41 @@ class _Search:
             groups.setdefault(repr(self.best[row].residual.order), []).append(row)
         return [
             (
-                own,
+                group,
                 polished(
                     case,
-                    own,
-                    [self.best[row].batch for row in own],
-                    self.best[own[0]].residual.order,
+                    group,
+                    [self.best[row].batch for row in group],
+                    self.best[group[0]].residual.order,
                     settings["steps"],
                     self.seed,
                     share,
                 ),
             )
-            for own in groups.values()
+            for group in groups.values()
         ]
 
-    def _floor(self, row: int) -> float:
-        return self.best[row].residual.noise
-
     def _share(self, place: int, places: int) -> Share:
-        """Share within one member; the clock is looked at on the way."""
+        """A listener to the progress within one member; it also watches the clock."""
 
-        def told(share: float) -> None:
+        def listen(share: float) -> None:
             if self._over:
                 raise OutOfTime
             if self.progress is not None:
                 self.progress(min(1.0, (place + share) / places))
 
-        return told
+        return listen
 
-    def _take(self, name: str, rows: Sequence[int], found: Reconstruction) -> dict[int, float]:
-        """Measure what a member found, and keep what is better than all before it."""
-        batches = [found.target(place) for place in range(len(rows))]
+    def _take(self, name: str, rows: Sequence[int], result: Reconstruction) -> dict[int, float]:
+        """Measure a member's result, and keep what is better than all before it."""
+        batches = [result.target(place) for place in range(len(rows))]
         measured = residuals(self.case, rows, batches)
-        self.evaluations += found.evaluations
-        for place, (row, batch, now) in enumerate(zip(rows, batches, measured, strict=True)):
-            held = self.best.get(row)
-            if held is None or now.rank < held.residual.rank:
-                self.best[row] = _Best(batch, now, name, _of_target(found, place))
-        return {row: now.value for row, now in zip(rows, measured, strict=True)}
+        self.evaluations += result.evaluations
+        for place, (row, batch, residual) in enumerate(zip(rows, batches, measured, strict=True)):
+            best = self.best.get(row)
+            if best is None or residual.rank < best.residual.rank:
+                self.best[row] = _Best(batch, residual, name, _of_target(result, place))
+        return {row: residual.value for row, residual in zip(rows, measured, strict=True)}
 
     # --- the answer --------------------------------------------------------------------------------------------------
 
@@ -366,17 +365,17 @@ class _Search:
             self.progress(1.0)
         case = self.case
         best = [self.best[row] for row in self._every]
-        held = [replace(each, batch=batch) for each, batch in zip(best, alike([b.batch for b in best]), strict=True)]
-        batch = _stacked([each.batch for each in held])
-        match = torch.tensor([[each.residual.value] for each in held], dtype=torch.float64)
+        best = [replace(each, batch=batch) for each, batch in zip(best, alike([b.batch for b in best]), strict=True)]
+        batch = _stacked([each.batch for each in best])
+        match = torch.tensor([[each.residual.value] for each in best], dtype=torch.float64)
         curve = torch.tensor(self.curve, dtype=torch.float64)[:, :, None]  # (points, targets, 1)
         return Ensemble(
             batch=batch,
             candidates={name: value[:, None].clone() for name, value in batch.items()},
             objective=match.clone(),
             match=match,
-            chosen=torch.zeros(len(held), dtype=torch.long),
-            diverged=torch.tensor([[each.by is not None and bool(each.by.diverged.all())] for each in held]),
+            chosen=torch.zeros(len(best), dtype=torch.long),
+            diverged=torch.tensor([[each.by is not None and bool(each.by.diverged.all())] for each in best]),
             trace={"step": torch.arange(len(curve)), "objective": curve.clone(), "match": curve},
             fields=case.task.fields,
             keys=tuple(target.key for target in case.targets),
@@ -389,16 +388,16 @@ class _Search:
                 "seed": self.seed,
                 "engine": repr(case.engine),
                 "tried": self.tried,
-                "winner": [each.member for each in held],
+                "winner": [each.member for each in best],
             },
-            certificates=self._certificates(held),
-            noise=torch.tensor([[each.residual.noise] for each in held], dtype=torch.float64),
-            snapshots=_snapshots(held, batch["x"].shape[1], case.engine.snapshots),
-            by=tuple(each.by for each in held if each.by is not None),
+            certificates=self._certificates(best),
+            noise=torch.tensor([[each.residual.noise] for each in best], dtype=torch.float64),
+            snapshots=_snapshots(best, batch["x"].shape[1], case.engine.snapshots),
+            by=tuple(each.by for each in best if each.by is not None),
         )
 
-    def _certificates(self, held: Sequence[_Best]) -> tuple[Certificate, ...] | None:
-        """What the update determines at the answer; None where that would be too much work, or cannot be asked."""
+    def _certificates(self, best: Sequence[_Best]) -> tuple[Certificate, ...] | None:
+        """What the update determines at the result; None where that is too much work, or no replay can follow."""
         case, auto = self.case, self.auto
         if (
             not auto.certify
@@ -414,59 +413,59 @@ class _Search:
                 case.task,
                 target.last,
                 each.batch,
-                each.knows or about(case, [row]),
+                each.knows or case.about([row]),
                 engine=case.engine,
                 order=each.residual.order,
             )
-            for row, (target, each) in enumerate(zip(case.targets, held, strict=True))
+            for row, (target, each) in enumerate(zip(case.targets, best, strict=True))
         )
 
 
-def _of_target(found: Reconstruction, place: int) -> Reconstruction:
+def _of_target(result: Reconstruction, place: int) -> Reconstruction:
     """The part of a reconstruction that is about one target."""
-    own = slice(place, place + 1)
+    one = slice(place, place + 1)
     return replace(
-        found,
-        batch={name: value[own] for name, value in found.batch.items()},
-        candidates={name: value[own] for name, value in found.candidates.items()},
-        objective=found.objective[own],
-        match=found.match[own],
-        chosen=found.chosen[own],
-        diverged=found.diverged[own],
-        trace={name: value if name == "step" else value[:, own] for name, value in found.trace.items()},
-        keys=found.keys[own],
-        examples=found.examples[own],
-        certificates=None if found.certificates is None else found.certificates[own],
-        noise=None if found.noise is None else found.noise[own],
-        unknowns={name: value[own] for name, value in found.unknowns.items()},
-        snapshots={name: value[own] for name, value in found.snapshots.items()},
+        result,
+        batch={name: value[one] for name, value in result.batch.items()},
+        candidates={name: value[one] for name, value in result.candidates.items()},
+        objective=result.objective[one],
+        match=result.match[one],
+        chosen=result.chosen[one],
+        diverged=result.diverged[one],
+        trace={name: value if name == "step" else value[:, one] for name, value in result.trace.items()},
+        keys=result.keys[one],
+        examples=result.examples[one],
+        certificates=None if result.certificates is None else result.certificates[one],
+        noise=None if result.noise is None else result.noise[one],
+        unknowns={name: value[one] for name, value in result.unknowns.items()},
+        snapshots={name: value[one] for name, value in result.snapshots.items()},
     )
 
 
-def _snapshots(held: Sequence[_Best], examples: int, kept: int) -> dict[str, Tensor]:
-    """The way of each target's winner. One that made no steps, such as a grey image, shows its result all along."""
-    if not kept:
+def _snapshots(best: Sequence[_Best], examples: int, count: int) -> dict[str, Tensor]:
+    """The snapshots of each target's winner. One that made no steps, such as a grey image, repeats its result."""
+    if not count:
         return {}
-    shape = (len(held), kept, examples, *held[0].batch["x"].shape[1:])
-    shown = {"step": torch.zeros(shape[:2], dtype=torch.long), "x": torch.full(shape, torch.nan, dtype=torch.float16)}
-    for row, each in enumerate(held):
+    shape = (len(best), count, examples, *best[0].batch["x"].shape[1:])
+    steps, moments = torch.zeros(shape[:2], dtype=torch.long), torch.full(shape, torch.nan, dtype=torch.float16)
+    for row, each in enumerate(best):
         images = each.batch["x"][None].half()
         if each.by is not None and each.by.snapshots:
             images = each.by.snapshots["x"][0]
-            shown["step"][row] = each.by.snapshots["step"][0]
-        shown["x"][row, :, : images.shape[1]] = images
-    return shown
+            steps[row] = each.by.snapshots["step"][0]
+        moments[row, :, : images.shape[1]] = images
+    return {"step": steps, "x": moments}
 
 
 def _stacked(batches: Sequence[Batch]) -> Batch:
     """One batch of all targets, (targets, examples, ...), padded with NaN, or -1, where some have fewer examples."""
     most = max(batch["x"].shape[0] for batch in batches)
-    found: Batch = {}
+    stacked: Batch = {}
     for name in batches[0]:
         values: list[Tensor] = [batch[name].cpu() for batch in batches]
         floating = values[0].is_floating_point()
         kind = torch.float64 if floating else values[0].dtype
-        found[name] = torch.full((len(values), most, *values[0].shape[1:]), torch.nan if floating else -1, dtype=kind)
+        stacked[name] = torch.full((len(values), most, *values[0].shape[1:]), torch.nan if floating else -1, dtype=kind)
         for row, value in enumerate(values):
-            found[name][row, : len(value)] = value.to(kind)
-    return found
+            stacked[name][row, : len(value)] = value.to(kind)
+    return stacked

@@ -1,7 +1,7 @@
-"""The members of `auto`: each says when it applies, and how it is run within each budget. One table, no other rule.
+"""The members of `auto`: when each applies, and its settings for each budget. One table, no other rule.
 
-Order is that of the run. Members that a preset does not name are left out of it. What a member needs to know is its own
-to declare (`Attack.needs`); what it applies to is said here, by properties of the case alone.
+The order is that of the run. A preset runs the members that have settings for it. An attack declares what it needs to
+know (`Attack.needs`); the table says what it applies to, by traits of the case alone.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Member:
     """One attack of the ensemble.
 
     attack     its registered name; "polish": second-order steps from the best candidate so far
-    applies    to a case, whatever the budget
+    applies    whether it applies to a case, for any budget
     presets    settings by preset
     limits     by preset, the most unknowns that a target may have; none: any number
     tried      settings, and the values that tuning on proxy clients may choose from
-    read       settings that the case itself gives, such as how many blocks a generator has
-    forms      presets in which it is run by those who use less of what they know, too (A1 and A0 beside A2)
-    label      what it is called in the trace, where one attack is a member twice
+    read       settings that the case itself gives, such as the number of blocks of a generator
+    forms      presets in which less informed attackers run it too (A1 and A0 beside A2)
+    label      its name in the trace, where one attack is a member twice
     """
 
     attack: str
@@ -53,7 +53,7 @@ class Member:
         return preset in self.presets and case.unknowns <= self.limits.get(preset, case.unknowns) and self.applies(case)
 
     def settings(self, preset: str, steps: int | None, **other: Any) -> dict[str, Any]:
-        """Of this preset, with `other` ones in their place, no count of steps above `steps`."""
+        """The settings of this preset, replaced by `other`; no count of steps above `steps`."""
         chosen = {**self.presets[preset], **other}
         if steps is None:
             return chosen
@@ -71,8 +71,8 @@ def _any(**settings: Any) -> dict[str, Settings]:
 
 
 def _of(quick: Settings | None = None, standard: Settings | None = None, thorough: Settings | None = None) -> Any:
-    found = dict(zip(PRESETS, (quick, standard, thorough), strict=True))
-    return {name: settings for name, settings in found.items() if settings is not None}
+    presets = dict(zip(PRESETS, (quick, standard, thorough), strict=True))
+    return {name: settings for name, settings in presets.items() if settings is not None}
 
 
 _DENSE = {"quick": 1024, "standard": MOST_DENSE}
@@ -186,7 +186,7 @@ MEMBERS: tuple[Member, ...] = (
         _of(None, {"steps": 500, "fine_steps": 500}, {}),
         read=lambda case: {"t": case.step_rule},
     ),
-    # Whatever was found last, to the last digit. An unfollowed client would only be fitted with its errors.
+    # The best candidate, to the last digit. Of a client that no replay can follow it would only fit the errors.
     Member(
         POLISH,
         lambda case: case.followed and (case.steps or 1) <= 8 and (not case.denoiser or "noise" in case.knows.given),

@@ -1,4 +1,4 @@
-"""Second-order steps from a candidate that somebody else found: towards the images that give exactly this update."""
+"""Second-order steps from a candidate of another member: towards the images that give exactly this update."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from gradleak.attack import Composed, Reconstruction
 from gradleak.attacks.second_order import MOST_DENSE, SKETCH
 from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
-from gradleak.auto.residual import Given, about, as_given, exactly
+from gradleak.auto.residual import Given, exactly
 from gradleak.auto.traits import Case
 from gradleak.core.listeners import Share
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.matches import Relative, Sketched
 from gradleak.parts.predictions import Replay
 from gradleak.parts.protocols import Match, Optimiser
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.scenario.client import Order
 from gradleak.scenario.task import Batch
@@ -33,14 +33,14 @@ def polished(
 ) -> Reconstruction:
     """Damped Gauss-Newton steps without any prior, from one batch for each of these targets; labels stay as they are.
 
-    A start that is nearly right is drawn to the solution beside it; one that is not is only fitted better, and the
-    common residual then says nothing about its images. That is why unsolved candidates are never called certain.
+    A start that is nearly right converges to the solution near it. Any other is only fitted better, and the common
+    residual then says nothing about its images: unsolved candidates are never called certain.
     """
-    wanted = SKETCH * case.unknowns
-    large = case.equations > 2 * wanted
-    dense = case.unknowns <= MOST_DENSE and case.room(wanted if large else case.equations)
+    rows_of_sketch = SKETCH * case.unknowns
+    large = case.equations > 2 * rows_of_sketch
+    dense = case.unknowns <= MOST_DENSE and case.room(rows_of_sketch if large else case.equations)
     every = Relative()
-    match: Match = Sketched(every, wanted) if large and dense else every
+    match: Match = Sketched(every, rows_of_sketch) if large and dense else every
     optimiser: Optimiser = (
         LevenbergMarquardt(steps=steps, damping=1e-4, homotopy=None)
         if dense
@@ -49,4 +49,4 @@ def polished(
     stage = Stage(Pixels(as_given), Replay(order=order), match, (), optimiser)
     attack = Composed("polish", (stage,), Given(batches), keep="last")
     targets = [case.targets[row] for row in rows]
-    return attack.run(case.task, targets, about(case, rows), seed, engine=exactly(case), progress=progress)
+    return attack.run(case.task, targets, case.about(rows), seed, engine=exactly(case), progress=progress)

@@ -1,15 +1,15 @@
-"""One measure for what members found, so that attacks with different objectives can be compared.
+"""One measure for the results of all members, so that attacks with different objectives can be compared.
 
     residual = ||visible(replay(candidate)) - visible(observed)|| / ||visible(observed)||
 
 The replay is the client's own rule, through the defence as far as it is known, in float64; `visible` is what that
-defence leaves to compare (`Defence.visible`). Of several possible orders of a client's minibatches the best counts;
-where there are too many to try, all steps are made on all examples, for every candidate alike. Where the recipe is not
+defence leaves to compare (`Defence.visible`). Of several possible orders of a client's minibatches the best counts.
+Where there are too many to try, all steps are made on all examples, for every candidate alike. Where the recipe is not
 granted, the scale of an update means nothing: the prediction is then scaled by the factor (from 0) that fits best.
 
-Noise. Where the known defence adds some, the truth itself has a residual of about `noise`: what lies below fits the
-noise. Candidates within 5 % of that level explain the update equally well, and of those the least rough is taken (the
-discrepancy principle of Morozov, 1966, with the choice left to a prior of images). No truth is needed for any of it.
+Noise. Where the known defence adds noise, the truth itself has a residual of about `noise`: a lower residual fits the
+noise. Candidates within 5 % of that level explain the update equally well, and the least rough of them is taken (the
+discrepancy principle of Morozov, 1966, with the choice left to a prior of images). None of it needs the truth.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ import torch
 from torch import Tensor
 
 from gradleak.attack import Composed
-from gradleak.attacks.analytic import Evaluate
 from gradleak.auto.traits import Case
-from gradleak.core.random import Draws
 from gradleak.engine import Engine
 from gradleak.parts.matches import Cosine, Relative
+from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Match
-from gradleak.parts.spaces import Pixels
+from gradleak.parts.protocols import FieldRule, Match
+from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining, Order
-from gradleak.scenario.observation import Knowledge
 from gradleak.scenario.task import Batch, Task
 
 WITHIN = 1.05  # times the noise: as good as the truth
-SOLVED = 3e-7  # a residual at the rounding of float32; what has arrived there has nothing left to explain
+SOLVED = 3e-7  # a residual at the rounding of float32: nothing is left to explain
 
 
 @dataclass(frozen=True)
 class Residual:
-    """Of one candidate; `noise` is about what the truth would have, `order` the walk that explains it best."""
+    """The residual of one candidate. `noise`: about that of the truth; `order`: the order that explains it best."""
 
     value: float
     noise: float
@@ -51,7 +49,7 @@ class Residual:
 
     @property
     def counted(self) -> float:
-        """What is compared: nothing is better than the noise."""
+        """The value to compare: nothing is better than the noise."""
         return max(self.value, WITHIN * self.noise)
 
     @property
@@ -65,14 +63,14 @@ class Residual:
 
 
 def residuals(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
-    """Of one candidate for each of these targets; one that is not finite has an infinite one."""
-    found: dict[int, Residual] = {}
+    """One for each of these targets and candidates; infinite for a candidate that is not finite."""
+    values: dict[int, Residual] = {}
     sizes = {case.targets[row].num_examples for row in rows}
     for size in sizes:  # how many steps a client makes depends on its examples
-        own = [place for place, row in enumerate(rows) if case.targets[row].num_examples == size]
-        for place, value in zip(own, _of_size(case, [rows[p] for p in own], [batches[p] for p in own]), strict=True):
-            found[place] = value
-    return [found[place] for place in range(len(rows))]
+        places = [place for place, row in enumerate(rows) if case.targets[row].num_examples == size]
+        measured = _of_size(case, [rows[place] for place in places], [batches[place] for place in places])
+        values |= zip(places, measured, strict=True)
+    return [values[place] for place in range(len(rows))]
 
 
 def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
@@ -81,12 +79,12 @@ def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[
     sane = [{name: value.nan_to_num() for name, value in batch.items()} for batch in batches]
     finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
     for replay in _replays(case, case.targets[rows[0]].num_examples):
-        stage = Stage(Pixels(as_given), replay, match, (), Evaluate())
-        looked = Composed("residual", (stage,), Given(sane), keep="last").run(
-            case.task, [case.targets[row] for row in rows], about(case, rows), engine=exactly(case)
+        stage = Stage(Pixels(as_given), replay, match, (), Still())
+        result = Composed("residual", (stage,), Given(sane), keep="last").run(
+            case.task, [case.targets[row] for row in rows], case.about(rows), engine=exactly(case)
         )
-        noise = looked.noise if looked.noise is not None else torch.zeros_like(looked.match)
-        values = zip(_length(looked.match[:, 0], match).tolist(), _length(noise[:, 0], match).tolist(), strict=True)
+        noise = result.noise if result.noise is not None else torch.zeros_like(result.match)
+        values = zip(_length(result.match[:, 0], match).tolist(), _length(noise[:, 0], match).tolist(), strict=True)
         now = [
             Residual(value if good else float("inf"), level, roughness(batch["x"], case.task), replay.order)
             for (value, level), good, batch in zip(values, finite, sane, strict=True)
@@ -96,7 +94,7 @@ def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[
 
 
 def _length(match: Tensor, kind: Match) -> Tensor:
-    """The relative length of what is left: with m = 1 - cos it is sin = sqrt(m (2 - m)), 1 from a right angle on."""
+    """The relative length of the residual: for m = 1 - cos it is sin = sqrt(m (2 - m)), 1 from a right angle on."""
     match = match.double().nan_to_num(torch.inf)
     return torch.where(match < 1, (match * (2 - match)).clamp_min(0).sqrt(), 1.0) if kind.scale_free else match.sqrt()
 
@@ -111,49 +109,31 @@ def _replays(case: Case, examples: int) -> list[Replay]:
 
 
 def in_whole_steps(training: LocalTraining, examples: int) -> LocalTraining:
-    """As many steps, each on all examples: what is left of a recipe when the order cannot be known."""
+    """As many steps, each on all examples: the recipe of a client whose order cannot be known."""
     return replace(training.public, steps=len(training.order(examples)), epochs=None, batch_size=None)
 
 
 def exactly(case: Case) -> Engine:
-    """In float64: differences of updates that nearly agree have no digits otherwise."""
+    """The engine in float64: in float32 differences of nearly equal updates have no digits."""
     return replace(case.engine, precision="double")
 
 
-def about(case: Case, rows: Sequence[int]) -> Knowledge:
-    """The knowledge about some of the targets: fields given per target are picked, one given for all stays."""
-    count = len(case.targets)
-
-    def own(name: str, value: Tensor) -> Tensor:
-        known = case.task.fields.get(name)
-        soft = known is not None and known.classes is not None and value.is_floating_point()
-        rank = 1 + len(known.shape) + soft if known is not None else value.dim()
-        return value[list(rows)] if value.dim() == rank + 1 and value.shape[0] == count else value
-
-    return replace(case.knows, given={name: own(name, value) for name, value in case.knows.given.items()})
-
-
-class Given:
-    """A field rule that hands out one batch after the other: those of the targets, in their order."""
+class Given(FieldRule):
+    """A field rule that gives the batches of the targets, one after the other."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        self.left = iter(alike(batches))
+        self.batches = iter(alike(batches))
 
     def __call__(self, scene: TargetView) -> Batch:
-        like = next(iter(scene.weights.values()))
+        like = scene.like
         return {
             name: value.to(like.device, like.dtype if value.is_floating_point() else None)
-            for name, value in next(self.left).items()
+            for name, value in next(self.batches).items()
         }
 
 
-def as_given(scene: TargetView, draws: Draws, name: str) -> Tensor:
-    """A start: the field that was handed in."""
-    return scene.fields[name]
-
-
 def alike(batches: Sequence[Batch]) -> list[Batch]:
-    """The same batches; where some have soft labels and others whole ones, all have soft ones."""
+    """The same batches; if some have soft labels and others whole ones, all get soft ones."""
     soft = {n: v for batch in batches for n, v in batch.items() if n in ("y", "t") and v.is_floating_point()}
 
     def one(batch: Batch) -> Batch:

@@ -1,12 +1,14 @@
-"""What a server can tell of an observation before it attacks: by this, and nothing else, members are picked."""
+"""The traits of a case: what a server can tell of an observation before it attacks. Only they decide who runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import nn
 
+from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
@@ -16,19 +18,19 @@ from gradleak.generators import Generator
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import Order
-from gradleak.scenario.defence import Defence, OnlyVisible, overrides
+from gradleak.scenario.defence import OnlyVisible
 from gradleak.scenario.fit import fits
+from gradleak.scenario.forms import AttackerForm, hides_entries
 from gradleak.scenario.observation import Knowledge, Track
 from gradleak.scenario.task import Task, TaskError
 
-NEARLY, MOSTLY = 0.01, 0.9  # of the entries nine in ten have nearly the same size: those of a gradient never do
-ADAPTIVE, MASKED, NAIVE = "adaptive", "masked", "naive"  # A2, A1 and A0
+NEARLY, MOSTLY = 0.01, 0.9  # signs: nine in ten entries have nearly the same size, which those of a gradient never do
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Observation, task and knowledge, by the properties that attacks hang on. Nothing here is the client's own."""
+    """Task, observations and knowledge, with the traits that attacks depend on. Nothing here is private."""
 
     task: Task
     targets: tuple[Track, ...]
@@ -73,7 +75,7 @@ class Case:
 
     @property
     def steps(self) -> int | None:
-        """Local steps of the client, the most of all targets; None: the threat model does not grant its recipe."""
+        """The most local steps of any target's client; None: the threat model does not grant the recipe."""
         training = self.knows.training
         return None if training is None else max(len(training.order(each.num_examples)) for each in self.targets)
 
@@ -84,62 +86,67 @@ class Case:
 
     @property
     def examples(self) -> int:
-        """The most of all targets."""
+        """The most examples of any target."""
         return max(each.num_examples for each in self.targets)
 
     @property
     def step_rule(self) -> str:
-        """How a denoiser's steps are found: read off one gradient; those of several add up, and are searched for."""
+        """How a denoiser's steps are found: read off one gradient, or searched for where several gradients add up."""
         return "analytic" if self.single else "soft"
 
     @property
     def several(self) -> bool:
-        """May it be the sum of several steps?"""
+        """May the update be the sum of several steps?"""
         return self.steps is None or self.steps > 1
 
     @cached_property
     def signs(self) -> bool:
-        """Does the update hold little more than signs, as of an optimiser that divides by its own size?"""
+        """Is the update little more than signs, as from an optimiser that divides by the gradient's size?"""
         sizes = tree.flatten(self.targets[0].last.update).abs().double()
         sizes = sizes[sizes > 0]
         return len(sizes) > 0 and float(((sizes / sizes.median() - 1).abs() < NEARLY).double().mean()) > MOSTLY
 
     @property
     def aggregate(self) -> bool:
-        """Is what was seen the sum of several clients' uploads?"""
+        """Is the observation the sum of several clients' uploads?"""
         return any(seen.clients > 1 for target in self.targets for seen in target.observations)
 
     @cached_property
-    def forms(self) -> dict[str, Defence | None]:
-        """What an attacker who knows so much may take the defence for: all of it, what it leaves visible, or nothing.
+    def forms(self) -> tuple[AttackerForm, ...]:
+        """The forms that an attacker with this knowledge can take and that differ, the most informed first.
 
-        From the most to the least informed, and only what differs. Who knows more is free to use less.
+        An attacker who knows more is free to use less.
         """
-        known = self.knows.defence
-        if known is None:
-            return {NAIVE: None}
-        if isinstance(known, OnlyVisible):
-            return {MASKED: known, NAIVE: None}
-        compared = any(overrides(known, hook) for hook in ("noise_variance", "visible"))
-        half: dict[str, Defence | None] = {MASKED: OnlyVisible(known)} if compared else {}
-        return {ADAPTIVE: known, **half, NAIVE: None}
+        defence = self.knows.defence
+        if defence is None:
+            return (AttackerForm.NAIVE,)
+        if isinstance(defence, OnlyVisible):
+            return AttackerForm.MASKED, AttackerForm.NAIVE
+        masked = (AttackerForm.MASKED,) if hides_entries(defence) else ()
+        return AttackerForm.ADAPTIVE, *masked, AttackerForm.NAIVE
 
-    def taking(self, form: str) -> Case:
-        """The same case to an attacker who takes the defence for this form of it."""
-        return replace(self, knows=replace(self.knows, defence=self.forms[form]))
+    def taking(self, form: AttackerForm) -> Case:
+        """The same case for an attacker of this form."""
+        if form is self.forms[0]:
+            return self
+        return replace(self, knows=replace(self.knows, defence=form.known(self.knows.defence)))
+
+    def about(self, rows: Sequence[int]) -> Knowledge:
+        """The knowledge about some of the targets."""
+        return given_of(self.task, self.knows, rows, len(self.targets))
 
     @cached_property
     def orders(self) -> list[Order | None]:
-        """The orders in which a client may have walked through its minibatches, where they are few; else [None]."""
+        """The possible orders of the client's minibatches, where they are few; else [None]."""
         return orders_of(self.knows, {target.num_examples for target in self.targets}, self.engine)
 
     @property
     def followed(self) -> bool:
-        """Can a replay repeat what the client did, but for its images? One client, no randomness, an order to try."""
+        """Can a replay repeat all that the client did, given its images? One client, no randomness, an order to try."""
         training = self.knows.training
         if training is None or training.augmentation is not None or training.dropout:
             return False
-        if self.aggregate and self.steps != 1:  # several clients walked, each its own way
+        if self.aggregate and self.steps != 1:  # each of several clients took steps of its own
             return False
         whole = all(training.batch_size is None or training.batch_size >= each.num_examples for each in self.targets)
         return whole or len(self.orders) > 1
@@ -151,7 +158,7 @@ class Case:
 
     @property
     def blocks(self) -> int:
-        """Of the generator: a feature enters each."""
+        """Blocks of the generator: a feature enters each."""
         return int(getattr(self.knows.generator, "blocks", 0))
 
     @property

@@ -39,6 +39,11 @@ def leaves(a: Mapping[str, Any]) -> Iterator[Tensor]:
             yield value
 
 
+def like(a: Mapping[str, Any]) -> Tensor:
+    """The first tensor: one of the device and the type of all."""
+    return next(leaves(a))
+
+
 def add(a: Mapping[str, Any], b: Mapping[str, Any], scale: float | Tensor = 1.0) -> Tree:
     """a + scale * b"""
     if not isinstance(scale, Tensor) and scale == 1:

@@ -1,4 +1,4 @@
-"""AGP: Gaussian noise everywhere but in the channels that matter for the explanation of a decision."""
+"""AGP: Gaussian noise everywhere except in the channels that explain a decision."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gradleak.core.tree import Params
 from gradleak.defences import gradcam
 from gradleak.defences.clipping import clip
 from gradleak.defences.noise import own_draws
+from gradleak.defences.settings import one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee, heuristic
@@ -28,25 +29,25 @@ DOUBT = 1e-3  # the chance that a noised channel is taken for an exact one
 @named("agp", kind="defence", paper=PAPER)
 @dataclass(frozen=True)
 class AGP(Defence):
-    """Clip every batch gradient, then add noise once to all parameters but the important channels of some layers.
+    """Clip every batch gradient, then add noise once to all parameters except important channels of some layers.
 
     Local steps use g * min(1, clip / ||g||); N(0, sigma^2) is added to the trained weights, except in the target
     layers, where only some channels get noise (weight and bias), chosen by their Grad-CAM importance (`gradcam`, one
     random example of each class):
       reading="noised"      the share `noised` of least importance gets noise, the rest is released exactly
       reading="important"   the share `noised` of most importance is released exactly, the rest gets noise
-    Sources agree on the number, 25 %, and not on what it counts; hence two readings.
+    Sources agree on the number, 25 %, but not on what it counts; hence two readings.
 
     sigma     the default is that of the attack runs of the TIP paper (`tip.scale_of(5, steps=4, lr=1e-3)`)
     layers    the target layers, the last convolution of each residual block: those whose name ends in this, or fits it
               as a pattern ("conv2" in torchvision's ResNets, "body.3" in `gradleak.models.resnet`)
     absolute, repo_single_guidance   how importance is averaged, and over which examples: as in `tip`
 
-    The attacker knows sigma and how many channels are exact, and takes the noised ones to be those with the most energy
-    in the observed update. That is sure where all others have less energy than noise alone would bring (`sure`). Beside
-    an exact coordinate a noised one weighs nothing, so A1 and A2 then drop all noised ones. Where the noise is not the
-    larger part, energy does not tell which channels are exact: such a layer counts as noised in all its channels, and
-    where no layer is sure, every coordinate is weighed by sigma^2. A2 also replays the clipping.
+    The attacker knows sigma and how many channels are exact, and guesses that the noised ones have the most energy in
+    the observed update. That is sure where all others have less energy than noise alone would give (`sure`). Beside
+    exact coordinates noised ones have no weight, so A1 and A2 then drop all of them. Where the noise is the smaller
+    part, energy does not show which channels are exact: such a layer counts as noised in all its channels, and where no
+    layer is sure, every coordinate has the variance sigma^2. A2 also replays the clipping.
 
     Differs: the full text of the journal version was not available; this is the method as the TIP paper describes and
     uses it.
@@ -65,8 +66,7 @@ class AGP(Defence):
             raise ValueError(f"sigma must be 0 or more and clip above 0; given {self.sigma} and {self.clip}.")
         if not 0 < self.noised <= 1:
             raise ValueError(f"noised is a share of the channels, above 0 and at most 1; given {self.noised}.")
-        if self.reading not in ("noised", "important"):
-            raise ValueError(f"reading must be 'noised' or 'important'; given {self.reading!r}.")
+        one_of("reading", self.reading, "noised", "important")
 
     def count(self, channels: int) -> int:
         """How many channels of a target layer get noise."""
@@ -77,14 +77,14 @@ class AGP(Defence):
         """The convolutions that keep channels without noise."""
         known = list(gradcam.convolutions(task))
         fits = lambda name: f".{name}".endswith(f".{self.layers}") or fnmatchcase(name, self.layers)  # noqa: E731
-        found = [name for name in known if fits(name)]
-        if not found:
+        targets = [name for name in known if fits(name)]
+        if not targets:
             raise TaskError(
                 f"AGP finds no convolution named {self.layers!r}, and needs the last one of each residual block. "
                 f"Set layers to the end of their names or to a pattern, as agp:layers={(known or ['conv2'])[-1]}; the "
                 f"model has {', '.join(known) or 'none'}."
             )
-        return found
+        return targets
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         return clip(compute(weights, batch), self.clip)
@@ -114,8 +114,8 @@ class AGP(Defence):
             return tree.zeros_like(scene.update)
         names = self.targets(scene.task)
         kernels = {layer: scene.update[f"{layer}.weight"].flatten(1) for layer in names}
-        sure = {layer: self.sure(own) for layer, own in kernels.items()}
-        mask = self._mask(scene.update, {layer: own.square().sum(1) for layer, own in kernels.items()})
+        sure = {layer: self.sure(kernel) for layer, kernel in kernels.items()}
+        mask = self._mask(scene.update, {layer: kernel.square().sum(1) for layer, kernel in kernels.items()})
         for layer, name in ((layer, f"{layer}.{part}") for layer in names for part in ("weight", "bias")):
             if name in mask:
                 mask[name] = torch.where(sure[layer], mask[name], 1.0)
@@ -123,10 +123,10 @@ class AGP(Defence):
         return tree.map(lambda noisy: torch.where(noisy > 0, unusable.to(noisy), 0.0), mask)
 
     def sure(self, kernels: Tensor) -> Tensor:
-        """Does energy tell which channels of this layer are exact? A bool, of (channels, entries) of an update.
+        """Does energy show which channels of this layer are exact? (channels, entries) of an update -> a bool.
 
         Noise of d entries, with or without a signal, has less energy than sigma^2 q with probability `DOUBT` at most,
-        q that quantile of the chi-square distribution with d degrees of freedom. Channels below it are exact.
+        q the `DOUBT` quantile of the chi-square distribution with d degrees of freedom. Channels below it are exact.
         """
         from scipy.special import gammaincinv
 

@@ -1,4 +1,4 @@
-"""Clipping: no update, layer or example counts for more than a norm. Alone it proves nothing."""
+"""Clipping: bound the norm of an update, a layer or an example's gradient. Alone it proves nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least, one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Compute, Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
@@ -23,9 +23,9 @@ from gradleak.scenario.task import Batch, Task, TaskError
 
 PAPER = "clipping alone, as papers on leakage use it; of Abadi et al., Deep Learning with Differential Privacy, 2016"
 TOUCHES = 1e-3
-"""An observed norm this close below the bound, relatively, was clipped to it.
+"""An observed norm this close below the bound, relatively, counts as clipped.
 
-Wide enough for what float32 weights round off an update; a false alarm costs the attacker one number, the norm.
+Wide enough for the rounding of float32 weights. A false alarm costs the attacker one number, the norm.
 """
 
 
@@ -41,7 +41,7 @@ def clip(params: Params, bound: float) -> Params:
 
 
 def gradients_of_examples(compute: Compute, weights: Params, batch: Batch, task: Task) -> Params:
-    """The gradient of each example's own loss: every tensor has the examples as its first axis."""
+    """The gradient of each example's loss: every tensor has the examples as its first axis."""
     _refuse_shared_statistics(task)
 
     def of_one(example: Batch) -> Params:
@@ -59,11 +59,11 @@ def clipped_mean(compute: Compute, weights: Params, batch: Batch, task: Task, bo
 
 
 def _refuse_shared_statistics(task: Task) -> None:
-    """An example's gradient is its own only where no layer looks at, or keeps statistics of, the whole batch."""
+    """Examples have separate gradients only where no layer uses, or updates, statistics of the whole batch."""
     for name, module in task.model.named_modules():
         batch = isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        kept = isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
-        if batch or kept:
+        running = isinstance(module, _InstanceNorm) and module.training and module.track_running_stats
+        if batch or running:
             raise TaskError(
                 f"Layer {name!r} ({type(module).__name__}) uses statistics of the whole batch, so an example has no "
                 "gradient of its own to clip: put the model in evaluation mode (frozen statistics), or use GroupNorm."
@@ -78,10 +78,10 @@ class Clipping(Defence):
     per="update": the whole update; "layer": each tensor of it, to `norm` each; "example": every example's gradient, at
     each local step, before they are averaged.
 
-    The direction stays, so that attacks that compare directions do not notice. A2 sees whether the clip was active: an
-    observed norm that touches the bound was clipped to it, and then every prediction is scaled to the observed norm,
-    which has no kink (and fits even an update that came so close by chance); else nothing was clipped. Norms of single
-    examples are not seen: there A2 replays the clip itself.
+    The direction stays, so attacks that compare directions are not affected. A2 sees whether the clip was active: an
+    observed norm at the bound was clipped to it, and then every prediction is scaled to the observed norm, which has no
+    kink (and fits even an update that came so close by chance); else nothing was clipped. Norms of single examples are
+    not seen: there A2 replays the clip itself.
     """
 
     norm: float = 1.0
@@ -89,8 +89,7 @@ class Clipping(Defence):
 
     def __post_init__(self) -> None:
         at_least("norm", self.norm, 0.0, excluded=True)
-        if self.per not in (*_NORMS, "example"):
-            raise ValueError(f"per must be 'update', 'layer' or 'example'; given {self.per!r}.")
+        one_of("per", self.per, "update", "layer", "example")
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         if self.per != "example":

@@ -1,4 +1,4 @@
-"""DP-FedAvg: federated averaging that a sampled client cannot be told to have taken part in."""
+"""DP-FedAvg: federated averaging that hides whether a client took part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import Clipping, clip
-from gradleak.defences.noise import at_least, full_variance, noised, only_update, own_draws, server_draws
+from gradleak.defences.noise import full_variance, noised, only_update, own_draws, server_draws
+from gradleak.defences.settings import at_least, one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario import accounting
 from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
@@ -27,12 +28,12 @@ class DPFedAvg(Defence):
     """Clients are drawn with probability q and clip to C; the server's step is (sum_k u_k + N(0, z^2 C^2)) / (q N).
 
     model="central": the server adds the noise, after it has seen every update. model="distributed": each client adds
-    N(0, z^2 C^2 / threshold), which makes up the same noise once at least `threshold` clients are summed, and protects
-    from the server only where secure aggregation shows it nothing but that sum. Rounds with fewer uploads are dropped.
+    N(0, z^2 C^2 / threshold), which sums to the same noise over at least `threshold` clients. It protects from the
+    server only where secure aggregation shows it nothing but that sum. Rounds with fewer uploads are dropped.
 
     The denominator q N is a constant, so that one client changes the step by at most C / (q N): the fixed-denominator
-    estimator of the paper with all weights 1. Buffers are not sent. The attacker sees a client's own upload, which the
-    central model leaves without noise: A2 is that of clipping. Differs: flat clipping only, no server momentum; real
+    estimator of the paper with all weights 1. Buffers are not sent. The attacker sees a single client's upload, which
+    has no noise in the central model: A2 is that of clipping. Differs: flat clipping only, no server momentum; real
     distributed noise is rounded (discrete Gaussian), here it is not.
     """
 
@@ -45,14 +46,13 @@ class DPFedAvg(Defence):
         at_least("clip", self.clip, 0.0, excluded=True)
         at_least("noise_multiplier", self.noise_multiplier, 0.0)
         at_least("threshold", self.threshold, 1)
-        if self.model not in ("central", "distributed"):
-            raise ValueError(f"model must be 'central' or 'distributed'; given {self.model!r}.")
+        one_of("model", self.model, "central", "distributed")
         if self.model == "central" and self.threshold != 1:
             raise ValueError("threshold is the number of clients that add noise together: model='distributed' only.")
 
     @property
     def std(self) -> float:
-        """Of the noise that a client adds to its upload."""
+        """The standard deviation of the noise that a client adds to its upload."""
         total = self.noise_multiplier * self.clip
         return 0.0 if self.model == "central" else total / math.sqrt(self.threshold)
 
@@ -75,7 +75,7 @@ class DPFedAvg(Defence):
         return self._step(total, server)
 
     def idle(self, server: Tree) -> Params | None:
-        """A round that sampling left empty shows the same noise: whether anybody took part is part of the secret."""
+        """An empty round shows the same noise: whether anybody took part is part of the secret."""
         return self._step(tree.zeros_like(server["weights"]), server) if self.model == "central" else None
 
     def _step(self, total: Params, server: Tree) -> Params:

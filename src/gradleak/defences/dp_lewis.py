@@ -10,8 +10,9 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, noised, own_draws, variance_of_steps
+from gradleak.defences.noise import noised, own_draws, variance_of_steps
 from gradleak.defences.secadam import PAPER, SecAdam, WithoutNoise, all_may_be_noise
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Client, Compute, Defence, Noiseless
@@ -28,7 +29,7 @@ def _clipped_and_noised(
         return gradient
     if not owner.fixed_noise:
         return noised(gradient, owner.noise, own_draws(client, owner.name))
-    where = next(tree.leaves(weights)).device
+    where = tree.like(weights).device
     return noised(gradient, owner.noise, Draws(randomness.key("dp-lewis", 0).to(where)))
 
 
@@ -54,9 +55,8 @@ class DPFedAvgLewis(Defence):
     `noise` is an absolute deviation. The paper's text has C = 10 and 0.001, its grid C in {1, 5, 10} and noise in
     {0.001, 0.005, 0.01}, the released code 1e-5. No formal guarantee; the one of McMahan et al. is `dp-fedavg`.
 
-    fixed_noise   as in the released code, where every client's generator begins with the same seed: all add the same
-                  noise, which does not average out and which an attacker draws too. Here it is also the same in
-                  every step.
+    fixed_noise   as in the released code, where every client's generator has the same seed: all add the same noise,
+                  which does not average out and which an attacker can draw too. Here it is also the same in every step
     """
 
     clip: float = 10.0
@@ -73,7 +73,7 @@ class DPFedAvgLewis(Defence):
         return self if self.fixed_noise or not self.noise else Noiseless(replace(self, noise=0.0), self)
 
     def noise_variance(self, scene: TargetView) -> Params:
-        """That of `noise` in the gradient of every local step: see `variance_of_steps`."""
+        """From `noise` in the gradient of every local step: see `variance_of_steps`."""
         if self.fixed_noise:
             return tree.zeros_like(scene.update)
         training = scene.knows.training or LocalTraining(lr=1.0)
@@ -88,7 +88,7 @@ class DPFedAvgLewis(Defence):
 class DPSecAdam(SecAdam):
     """DP-SecAdam as published: the clip and noise of `dp-fedavg-lewis` on the gradient, then SecAdam.
 
-    The noise also raises v, by its variance. No formal guarantee; one that has one is `ldp-secadam`.
+    The noise also raises v, by its variance. No formal guarantee; `ldp-secadam` has one.
     """
 
     clip: float = 10.0

@@ -9,7 +9,8 @@ from torch import Tensor
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.clipping import clipped_mean
-from gradleak.defences.noise import at_least, noised, only_update, own_draws, variance_of_steps
+from gradleak.defences.noise import noised, only_update, own_draws, variance_of_steps
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
@@ -24,13 +25,13 @@ PAPER = "Abadi et al., Deep Learning with Differential Privacy, CCS 2016"
 class DPSGD(Defence):
     """A local step uses (1/B) (sum_i g_i min(1, C / ||g_i||) + N(0, z^2 C^2)), g_i the gradient of example i.
 
-    What is uploaded afterwards is post-processing; buffers are not sent. Layers that see the whole batch (BatchNorm in
+    The upload is post-processing of these steps; buffers are not sent. Layers that see the whole batch (BatchNorm in
     training mode) are refused. The objective must be a mean over examples.
 
-    Differs: batches are shuffled passes of fixed size, as clients run them, and not Poisson samples. So no
-    amplification is claimed: an example is counted in every pass of every round, and neighbours differ by one example's
-    gradient being zero (sensitivity C). The layer-wise clip and noise of Fed-CDP (Wei et al. 2021) is another one,
-    with sensitivity C sqrt(layers).
+    Differs: batches are shuffled passes of fixed size, as clients run them, not Poisson samples. So no amplification is
+    claimed: an example is counted in every pass of every round, and in a neighbour one example's gradient is zero
+    (sensitivity C). Fed-CDP (Wei et al. 2021) is another method: it clips and noises by layer, with sensitivity
+    C sqrt(layers).
     """
 
     clip: float = 1.0
@@ -54,7 +55,7 @@ class DPSGD(Defence):
         return Noiseless(replace(self, noise_multiplier=0.0), self)
 
     def noise_variance(self, scene: TargetView) -> Params:
-        """That of noise z C / B_k in step k: see `variance_of_steps`."""
+        """From noise z C / B_k in step k: see `variance_of_steps`."""
         training = scene.knows.training or LocalTraining(lr=1.0)
         sizes = [_examples(rows, scene.num_examples) for rows in training.order(scene.num_examples)]
         return variance_of_steps(scene, [self.noise_multiplier * self.clip / size for size in sizes])

@@ -10,7 +10,7 @@ import torch
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.fedsam import FedSAM, ascent
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least, one_of
 
 PAPER = (
     "Caldarola, Caputo, Ciccone, Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022; "
@@ -23,13 +23,13 @@ PAPER = (
 class FedASAM(FedSAM):
     """Descend by the gradient at w + rho T^2 g / ||T g||, T = |w| + eta for weights and 1 for biases.
 
-    scaled   "weights": T as above, for parameters whose name contains "weight" (normalisation layers' too), as released
-             code has it; "all": T = |w| + eta for every parameter, as a widely used package has it with eta = 0;
-             "none": T = 1, FedSAM
+    scaled   "weights": T as above, for parameters whose name contains "weight" (normalisation layers' too), as in the
+             released code; "all": T = |w| + eta for every parameter, as in a widely used package with eta = 0; "none":
+             T = 1, FedSAM
     eta      for CIFAR-10 the released code sets rho = 0.7 and eta = 0.2; 0.01 is that code's default
 
-    ||epsilon|| is not rho: it follows the weights, and `radius` gives it. T is known to the server, so that A2 replays
-    the step as it does FedSAM's. The authors also average the server's weights late in training: see `federation.SWA`.
+    ||epsilon|| is not rho: it depends on the weights, and `radius` gives it. The server knows T, so A2 replays the step
+    as for FedSAM. The authors also average the server's weights late in training: see `federation.SWA`.
     """
 
     rho: float = 0.3
@@ -39,11 +39,10 @@ class FedASAM(FedSAM):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("eta", self.eta, 0.0)
-        if self.scaled not in ("weights", "all", "none"):
-            raise ValueError(f"scaled must be 'weights', 'all' or 'none'; given {self.scaled!r}.")
+        one_of("scaled", self.scaled, "weights", "all", "none")
 
     def perturbation(self, weights: Params, gradient: Params) -> Params:
-        part = {"weights": "weight", "all": ""}.get(self.scaled)  # of the names of those that are scaled
+        part = {"weights": "weight", "all": ""}.get(self.scaled)  # in the names of the parameters to scale
         scale = {
             name: value.abs() + self.eta if part is not None and part in name else torch.ones_like(value)
             for name, value in weights.items()

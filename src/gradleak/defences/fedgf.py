@@ -13,7 +13,7 @@ from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
 from gradleak.defences.fedsam import FedSAM
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.task import Task
@@ -30,15 +30,14 @@ class FedGF(FedSAM):
     v = u + rho_g (u' - u) / ||u' - u||, with u the weights that are sent and u' those of the round before: the server
     keeps u' (`advance`) and broadcasts v and c. In round 0 there is no v, and the step is FedSAM's; c = 0 is FedSAM.
 
-    c           a number, or "adaptive": the share of the last `window` rounds (or of as many as there were) in which
-                the clients' models came to lie further than `threshold` from the weights they were sent, in the
-                mean; more drift, more of the global model
+    c           a number, or "adaptive": the share of the last `window` rounds (or of all, if fewer) in which the
+                clients' models drifted further than `threshold` from the weights they were sent, in the mean: more
+                drift, more of the global model
     rho_g       rho, unless given
     threshold   of "adaptive"; the paper's is tuned, and the released script sets none
 
     In a client's later steps c (v - w) also pulls towards the weights that were sent. The server knows v and c, which
-    are `extras` of the observation: A2 replays the step as it does FedSAM's. A round that moved nothing leaves u' as it
-    was.
+    are `extras` of the observation: A2 replays the step as for FedSAM. A round without a change does not change u'.
     """
 
     c: float | Literal["adaptive"] = 0.1
@@ -75,7 +74,7 @@ class FedGF(FedSAM):
     # --- the server -------------------------------------------------------------------------------------------------
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
-        like = next(tree.leaves(weights))
+        like = tree.like(weights)
         memory: Tree = server.get("memory", {})
         if not memory and server.get("round", 0):
             raise ValueError(
@@ -92,16 +91,16 @@ class FedGF(FedSAM):
         return {PERTURBED: perturbed, MIXING: {"c": torch.where(moved, self._mixing(memory, like), 0.0)}}
 
     def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
-        memory, like = server["memory"], next(tree.leaves(after))
+        memory, like = server["memory"], tree.like(after)
         if not memory:
             start = {"far": like.new_zeros(self.window), "rounds": like.new_zeros(())}
             return {"previous": dict(after), **(start if self._adaptive else {})}
         moved = tree.squared_norm(tree.subtract(after, before)) > 0
-        kept = {**memory, "previous": tree.where(moved, before, memory["previous"])}
+        new = {**memory, "previous": tree.where(moved, before, memory["previous"])}
         if self._adaptive and self.threshold is not None and uploads:
             far = _drift(uploads) > self.threshold
-            kept |= {"far": torch.cat([memory["far"][1:], far.to(like).reshape(1)]), "rounds": memory["rounds"] + 1}
-        return kept
+            new |= {"far": torch.cat([memory["far"][1:], far.to(like).reshape(1)]), "rounds": memory["rounds"] + 1}
+        return new
 
     def _mixing(self, memory: Tree, like: Tensor) -> Tensor:
         """c of this round."""

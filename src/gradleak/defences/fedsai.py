@@ -15,7 +15,7 @@ from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
 from gradleak.defences.fedsam import FedSAM
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Classifier, Field, Supervised, Task, TaskError
@@ -44,19 +44,19 @@ class PublicImages(Protocol):
 class FedSAI(FedSAM):
     """Before round 0 the server trains the features with SAM on public images; then clients train as in FedSAM.
 
-    public         images of the server's: a name for `gradleak.data.load`, whose images are brought to the task's size,
-                   or `gradleak.data.Images` of that size
-    images         at most so many of a named set, class by class in turn; None: all
+    public         the server's images: a name for `gradleak.data.load`, whose images are resized for the task, or
+                   `gradleak.data.Images` of the right size
+    images         the most images of a named set, class by class in turn; None: all
     epochs, batch_size, lr, weight_decay   of that training, plain SGD with FedSAM's rho
 
-    The classifier is replaced by one for the public classes (drawn as torch draws linear layers), and the task's own is
-    put back afterwards: as its model drew it, never trained. All other weights, and BatchNorm's statistics, are those
-    that the training ended with. The model is trained in the mode, training or evaluation, that the task's has.
+    The classifier is replaced by one for the public classes (with torch's usual initial weights), and the task's own is
+    put back afterwards, untrained. All other weights, and BatchNorm's statistics, are those at the end of the training.
+    The model trains in its current mode, training or evaluation.
 
-    No private image is used, so this costs clients no privacy; nor does it hide anything: a round leaks what a round of
-    FedSAM at these weights does, and A2 replays it. What differs is the weights, and it is checked that they do.
+    No private image is used, so this costs clients no privacy. It hides nothing either: a round leaks as much as a
+    round of FedSAM at these weights, and A2 replays it. Only the weights differ, and a check demands that they do.
 
-    Differs: learning rate, decay and optimiser of the pre-training are not published; those here are the training's.
+    Differs: learning rate, decay and optimiser of the pre-training are not published; here they are the training's.
     """
 
     public: str | PublicImages = "cifar100"
@@ -89,8 +89,8 @@ class FedSAI(FedSAM):
         generator = torch.Generator().manual_seed(int(key[0]))
         head, (batch, classes) = _head(task), self._examples(task, server)
         other = _with_classes(task, head, classes, generator)
-        own = {name for name in weights if name not in (head.weight, head.bias)}
-        start = {name: weights[name] if name in own else value for name, value in other.weights().items()}
+        features = {name for name in weights if name not in (head.weight, head.bias)}
+        start = {name: weights[name] if name in features else value for name, value in other.weights().items()}
         training = LocalTraining(
             self.lr, epochs=self.epochs, batch_size=self.batch_size, optimiser=SGD(weight_decay=self.weight_decay)
         )
@@ -98,16 +98,15 @@ class FedSAI(FedSAM):
         upload, after = training.run(
             other, start, batch, FedSAM(self.rho), ClientState(buffers=other.buffers()), order=order
         )
-        ended = {
-            name: weights[name] - upload.payload["update"][name] if name in own else weights[name] for name in weights
-        }
-        self._demand_change({name: weights[name] for name in own}, ended)
+        update = upload.payload["update"]
+        trained = {name: value - update[name] if name in features else value for name, value in weights.items()}
+        self._demand_change({name: weights[name] for name in features}, trained)
         running = {name for name, _ in task.model.named_buffers()}
         statistics = {name: value for name, value in (after.buffers or {}).items() if name in running}
-        return tree.detach({**ended, **statistics})
+        return tree.detach({**trained, **statistics})
 
     def _examples(self, task: Task, server: Tree) -> tuple[Batch, int]:
-        """The public images in model-input space, and how many classes they have."""
+        """The public images in model-input space, and the number of their classes."""
         shape = task.fields["x"].shape
         images = self.public
         if isinstance(images, str):
@@ -117,7 +116,7 @@ class FedSAI(FedSAM):
                     "FedSAI(public=gradleak.data.load(...)), or server['load']."
                 )
             images = server["load"](images, size=shape[1:], limit=self.images)
-        grey = images.x.shape[1] == 1  # where colour may be wanted
+        grey = images.x.shape[1] == 1  # the task may want colour
         x = images.x.expand(-1, shape[0], -1, -1) if grey else images.x
         if tuple(x.shape[1:]) != shape:
             raise TaskError(
@@ -159,7 +158,7 @@ def _head(task: Task) -> Classifier:
 
 
 def _with_classes(task: Task, head: Classifier, classes: int, generator: torch.Generator) -> Task:
-    """The task of telling other classes apart: a copy of the model with a new classifier in the place of the old."""
+    """The task with other classes: a copy of the model with a new classifier."""
     model = copy.deepcopy(task.model)
     parent, _, last = head.module.rpartition(".")
     old = model.get_submodule(head.module)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least
 from gradleak.scenario.defence import Client, Compute, Defence
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.task import Batch, Task
@@ -19,11 +19,11 @@ PAPER = (
     "Qu et al., Generalized Federated Learning via Sharpness Aware Minimization, ICML 2022; "
     "Caldarola, Caputo, Ciccone, Improving Generalization in Federated Learning by Seeking Flat Minima, ECCV 2022"
 )
-SAFE = 1e-12  # beside a norm: the derivative through a vanishing gradient stays finite
+SAFE = 1e-12  # added to a norm: the derivative at a vanishing gradient stays finite
 
 
 def ascent(gradient: Params, rho: float, scale: Params | None = None) -> Params:
-    """rho T^2 g / ||T g||, where g climbs fastest within ||T^-1 eps|| <= rho. T is diagonal; 1 unless given.
+    """rho T^2 g / ||T g||, the steepest ascent within ||T^-1 eps|| <= rho. T is diagonal; 1 unless given.
 
     The norm runs over all parameters together. Differentiable in g, with a finite derivative at g = 0.
     """
@@ -38,15 +38,15 @@ def ascent(gradient: Params, rho: float, scale: Params | None = None) -> Params:
 class FedSAM(Defence):
     """Descend by the gradient at w + rho g / ||g||, g the gradient at w on the same batch, norm over all parameters.
 
-    Flat minima are wanted for accuracy; that they also hide the data is a later claim. The server sees, of one step,
-    grad L(w + rho g / ||g||) and not grad L(w): an attack that matches gradients at w looks in the wrong place (A0),
-    and one that knows rho does not. The map from images to update is deterministic, so A2 replays it and differentiates
-    through g as well, at two to three times the cost of a step. `radius` is the length of the perturbation.
+    The aim of flat minima is accuracy; that they also hide the data is a later claim. After one step the server sees
+    grad L(w + rho g / ||g||), not grad L(w): an attack that matches gradients at w looks in the wrong place (A0), one
+    that knows rho does not. The map from images to update is deterministic, so A2 replays it and differentiates through
+    g as well, at two to three times the cost of a step. `radius` is the length of the perturbation.
 
     Weight decay enters the descent step alone; BatchNorm's running statistics are those of the first pass. Differs:
-    1e-12 is added to the norm, where released code has 1e-16 or 1e-12. rho = 0 is plain training, at twice the price.
+    1e-12 is added to the norm, where released code has 1e-16 or 1e-12. rho = 0 is plain training, at twice the cost.
 
-    Reference of the step: Foret et al., Sharpness-Aware Minimization, ICLR 2021.
+    Reference for the step: Foret et al., Sharpness-Aware Minimization, ICLR 2021.
     """
 
     rho: float = 0.2
@@ -61,15 +61,15 @@ class FedSAM(Defence):
         return compute(self.point(weights, perturbed, client), batch, statistics=False)
 
     def perturbation(self, weights: Params, gradient: Params) -> Params:
-        """epsilon: from the weights to the point where the step's gradient is taken."""
+        """epsilon: from the weights to the perturbed weights."""
         return ascent(gradient, self.rho)
 
     def point(self, weights: Params, perturbed: Params, client: Client) -> Params:
-        """Where the step's gradient is taken, given the weights and the weights plus epsilon."""
+        """The point of the step's gradient, given the weights and the weights plus epsilon."""
         return perturbed
 
     def radius(self, task: Task, batch: Batch, weights: Params | None = None, buffers: Params | None = None) -> Tensor:
-        """||epsilon|| of a step on this batch, over all parameters; for FedSAM that is rho, for others it is not."""
+        """||epsilon|| of a step on this batch, over all parameters; rho for FedSAM, but not for its variants."""
         weights = task.weights() if weights is None else weights
         return tree.norm(self.perturbation(weights, task.gradient(weights, batch, buffers)))
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, full_variance, noised, only_update, own_draws
+from gradleak.defences.noise import full_variance, local_guarantee, noised, only_update, own_draws
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
-from gradleak.scenario.guarantee import Exposure, Guarantee, accounted, heuristic
+from gradleak.scenario.guarantee import Exposure, Guarantee, heuristic
 from gradleak.scenario.task import Task
 
 PAPER = (
@@ -24,14 +25,14 @@ class LocalGaussian(Defence):
     """The client clips its update to norm C and adds N(0, (z C)^2) to every coordinate before it leaves.
 
     clip, noise_multiplier   C and z (1 and 1 where nothing is given): local differential privacy of the client
-    sigma                    instead: noise of this size on the update as it is, which bounds and proves nothing
+    sigma                    instead: noise of this size on the update without a clip, which proves nothing
 
-    This is what papers on leakage add when they cite Geyer et al. 2017, who let the server add it (`geyer`).
+    Papers on leakage add this noise and cite Geyer et al. 2017, where the server adds it (`geyer`).
     Local differential privacy compares ANY two data sets of the client, whose clipped updates lie up to 2 C apart: the
     accountant is given z/2. Buffers are not sent, since they would leave without noise (with `sigma` they are).
 
-    A2 replays the clip without the noise; isotropic noise gives every coordinate the same weight, so what an attacker
-    gains from knowing it must come from priors, or from averaging rounds that release the same batch.
+    A2 replays the clip without the noise. Isotropic noise gives every coordinate the same weight, so an attacker who
+    knows it gains only through priors, or by averaging rounds that release the same batch.
     """
 
     clip: float | None = None
@@ -73,13 +74,4 @@ class LocalGaussian(Defence):
     def guarantee(self, exposure: Exposure) -> Guarantee:
         if self.sigma is not None:
             return heuristic(self.sigma, exposure)
-        return accounted(
-            exposure,
-            noise_multiplier=(self.noise_multiplier or 0.0) / 2,
-            releases=exposure.rounds,
-            unit="client",
-            model="local",
-            covers="the server and everybody else",
-            neighbours="any two data sets of the client (sensitivity 2 x clip)",
-            sampling="the server knows who takes part: not amplified, counted as if in every round",
-        )
+        return local_guarantee(exposure, self.noise_multiplier or 0.0)

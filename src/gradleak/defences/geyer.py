@@ -1,4 +1,4 @@
-"""Client-level noise by a trusted server, with the median of the clients' norms as the clip."""
+"""Noise by a trusted server, at the level of clients; the clip is the median of the clients' norms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, noised, server_draws
+from gradleak.defences.noise import noised, server_draws
+from gradleak.defences.settings import at_least
 from gradleak.scenario.defence import Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
 
@@ -24,8 +25,8 @@ class Geyer(Defence):
     """The server's step is (1/s) (sum_k u_k / max(1, ||u_k|| / S) + N(0, sigma^2 S^2)), S the median of the s norms.
 
     All of it happens on the server, after the uploads: the attacker sees raw updates. The median is a statistic of the
-    clients that nothing hides, so the paper's epsilon is not one (`dp-fedavg` with a fixed clip has one, against
-    others than the server). Differs: no adaptive sigma and no stop at a budget.
+    clients that nothing hides, so the paper's epsilon does not hold (`dp-fedavg` with a fixed clip has one that does,
+    except against the server). Differs: no adaptive sigma and no stop at a budget.
     """
 
     sigma: float = 1.0

@@ -5,9 +5,9 @@
 y_c the logit of class c (before any softmax), H_k the k-th feature map of a layer. Defences choose channels by it and
 `gradleak.curvature.gradcam` compares maps; it reads no truth, so it lives here, where defences may import it.
 
-H is the convolution's output after the normalisation and the activation that follow it, as far as modules show them:
-a function such as F.relu, or the addition at the end of a residual block, is not seen, and H is then what came before.
-The network runs in evaluation mode, as Grad-CAM is used: examples do not mix, so a batch is each example alone.
+H is the convolution's output after the normalisation and the activation that follow it, if these are modules: a
+function such as F.relu, or the addition at the end of a residual block, is not seen, and H is the value before it. The
+network runs in evaluation mode, as usual for Grad-CAM: examples do not mix, so a batch gives what each example gives.
 
 Reference: Selvaraju et al., Grad-CAM: Visual Explanations from Deep Networks, ICCV 2017.
 """
@@ -39,7 +39,7 @@ ACTIVATIONS: tuple[type[nn.Module], ...] = (
 
 
 def convolutions(task: Task) -> dict[str, nn.Conv2d]:
-    """The two-dimensional convolutions whose weights are trained, by the name of the module."""
+    """The trained two-dimensional convolutions, by the name of the module."""
     return {
         name: module
         for name, module in task.model.named_modules()
@@ -74,22 +74,22 @@ def features(task: Task) -> dict[str, Feature]:
         for handle in handles:
             handle.remove()
 
-    known, found = convolutions(task), dict[str, Feature]()
+    known, where = convolutions(task), dict[str, Feature]()
     for position, (module, _, output) in enumerate(calls):
         if names[module] not in known:
             continue
-        last, held = position, output
+        last, value = position, output
         for later in range(position + 1, len(calls)):
-            follower, received, made = calls[later]
-            if received is held and isinstance(follower, NORMALISATIONS + ACTIVATIONS):
-                last, held = later, made
+            follower, inputs, outputs = calls[later]
+            if inputs is value and isinstance(follower, NORMALISATIONS + ACTIVATIONS):
+                last, value = later, outputs
                 if isinstance(follower, ACTIVATIONS):
                     break
         owner = calls[last][0]
         number = sum(other is owner for other, _, _ in calls[:last])
-        found.pop(names[module], None)  # a layer that is used twice counts where it was used last
-        found[names[module]] = Feature(names[owner], number, tuple(held.shape[1:]))
-    return found
+        where.pop(names[module], None)  # a layer that is used twice counts where it was used last
+        where[names[module]] = Feature(names[owner], number, tuple(value.shape[1:]))
+    return where
 
 
 def guidance(batch: Batch, draws: Draws, *, single: bool = False) -> Tensor:
@@ -112,14 +112,14 @@ def channel_importance(
     *,
     absolute: bool = False,
 ) -> dict[str, Tensor]:
-    """The mean of alpha_k over the chosen examples, each for its own label: (channels,) for every convolution.
+    """The mean of alpha_k over the chosen examples, each for its label: (channels,) for every convolution.
 
-    `chosen` is what `guidance` returns. The mean is of signed values, so that channels which speak for one class and
-    against another count little; `absolute` takes that of |alpha|. (Papers do not say which.)
+    `chosen` comes from `guidance`. The mean is of signed values: channels that speak for one class and against another
+    count little. `absolute` takes the mean of |alpha|. (Papers do not say which.)
     """
-    labels, where = _labels(batch), _found(task)
+    labels, where = _labels(batch), _features(task)
     classes = next((f.classes for f in task.fields.values() if f.classes is not None), None) or labels.shape[0]
-    # At most one example a class is chosen: a fixed number of rows, those that are not chosen counting nothing.
+    # At most one example a class is chosen: a fixed number of rows, of which those not chosen count nothing.
     rows = chosen.topk(min(labels.shape[0], classes)).indices
     some = {name: value.index_select(0, rows) for name, value in batch.items()}
     counted = chosen.index_select(0, rows)
@@ -155,7 +155,7 @@ def heat_maps(
 
     `layer`: a convolution, by default the last of the forward pass. `target`: the classes, by default the labels.
     """
-    where = _found(task)
+    where = _features(task)
     if layer is not None and layer not in where:
         raise TaskError(f"Unknown convolution {layer!r}.{did_you_mean(layer, where)}")
     name = layer or list(where)[-1]
@@ -170,7 +170,7 @@ def heat_maps(
 def _channels(
     task: Task, weights: Params, batch: Batch, buffers: Params | None, where: Mapping[str, Feature], target: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """alpha (B, channels) and feature maps (B, channels, h, w) of every layer asked for, in one backward pass.
+    """alpha (B, channels) and feature maps (B, channels, h, w) of every layer in `where`, in one backward pass.
 
     Zeros are added to each map inside the forward pass, and the derivative is taken with respect to them.
     """
@@ -178,15 +178,15 @@ def _channels(
     zeros = {name: like.new_zeros(like.shape[0], *feature.shape) for name, feature in where.items()}
 
     def score(added: Params) -> tuple[Tensor, Params]:
-        seen: Params = {}
+        maps: Params = {}
 
         def pass_on(name: str, output: Tensor) -> Tensor:
-            seen[name] = output
+            maps[name] = output
             return output + added[name]
 
         logits = _logits(task, weights, batch, buffers, where, pass_on)
-        own = (target[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits.dtype)
-        return (logits * own).sum(), seen
+        one_hot = (target[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits.dtype)
+        return (logits * one_hot).sum(), maps
 
     slopes, maps = grad(score, has_aux=True)(zeros)
     return {name: slope.mean((-2, -1)) for name, slope in slopes.items()}, maps
@@ -200,14 +200,14 @@ def _logits(
     where: Mapping[str, Feature],
     pass_on: Callable[[str, Tensor], Tensor],
 ) -> Tensor:
-    """The classifier's output in evaluation mode, every feature map replaced by what `pass_on` makes of it."""
-    wanted = {(feature.module, feature.call): name for name, feature in where.items()}
+    """The classifier's output in evaluation mode, with every feature map replaced by `pass_on` of it."""
+    layers = {(feature.module, feature.call): name for name, feature in where.items()}
     calls: Counter[str] = Counter()
     caught: list[Tensor] = []
 
     def tap(module: str) -> Callable[..., Tensor | None]:
         def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-            name = wanted.get((module, calls[module]))
+            name = layers.get((module, calls[module]))
             calls[module] += 1
             return None if name is None else pass_on(name, output)
 
@@ -216,7 +216,7 @@ def _logits(
     classifier = task.classifier.module
     handles = [
         task.model.get_submodule(module).register_forward_hook(tap(module))
-        for module in {module for module, _ in wanted}
+        for module in {module for module, _ in layers}
     ]
     handles.append(
         task.model.get_submodule(classifier).register_forward_hook(lambda _, __, output: caught.append(output))
@@ -232,7 +232,7 @@ def _logits(
     return caught[-1]
 
 
-def _found(task: Task) -> dict[str, Feature]:
+def _features(task: Task) -> dict[str, Feature]:
     if not (where := features(task)):
         raise TaskError("Grad-CAM needs feature maps, and this network has no trained nn.Conv2d.")
     return where
@@ -247,7 +247,7 @@ def _labels(batch: Batch) -> Tensor:
 
 @contextmanager
 def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and every module as it was afterwards."""
+    """Evaluation mode; afterwards every module has its mode back."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""SecAdam of updates that every client has clipped and noised itself: the variant with a guarantee."""
+"""SecAdam on updates that every client has clipped and noised itself: the variant with a guarantee."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, noised, own_draws
+from gradleak.defences.noise import local_guarantee, noised, own_draws
 from gradleak.defences.secadam import SecAdam, WithoutNoise, all_may_be_noise, sole_update
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
-from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
+from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.task import Task
 
 
 @named("ldp-secadam", kind="defence", paper="ours; Dwork and Roth 2014 (the Gaussian mechanism) before SecAdam")
 @dataclass(frozen=True)
 class LocalDPSecAdam(SecAdam):
-    """A client clips its update to norm C, adds N(0, (z C)^2) of its own, and makes moments of what came out.
+    """A client clips its update to norm C, adds N(0, (z C)^2), and makes moments of the result.
 
     Moments, masks and sums are post-processing, in this round and later ones, so the guarantee is that of the noised
     update: local differential privacy of the client, any two of whose updates lie up to 2 C apart (the accountant is
     given z/2), over all rounds that it takes part in. It does not rest on secure aggregation.
 
-    The cheaper noise of `dp-fedavg` with model="distributed", a share of it from each client, would not do: it protects
-    the sum of updates, and the sum of their SQUARES is no function of that sum. A server that makes Adam's moments
-    itself, of a noised sum, needs no SecAdam.
+    The cheaper noise of `dp-fedavg` with model="distributed", a share from each client, is not enough: it protects the
+    sum of updates, and the sum of their SQUARES is no function of that sum. A server that makes Adam's moments itself,
+    from a noised sum, needs no SecAdam.
     """
 
     clip: float = 1.0
@@ -59,13 +60,4 @@ class LocalDPSecAdam(SecAdam):
         return all_may_be_noise(scene.update) if self.noise_multiplier else tree.zeros_like(scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
-        return accounted(
-            exposure,
-            noise_multiplier=self.noise_multiplier / 2,
-            releases=exposure.rounds,
-            unit="client",
-            model="local",
-            covers="the server and everybody else",
-            neighbours="any two data sets of the client (sensitivity 2 x clip)",
-            sampling="the server knows who takes part: not amplified, counted as if in every round",
-        )
+        return local_guarantee(exposure, self.noise_multiplier)

@@ -18,7 +18,7 @@ from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.task import Batch, Task
 
 PAPER = "Zhang, Cisse, Dauphin, Lopez-Paz, mixup: Beyond Empirical Risk Minimization, ICLR 2018"
-PROPOSALS = 32  # a gamma variate of shape >= 1 accepts 95 % of them: none is taken once in 1e41 draws
+PROPOSALS = 32  # a gamma variate of shape >= 1 accepts 95 % of them: all are refused once in 1e41 draws
 
 
 @named("mixup", kind="defence", paper=PAPER)
@@ -29,10 +29,9 @@ class MixUp(Defence):
     lambda ~ Beta(alpha, alpha), one for the batch of a step. The loss must take label distributions, as cross-entropy
     does. A client with one example trains on that example.
 
-    Pairs and lambda are the client's secret, so A2 predicts plainly: what it reconstructs are the MIXED images, two
-    photographs in one, and it must find mixed labels too. Taking them apart is a problem of its own (Carlini et al., Is
-    Private Learning Possible with Instance Encoding?, 2021), which no attack here attempts: scores against the original
-    images understate the leak.
+    Pairs and lambda are the client's secret, so A2 predicts plainly: it reconstructs the MIXED images, two photographs
+    in one, and must find mixed labels too. No attack here separates them (Carlini et al., Is Private Learning Possible
+    with Instance Encoding?, 2021): scores against the original images understate the leak.
     """
 
     alpha: float = 1.0

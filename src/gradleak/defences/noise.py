@@ -1,10 +1,9 @@
-"""What the defences that add Gaussian noise share."""
+"""What defences share that add noise to entries, or do not send them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
@@ -14,13 +13,12 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Client, Upload
+from gradleak.scenario.guarantee import Exposure, Guarantee, accounted
 from gradleak.scenario.rules import SGD
-
-Number = TypeVar("Number", int, float)
 
 
 def noised(params: Params, std: float, draws: Draws) -> Params:
-    """Every entry plus N(0, std^2) of its own."""
+    """Every entry plus independent N(0, std^2)."""
     return {
         name: value + std * draws.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
         for stream, (name, value) in enumerate(params.items())
@@ -28,7 +26,7 @@ def noised(params: Params, std: float, draws: Draws) -> Params:
 
 
 def own_draws(client: Client, name: str) -> Draws:
-    """The client's own random numbers; an error where there are none, as in an attacker's replay."""
+    """The client's random numbers; an error where there are none, as in an attacker's replay."""
     if client.draws is None:
         raise ValueError(
             f"{name} draws random numbers: pass ClientState(key=...), which names the client's stream. An attacker "
@@ -38,7 +36,7 @@ def own_draws(client: Client, name: str) -> Draws:
 
 
 def server_draws(server: Tree, name: str) -> Draws:
-    """The server's own random numbers of this round."""
+    """The server's random numbers of this round."""
     if "key" not in server:
         raise ValueError(
             f"{name} adds the server's noise: aggregate(..., server) needs server['key'] (two words) and "
@@ -48,9 +46,9 @@ def server_draws(server: Tree, name: str) -> Draws:
 
 
 def only_update(upload: Upload, name: str) -> Upload:
-    """The upload without buffers: whatever leaves beside the update, leaves without noise.
+    """The upload without buffers, which would leave the client without noise.
 
-    Running statistics are withheld. Further trees cannot be, since the server needs them: they are an error.
+    Running statistics are withheld. Further trees are an error: the server needs them, so they cannot be withheld.
     """
     if others := sorted(upload.payload.keys() - {"update"}):
         raise ValueError(
@@ -66,13 +64,12 @@ def full_variance(scene: TargetView, variance: float) -> Params:
 
 
 def variance_of_steps(scene: TargetView, deviations: Sequence[float]) -> Params:
-    """What noise on the gradients of the local steps leaves in the update: sum_k (c_k s_k)^2 in every coordinate.
+    """The variance in the update from noise on the gradients of the local steps: sum_k (c_k s_k)^2 everywhere.
 
-    `deviations`: s_k, of the gradient of step k. c_k is what the client's rule makes of one unit of gradient at step k
-    by the end of training. Exact for one step of SGD; for more it leaves out that later gradients are taken at noised
-    weights. A rule that is not linear in the gradient (Adam, Lion) has no c_k: there all of the observed update may be
-    noise, and its mean square is the variance. Without a known recipe the update is taken for a gradient, as `Replay`
-    does.
+    `deviations`: s_k, of the gradient of step k. c_k is the change of the update per unit of gradient at step k. Exact
+    for one step of SGD; for more it ignores that later gradients are taken at noised weights. A rule that is not linear
+    in the gradient (Adam, Lion) has no c_k: all of the observed update may be noise, and the variance is its mean
+    square. Without a known recipe the update is taken for a gradient, as `Replay` does.
     """
     training = scene.knows.training or LocalTraining(lr=1.0)
     if isinstance(training.optimiser, SGD):
@@ -83,9 +80,20 @@ def variance_of_steps(scene: TargetView, deviations: Sequence[float]) -> Params:
     return tree.map(lambda u: torch.zeros_like(u) + variance, scene.update)
 
 
-def at_least(name: str, value: Number, least: Number, *, excluded: bool = False, whole: bool = False) -> None:
-    """Refuse a setting below `least`, or at it where that is `excluded`; `whole`: it must be an int."""
-    if whole and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"{name} must be a whole number; given {value}.")
-    if not (value > least if excluded else value >= least):
-        raise ValueError(f"{name} must be {'above' if excluded else 'at least'} {least}; given {value}.")
+def unsent_variance(update: Params) -> Params:
+    """Infinite where an update is zero: these entries were not sent. Zero elsewhere."""
+    return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), update)
+
+
+def local_guarantee(exposure: Exposure, noise_multiplier: float) -> Guarantee:
+    """Local differential privacy of an update clipped to C with noise z C: any two updates lie up to 2 C apart."""
+    return accounted(
+        exposure,
+        noise_multiplier=noise_multiplier / 2,
+        releases=exposure.rounds,
+        unit="client",
+        model="local",
+        covers="the server and everybody else",
+        neighbours="any two data sets of the client (sensitivity 2 x clip)",
+        sampling="the server knows who takes part: not amplified, counted as if in every round",
+    )

@@ -24,12 +24,12 @@ PAPER = (
 @named("pgd", kind="defence", paper=PAPER)
 @dataclass(frozen=True)
 class PGD(Defence):
-    """Train on images that were moved, by at most epsilon, to where the loss is larger.
+    """Train on images that were moved, by at most epsilon, to raise the loss.
 
     X_s = clip(X_{s-1} + step * sign(grad_X L), X - epsilon, X + epsilon), s = 1..steps, clipped to the valid range too.
 
     epsilon and step are in units of the pixels' range, [0, 1]; step is 2 epsilon / 3 unless given. No random start.
-    It is here because training recipes contain it. It does not hide images: what is seen is the gradient of X_steps.
+    It is here because training recipes contain it. It does not hide images: the gradient of X_steps is visible.
 
     A2 unrolls the three steps and reconstructs X (the sign has no slope, so a change of X passes straight through).
     The alternative is A0, which ignores them and reconstructs X_steps, within epsilon of X: at 4/255, 36.1 dB or more.
@@ -65,9 +65,10 @@ class PGD(Defence):
         low, high = task.fields["x"].limits(x) if limits is None else limits
         unit = high - low
         step = 2 * self.epsilon / 3 if self.step is None else self.step
-        # Under vmap every lane needs a copy of its own, since BatchNorm in training mode writes into them.
-        own = tree.map(lambda b: b + torch.zeros_like(x.sum()).to(b), task.buffers() if buffers is None else buffers)
-        rise = grad(lambda at: task.loss(weights, {**batch, "x": at}, own)[0])
+        # Under vmap every lane needs its own copy: BatchNorm in training mode writes into them.
+        buffers = task.buffers() if buffers is None else buffers
+        copies = tree.map(lambda b: b + torch.zeros_like(x.sum()).to(b), buffers)
+        rise = grad(lambda at: task.loss(weights, {**batch, "x": at}, copies)[0])
         least, most = torch.maximum(low, x - self.epsilon * unit), torch.minimum(high, x + self.epsilon * unit)
         moved = x
         for _ in range(self.steps):
@@ -83,7 +84,7 @@ class PGD(Defence):
 
 @dataclass(frozen=True, eq=False)
 class _Unrolled(Defence):
-    """The same with the buffers that were sent, and with the limits at hand: a captured step makes no new constants."""
+    """PGD with the buffers that were sent and with fixed limits: a captured step makes no new constants."""
 
     rule: PGD
     limits: tuple[Tensor, Tensor]

@@ -12,6 +12,8 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
+from gradleak.defences.noise import unsent_variance
+from gradleak.defences.settings import one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
@@ -23,13 +25,13 @@ from gradleak.scenario.task import Task
 class Pruning(Defence):
     """Send the entries |u_j| >= tau and zeros elsewhere, tau such that the share `keep` of them is sent.
 
-    per="layer": a threshold for each tensor, as papers on leakage use it; "update": one for all. `residual`: what was
-    not sent is kept, and added to the client's next update. The paper: keep=0.01, per="update", residual=True.
+    per="layer": a threshold for each tensor, as papers on leakage use it; "update": one for all. `residual`: unsent
+    entries are added to the client's next update. The paper: keep=0.01, per="update", residual=True.
 
     The zeros of the observation are the mask. A1 weighs them out. A2 freezes the mask (top-k of the guess would be
-    another one) and takes from each dropped entry what it says: that it was at most tau, the smallest that was sent.
-    A prediction f there becomes sign(f) max(|f| - tau, 0), to be compared with 0. With `residual` a dropped entry says
-    nothing, and a sent one holds unsent parts of earlier rounds: exact in a client's first round only.
+    another one) and uses the bound on each dropped entry: at most tau, the smallest entry that was sent. A prediction f
+    there becomes sign(f) max(|f| - tau, 0), to be compared with 0. With `residual` a dropped entry says nothing, and a
+    sent one includes unsent parts of earlier rounds: A2 is exact in a client's first round only.
 
     Differs: at least one entry of each tensor (or update) is sent; entries equal to the threshold are all sent.
     """
@@ -41,8 +43,7 @@ class Pruning(Defence):
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ValueError(f"keep is the share of entries that is sent, above 0 and at most 1; given {self.keep}.")
-        if self.per not in ("layer", "update"):
-            raise ValueError(f"per must be 'layer' or 'update'; given {self.per!r}.")
+        one_of("per", self.per, "layer", "update")
 
     def upload(self, upload: Upload, client: Client) -> Upload:
         whole = self._whole(upload, client)
@@ -65,7 +66,7 @@ class Pruning(Defence):
         return self
 
     def noise_variance(self, scene: TargetView) -> Params:
-        return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
+        return unsent_variance(scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
         return Guarantee(reason="small entries are dropped, large ones are released exactly")
@@ -75,12 +76,12 @@ class Pruning(Defence):
         return update if unsent is None else tree.add(update, unsent)
 
     def _threshold(self, values: Tensor) -> Tensor:
-        """The smallest magnitude that is still sent of a vector."""
+        """The smallest magnitude of a vector that is still sent."""
         count = max(1, round(self.keep * len(values)))
         return values.abs().kthvalue(len(values) - count + 1).values
 
     def _each(self, function: Callable[[Tensor], Tensor], update: Params) -> Params:
-        """A number for each tensor: of its own entries, or of those of the whole update."""
+        """A number for each tensor: from its entries, or from those of the whole update."""
         if self.per == "layer":
             return tree.map(lambda u: function(u.flatten()), update)
         number = function(tree.flatten(update))
@@ -112,6 +113,6 @@ def _beyond(value: Tensor, least: Tensor) -> Tensor:
 
 
 def _least(sent: Tensor) -> Tensor:
-    """The smallest magnitude that is not zero; zero where all are: had one been larger, it would have been sent."""
+    """The smallest magnitude that is not zero; zero where all are: a larger one would have been sent."""
     least = torch.where(sent != 0, sent.abs(), torch.inf).amin()
     return torch.where(least.isinf(), 0.0, least)

@@ -1,4 +1,4 @@
-"""Sketched updates: a random part of the entries is sent, scaled so that the mean is right."""
+"""Sketched updates: a random part of the entries is sent, scaled to the right mean."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
+from gradleak.defences.noise import unsent_variance
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.task import Task
@@ -17,10 +18,10 @@ from gradleak.scenario.task import Task
 @named("random-mask", kind="defence", paper="Konecny et al., Strategies for Improving Communication Efficiency, 2016")
 @dataclass(frozen=True)
 class RandomMask(Defence):
-    """Send each entry with probability `keep`, divided by it, and zero otherwise: unbiased, and cheap to send.
+    """Send each entry with probability `keep`, divided by `keep`, and zero otherwise: unbiased, and cheap to send.
 
     The mask is fresh in every upload, so several rounds show more of an update that does not change. The zeros of an
-    observation are its mask: an attacker who knows the defence compares what was sent, and nothing else.
+    observation are its mask: an attacker who knows the defence compares only the entries that were sent.
     Differs: entries are drawn one by one, where the paper fixes their number.
     """
 
@@ -39,18 +40,18 @@ class RandomMask(Defence):
         return upload.map(lambda update: self._masked(update, sent))
 
     def _masked(self, update: Params, sent: Params) -> Params:
-        return tree.map(lambda u, there: torch.where(there, u / self.keep, 0.0), update, sent)
+        return tree.map(lambda u, mask: torch.where(mask, u / self.keep, 0.0), update, sent)
 
     def assumed(self, scene: TargetView, task: Task) -> Defence:
         return _Sent(self.keep, tree.map(lambda u: u != 0, scene.update))
 
     def noise_variance(self, scene: TargetView) -> Params:
-        return tree.map(lambda u: torch.where(u != 0, 0.0, torch.inf).to(u), scene.update)
+        return unsent_variance(scene.update)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sent(RandomMask):
-    """With the mask of an observation, which `assumed` fills in."""
+    """The defence with the mask of an observation, which `assumed` fills in."""
 
     sent: Params | None = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradleak.core import registry, tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
-from gradleak.defences.noise import at_least
+from gradleak.defences.settings import at_least, below_one, one_of
 from gradleak.scenario.defence import Client, Defence, Noiseless, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
 
@@ -22,7 +22,7 @@ HIDDEN = "secure aggregation hides single clients from the server, and {what} is
 
 
 def sole_update(upload: Upload, name: str) -> Params:
-    """The update that moments are made of; whatever else leaves a client would leave it without a mask."""
+    """The update that the moments are made of. Anything else would leave the client without a mask."""
     if upload.payload.keys() != {"update"}:
         raise ValueError(
             f"{name} makes moments of one update; the upload holds {', '.join(sorted(upload.payload))}. In a chain it "
@@ -38,9 +38,9 @@ def means(uploads: Sequence[Upload], sizes: Sequence[int]) -> tuple[Params, Para
 
 
 def soft_ratio(first: Tensor, second: Tensor, width: float | Tensor) -> Tensor:
-    """first / sqrt(second + width^2 mean(second)): the ratio with a slope, also where it is all but a sign.
+    """first / sqrt(second + width^2 mean(second)): the ratio with a slope, also where it is nearly a sign.
 
-    In units of the tensor's own RMS, so that it is as blind to the scale of a gradient as the ratio itself.
+    `width` is in units of the tensor's RMS, so that like the ratio it does not depend on the gradient's scale.
     """
     return first / tree.safe_sqrt(second + width**2 * second.mean())
 
@@ -55,20 +55,20 @@ class SecAdam(Defence):
     secure aggregation and under a positive factor r that the clients share: the server has r sum m and r^2 sum v, and
     takes the step of Adam on the averaged moments. eps is inside the root, since nobody can add it under the factor.
 
-    rate      what the server multiplies the ratio by: Adam's learning rate
+    rate      Adam's learning rate, by which the server multiplies the ratio
     eps       in units of u
-    moments   "update": of u, what the client would otherwise send: one step of SGD with lr 1 makes it the gradient, and
-              the paper's experiments take one step in a round. "rule": those of the client's own Adam after its last
-              step, which begin anew in every round
-    masks     "cancelled": the sums that are left when masks have cancelled, as they do; "ring": every round of a
-              training runs the real protocol (`gradleak.secure.reveal`) in fixed point, from three clients on
+    moments   "update": of u, the update that the client would otherwise send: the gradient for one step of SGD with
+              lr 1; the paper's experiments take one step in a round. "rule": those of the client's own Adam after its
+              last step, which start from zero in every round
+    masks     "cancelled": the sums after all masks have cancelled; "ring": every round of a training runs the real
+              protocol (`gradleak.secure.reveal`) in fixed point, with three clients or more
 
-    Of one client in its first round the ratio is sign(u), whatever its size: attacks on it get a slope from `soft`.
-    This is what the server is said to learn. What it holds tells more, over rounds nearly the sums themselves
-    (docs/secure-optimisers.md): see `secure.reveal`. Buffers are not sent: they would leave without a mask.
+    For one client in its first round the ratio is sign(u), for any size of u: `soft` gives attacks a slope. The server
+    is said to learn only this. Its data tell more, over rounds nearly the sums themselves (docs/secure-optimisers.md):
+    see `secure.reveal`. Buffers are not sent: they would leave without a mask.
 
-    The paper's text was not at hand: v's factor is squared by algebra, its additive masks need a sign to cancel. Sums
-    are weighted by numbers of examples where the federation is; the paper's are not (weighting="uniform").
+    The paper's text was not available: v's factor is squared by algebra, its additive masks need a sign to cancel. Sums
+    are weighted by numbers of examples if the federation's are; the paper's are not (weighting="uniform").
     """
 
     last: ClassVar[bool] = True  # moments are no update: nobody may change the upload after it
@@ -83,11 +83,9 @@ class SecAdam(Defence):
         for name in ("rate", "eps"):
             at_least(name, getattr(self, name), 0.0, excluded=True)
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; given {getattr(self, name)}.")
-        for name, known in (("moments", ("update", "rule")), ("masks", ("cancelled", "ring"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
+            below_one(name, getattr(self, name))
+        one_of("moments", self.moments, "update", "rule")
+        one_of("masks", self.masks, "cancelled", "ring")
 
     # --- the client -------------------------------------------------------------------------------------------------
 
@@ -103,7 +101,7 @@ class SecAdam(Defence):
         return {} if self.moments == "rule" else self._moments(sole_update(before, self.name), client)
 
     def _moments(self, update: Params, client: Client) -> Tree:
-        """Both moments after this round, with their bias, and of how many updates they are."""
+        """Both moments after this round, with their bias, and the number of updates in them."""
         if self.moments == "rule":
             if not {FIRST, SECOND, "count"} <= client.optimiser.keys():
                 raise ValueError(
@@ -111,11 +109,11 @@ class SecAdam(Defence):
                     "none: use LocalTraining(optimiser=Adam()), or moments='update'."
                 )
             return client.optimiser
-        held = client.memory or {FIRST: tree.zeros_like(update), SECOND: tree.zeros_like(update), "count": None}
-        count = next(tree.leaves(update)).new_zeros(()) if held["count"] is None else held["count"]
+        memory = client.memory or {FIRST: tree.zeros_like(update), SECOND: tree.zeros_like(update), "count": None}
+        count = tree.like(update).new_zeros(()) if memory["count"] is None else memory["count"]
         return {
-            FIRST: tree.map(lambda m, u: self.beta1 * m + (1 - self.beta1) * u, held[FIRST], update),
-            SECOND: tree.map(lambda v, u: self.beta2 * v + (1 - self.beta2) * u * u, held[SECOND], update),
+            FIRST: tree.map(lambda m, u: self.beta1 * m + (1 - self.beta1) * u, memory[FIRST], update),
+            SECOND: tree.map(lambda v, u: self.beta2 * v + (1 - self.beta2) * u * u, memory[SECOND], update),
             "count": count + 1,
         }
 
@@ -125,16 +123,16 @@ class SecAdam(Defence):
         return self.soft(uploads, sizes, 0.0)
 
     def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params:
-        """What is revealed, with a slope of this width, for attackers; 0: as it is."""
+        """The revealed ratio with a slope of this width, for attackers; 0: the ratio itself."""
         first, second = means(uploads, sizes)
         return tree.scale(tree.map(lambda m, v: soft_ratio(m, v, width), first, second), self.rate)
 
     def aggregate(self, uploads: Sequence[Upload], sizes: Sequence[int], server: Tree) -> Params:
         if self.masks == "cancelled":
             return self.reveal(uploads, sizes)
-        seen = registry.entry("aggregation", "ring").make(uploads, sizes, round=int(server.get("round", 0)))
+        sums = registry.entry("aggregation", "ring").make(uploads, sizes, round=int(server.get("round", 0)))
         like = uploads[0].payload[FIRST]
-        return tree.map(lambda ratio, m: self.rate * ratio.to(m), seen.ratio(2), like)
+        return tree.map(lambda ratio, m: self.rate * ratio.to(m), sums.ratio(2), like)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
         return Guarantee(reason=HIDDEN.format(what="the ratio of their sums"))
@@ -142,7 +140,7 @@ class SecAdam(Defence):
 
 @dataclass(frozen=True)
 class WithoutNoise(Noiseless):
-    """A noisy defence of moments as an attacker re-runs it: what is remembered and revealed is that of `quiet`."""
+    """A noisy defence of moments as an attacker replays it: `quiet` also decides what is remembered and revealed."""
 
     def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
         return self.quiet.remember(before, after, client)
@@ -156,6 +154,6 @@ class WithoutNoise(Noiseless):
 
 
 def all_may_be_noise(update: Params) -> Params:
-    """The variance of a ratio whose gradients were noised: nothing linear is left, so as much as was seen."""
+    """The variance of a ratio of noised gradients: nothing is linear here, so all of the update may be noise."""
     variance = tree.squared_norm(update) / tree.size(update)
     return tree.map(lambda u: torch.zeros_like(u) + variance, update)

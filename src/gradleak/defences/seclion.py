@@ -12,8 +12,9 @@ from torch import Tensor
 from gradleak.core import registry, tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params, Tree
-from gradleak.defences.noise import at_least, own_draws
+from gradleak.defences.noise import own_draws
 from gradleak.defences.secadam import FIRST, HIDDEN, PAPER, SECOND, means, soft_ratio, sole_update
+from gradleak.defences.settings import at_least, below_one, one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
@@ -25,22 +26,22 @@ from gradleak.scenario.task import Task
 class SecLion(Defence):
     """The server steps by rate * (sign(mean_i c_i) + weight_decay * w), with c_i the direction of Lion of client i.
 
-    A client keeps m, sends c = b1 m + (1 - b1) u and then has m = b2 m + (1 - b2) u. In the place of a second moment it
-    sends U(low, high), drawn anew for every coordinate. Both are under secure aggregation and under the same shared
+    A client keeps m, sends c = b1 m + (1 - b1) u and then sets m = b2 m + (1 - b2) u. Instead of a second moment it
+    sends e ~ U(low, high), fresh for every coordinate. Both are under secure aggregation and under the same shared
     positive factor r: the server has r sum c and r sum e, and the sign of their ratio is that of sum c.
 
-    sees      what the attacker looks at. "signs": what the server is said to learn. "ratio": the HONEST view, which it
-              computes of the same uploads in every round, mean c / mean e. e is known up to (low, high), and its mean
-              over n clients better with every one of them: the SIZES of c are then seen too, with a relative error of
-              about (high - low) / (high + low) / sqrt(3 n)
+    sees      what the attacker uses. "signs": what the server is said to learn. "ratio": the HONEST view, mean c / mean
+              e, which it computes from the same uploads in every round. e is known up to (low, high), and its mean over
+              n clients the better the larger n: the SIZES of c are then visible too, with a relative error of about
+              (high - low) / (high + low) / sqrt(3 n)
     form      "decoupled": decay outside the sign, as in Lion; "printed": sign(c / e + weight_decay * w), as the
-              supplement prints it, where the random size of c / e decides what decay does
+              supplement prints it, where the random size of c / e decides the effect of the decay
     rate      the server's learning rate
     low, high the paper gives no numbers
 
-    u is what the client would otherwise send: with one step of SGD and lr 1 the gradient. Of one client in its first
-    round the sign is that of its gradient, as with SecAdam. Reference of the rule: Chen et al., Symbolic Discovery of
-    Optimization Algorithms, 2023.
+    u is the update that the client would otherwise send: the gradient for one step of SGD with lr 1. For one client in
+    its first round the sign is that of its gradient, as with SecAdam. Reference for the rule: Chen et al., Symbolic
+    Discovery of Optimization Algorithms, 2023.
     """
 
     last: ClassVar[bool] = True  # moments are no update: nobody may change the upload after it
@@ -61,12 +62,10 @@ class SecLion(Defence):
         if not self.high >= self.low:
             raise ValueError(f"high must be at least low; given {self.low} and {self.high}.")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1; given {getattr(self, name)}.")
-        choices = {"sees": ("signs", "ratio"), "form": ("decoupled", "printed"), "masks": ("cancelled", "ring")}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
+            below_one(name, getattr(self, name))
+        one_of("sees", self.sees, "signs", "ratio")
+        one_of("form", self.form, "decoupled", "printed")
+        one_of("masks", self.masks, "cancelled", "ring")
 
     # --- the client -------------------------------------------------------------------------------------------------
 
@@ -84,18 +83,18 @@ class SecLion(Defence):
 
     def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
         update = sole_update(before, self.name)
-        held = _momentum(update, client)
-        return {FIRST: tree.map(lambda m, u: self.beta2 * m + (1 - self.beta2) * u, held, update)}
+        momentum = _momentum(update, client)
+        return {FIRST: tree.map(lambda m, u: self.beta2 * m + (1 - self.beta2) * u, momentum, update)}
 
     # --- the server -------------------------------------------------------------------------------------------------
 
     def reveal(self, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
         first, second = means(uploads, sizes)
-        seen = tree.map(torch.sign, first) if self.sees == "signs" else tree.map(torch.div, first, second)
-        return tree.scale(seen, self.rate)
+        view = tree.map(torch.sign, first) if self.sees == "signs" else tree.map(torch.div, first, second)
+        return tree.scale(view, self.rate)
 
     def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params:
-        """What is revealed, with a slope of this width, for attackers; 0: as it is."""
+        """The revealed signs with a slope of this width, for attackers; 0: the signs themselves."""
         if self.sees == "ratio":
             return self.reveal(uploads, sizes)
         first, _ = means(uploads, sizes)
@@ -105,9 +104,9 @@ class SecLion(Defence):
         first, second = means(uploads, sizes)
         ratio = tree.map(torch.div, first, second)
         if self.masks == "ring":
-            sums = registry.entry("aggregation", "ring").make
-            seen = sums(uploads, sizes, round=int(server.get("round", 0)), powers=(1, 1), largest=self.high)
-            ratio = tree.map(lambda found, c: found.to(c), seen.ratio(1), first)
+            ring = registry.entry("aggregation", "ring").make
+            sums = ring(uploads, sizes, round=int(server.get("round", 0)), powers=(1, 1), largest=self.high)
+            ratio = tree.map(lambda value, c: value.to(c), sums.ratio(1), first)
         if not self.weight_decay:
             return tree.scale(tree.map(torch.sign, ratio), self.rate)
         if "weights" not in server:
@@ -123,20 +122,20 @@ class SecLion(Defence):
         return _Expected(**vars(self))
 
     def noise_variance(self, scene: TargetView) -> Params:
-        """Of "ratio", one client: c / e is off by about the relative deviation of e. Signs are exact."""
+        """For the ratio of one client: c / e has about the relative deviation of e. Signs are exact."""
         if self.sees == "signs":
             return tree.zeros_like(scene.update)
         relative = (self.high - self.low) ** 2 / (3 * (self.high + self.low) ** 2)
         return tree.map(lambda u: relative * u.square(), scene.update)
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
-        told = HIDDEN.format(what="the sign of their sum")
-        return Guarantee(reason=f"{told}, its sizes up to a factor of {self.high / self.low:.3g} (sees='ratio')")
+        hidden = HIDDEN.format(what="the sign of their sum")
+        return Guarantee(reason=f"{hidden}, its sizes up to a factor of {self.high / self.low:.3g} (sees='ratio')")
 
 
 @dataclass(frozen=True)
 class _Expected(SecLion):
-    """SecLion as an attacker re-runs it: denominators in the middle of where they can be."""
+    """SecLion as an attacker replays it: denominators in the middle of their range."""
 
     def _denominators(self, update: Params, client: Client) -> Params:
         return tree.map(lambda u: torch.full_like(u, (self.low + self.high) / 2), update)
@@ -146,5 +145,5 @@ class _Expected(SecLion):
 
 
 def _momentum(update: Params, client: Client) -> Params:
-    held: Params = client.memory.get(FIRST) or tree.zeros_like(update)
-    return held
+    momentum: Params = client.memory.get(FIRST) or tree.zeros_like(update)
+    return momentum

@@ -1,4 +1,4 @@
-"""Soteria: the features that give most of the image away are cut out of one layer's update."""
+"""Soteria: the features that reveal most of the image are cut out of one layer's update."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.task import Batch, Task, TaskError
 
-CHUNK = 64  # features whose derivatives are held at once, each as large as the batch
+CHUNK = 64  # features whose derivatives are in memory at once, each as large as the batch
 
 
 @named(
@@ -31,14 +31,14 @@ class Soteria(Defence):
     """Set to zero the columns of the classifier's weight update that belong to the features with the lowest scores.
 
     score_i = sum over the examples of ||d r_i / d x||_2 / (|r_i| + offset), r the classifier's input; the `rate` per
-    cent of lowest score are cut. This stands for the features of largest ||r_i (d r_i / d x)^-1||, without which a
-    reconstruction from the representation is furthest off. The bias and all other layers are released as they are.
+    cent of lowest score are cut. These approximate the features of largest ||r_i (d r_i / d x)^-1||, without which a
+    reconstruction from the representation is worst. The bias and all other layers are released unchanged.
 
     rate      1 in the authors' DLG demonstration, 60 in their IG one, up to 80 in the literature
     offset    0.1 in their IG demonstration, 0 in the DLG one, 1e-10 in GGL
 
-    It cuts the upload, once, by the features at the weights that were sent and over all examples of the client: for one
-    local step that is the published method; for more, which it was not made for, the update is cut like a gradient.
+    It cuts the upload once, by the features of all the client's examples at the weights that were sent. For one local
+    step that is the published method; for more, which it was not made for, the update is cut like a gradient.
 
     The zero columns show the mask. A1 drops them, A2 replays the cut: on convolutional networks the other layers are
     all that an attack needs (Balunovic et al., Bayesian Framework for Gradient Leakage, ICLR 2022).
@@ -61,7 +61,7 @@ class Soteria(Defence):
         return _cut(upload, client.task, score >= score.kthvalue(cut + 1).values)
 
     def scores(self, task: Task, weights: Params, batch: Batch, buffers: Params | None = None) -> Tensor:
-        """One for each feature, all in vectorised backward passes."""
+        """The score of each feature, in vectorised backward passes."""
         layer = task.classifier.module
         private = {name: batch[name] for name, field in task.fields.items() if field.classes is None}
 
@@ -101,10 +101,12 @@ class Soteria(Defence):
 
 @dataclass(frozen=True, eq=False)
 class _Frozen(Defence):
-    kept: Tensor
+    """The cut of an observation: the columns that were sent, (features,)."""
+
+    sent: Tensor
 
     def upload(self, upload: Upload, client: Client) -> Upload:
-        return _cut(upload, client.task, self.kept)
+        return _cut(upload, client.task, self.sent)
 
 
 def _columns(scene: TargetView) -> Tensor:
@@ -112,7 +114,7 @@ def _columns(scene: TargetView) -> Tensor:
     return (scene.update[scene.task.classifier.weight] != 0).any(0)
 
 
-def _cut(upload: Upload, task: Task, kept: Tensor) -> Upload:
+def _cut(upload: Upload, task: Task, sent: Tensor) -> Upload:
     update, name = upload.payload["update"], task.classifier.weight
-    cut = {**update, name: torch.where(kept, update[name], 0.0)}
+    cut = {**update, name: torch.where(sent, update[name], 0.0)}
     return replace(upload, payload={**upload.payload, "update": cut})

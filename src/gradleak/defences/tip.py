@@ -15,6 +15,7 @@ from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences import gradcam
 from gradleak.defences.noise import own_draws
+from gradleak.defences.settings import one_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee, heuristic
@@ -29,7 +30,7 @@ def mask(
     """1 at the frequencies of a shifted spectrum that get noise: (u - u0)^2 + (v - v0)^2 >= radius^2, (height, width).
 
     center="int": u0 = height // 2, where the mean of the kernel is. "real": u0 = height / 2, as printed, which for
-    small odd kernels and radius 0.5 leaves nothing out: white noise.
+    small odd kernels and radius 0.5 excludes nothing: white noise.
     """
     rows, columns = (
         torch.arange(side, device=device) - (side // 2 if center == "int" else side / 2) for side in (height, width)
@@ -38,7 +39,7 @@ def mask(
 
 
 def spectral(kernels: Tensor, radius: float = 0.5, center: str = "int") -> Tensor:
-    """Re ifft2(ifftshift(M * fftshift(fft2(kernels)))) over the last two axes, M = `mask`: what noise can fill."""
+    """Re ifft2(ifftshift(M * fftshift(fft2(kernels)))) over the last two axes, M = `mask`: the reach of the noise."""
     axes = (-2, -1)
     passing = mask(kernels.shape[-2], kernels.shape[-1], radius, center, kernels.device)
     spectrum = passing * torch.fft.fftshift(torch.fft.fft2(kernels), dim=axes)
@@ -46,9 +47,9 @@ def spectral(kernels: Tensor, radius: float = 0.5, center: str = "int") -> Tenso
 
 
 def filtered(kernels: Tensor, radius: float = 0.5, center: str = "int") -> Tensor:
-    """`spectral` without a transform, where the mask passes all, nothing, or all but the mean.
+    """`spectral`, without a transform where the mask passes all, nothing, or all but the mean.
 
-    An attacker filters every layer at every step, and a transform is many passes over it.
+    An attacker filters every layer at every step, and a transform takes many passes over it.
     """
     middle = [side // 2 if center == "int" else side / 2 for side in kernels.shape[-2:]]
     places = itertools.product(*map(range, kernels.shape[-2:]))  # Python numbers: a captured step reads no value
@@ -78,8 +79,8 @@ def scale_of(
 ) -> float:
     """The beta that the authors derive from an epsilon: sqrt(2 ln(1.25 / delta)) steps lr clip / (batch_size epsilon).
 
-    The released code does not divide by the number of convolutions, the paper does (`layers`). It is a name for a noise
-    scale and proves nothing: most coordinates are released exactly, and batch gradients have no such sensitivity.
+    The released code does not divide by the number of convolutions, the paper does (`layers`). This epsilon only names
+    a noise scale: most coordinates are released exactly, and batch gradients have no such sensitivity.
     """
     if not (epsilon > 0 and 0 < delta < 1):
         raise ValueError(f"epsilon must be above 0 and delta between 0 and 1; given {epsilon} and {delta}.")
@@ -89,22 +90,22 @@ def scale_of(
 @named("tip", kind="defence", paper=PAPER)
 @dataclass(frozen=True)
 class TIP(Defence):
-    """After local training, add noise to the kernels of each convolution's most important channels, but not to means.
+    """After local training, add noise to the kernels of each convolution's most important channels, not to their means.
 
     For every input channel i of the floor(proportion * channels), at least one, most important output channels o:
     F(w[o, i]) + beta * M * F(n), n ~ N(0, 1) in every entry, F the shifted Fourier transform and M = `mask`. With
-    center="int", radius <= 1 and kernels larger than 1 x 1 that is w[o, i] + beta * (n - mean n): what the paper calls
-    high frequencies is all but the mean, and kernels of 1 x 1 stay as they are. All else is released exactly.
+    center="int", radius <= 1 and kernels larger than 1 x 1 that is w[o, i] + beta * (n - mean n): the paper's high
+    frequencies are all but the mean, and kernels of 1 x 1 do not change. All else is released exactly.
 
-    Importance: the mean Grad-CAM weight at the trained weights over one random example of each class of the client's
-    (`absolute`: of its magnitude; `repo_single_guidance`: one example in all, as the released code has it by an error).
+    Importance: the mean Grad-CAM weight at the trained weights over one random example of each class that the client
+    has (`absolute`: of its magnitude; `repo_single_guidance`: one example in all, an error of the released code).
 
-    The attacker knows how many channels of a layer are noised, and takes those with the most energy in that part of the
-    observed update which the noise fills: right while the noise is the larger part of it (a likelihood ratio that uses
-    beta was no better). A1 drops them. A2 keeps of them what the noise cannot reach, the mean of every kernel slice for
-    center="int" and nothing for "real". Gradients are those at the weights that were sent, never at the noised ones.
-    Who has a candidate looks again (`reconsidered`): noise stays in what a candidate leaves unexplained, also where it
-    is the smaller part of the update.
+    The attacker knows how many channels of a layer are noised, and guesses that these have the most energy in the part
+    of the observed update that the noise can reach: right while the noise is the larger part of it (a likelihood ratio
+    that uses beta was no better). A1 drops them. A2 keeps the part of them that the noise cannot reach: the mean of
+    every kernel slice for center="int", nothing for "real". Gradients are those at the weights that were sent, never at
+    the noised ones. An attacker with a candidate guesses again (`reconsidered`): the noise is in the part of the update
+    that the candidate does not explain, also where it is the smaller part.
 
     Differs: the paper's listing takes the real part of the spectrum, its text and code the inverse transform, as here;
     it does not say how importance is averaged over examples; `scale_of` gives beta from its privacy parameters.
@@ -122,8 +123,7 @@ class TIP(Defence):
             raise ValueError(f"beta is a standard deviation, 0 or more; given {self.beta}.")
         if not 0 < self.proportion <= 1:
             raise ValueError(f"proportion is a share of the channels, above 0 and at most 1; given {self.proportion}.")
-        if self.center not in ("int", "real"):
-            raise ValueError(f"center must be 'int' or 'real'; given {self.center!r}.")
+        one_of("center", self.center, "int", "real")
 
     def count(self, channels: int) -> int:
         """How many channels of a layer get noise."""
@@ -158,9 +158,9 @@ class TIP(Defence):
     def reconsidered(self, scene: TargetView, predicted: Params) -> Defence:
         if not self.beta:
             return self
-        left = replace(scene, update=tree.subtract(scene.update, predicted))
-        own = {item.name: getattr(self, item.name) for item in fields(TIP)}
-        return _Reconsidered(**own, noised=TIP._noised(self, left))
+        unexplained = replace(scene, update=tree.subtract(scene.update, predicted))
+        settings = {item.name: getattr(self, item.name) for item in fields(TIP)}
+        return _Reconsidered(**settings, noised=TIP._noised(self, unexplained))
 
     def ratios(self, task: Task) -> dict[str, float]:
         """beta over the standard deviation of the weights, for each convolution: is the noise small?"""
@@ -176,19 +176,19 @@ class TIP(Defence):
     def _noised(self, scene: TargetView) -> Params:
         """1 at the kernels whose observed update shows noise, else 0; of every convolution."""
 
-        def found(update: Tensor) -> Tensor:
+        def mask(update: Tensor) -> Tensor:
             energy = self._filtered(update).square().sum((1, 2, 3))
             # Kernels that no noise can enter, such as 1 x 1 around their mean, have none of that energy.
             noised = gradcam.largest(energy, self.count(len(energy))) * (energy > 0)
             return gradcam.along_channels(noised, update).expand(update.shape)
 
         names = (f"{layer}.weight" for layer in gradcam.convolutions(scene.task))
-        return {name: found(scene.update[name]) for name in names}
+        return {name: mask(scene.update[name]) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
 class _Reconsidered(TIP):
-    """TIP whose noised channels are taken to be these."""
+    """TIP with a given guess of the noised channels."""
 
     noised: Params = field(default_factory=dict)
 
@@ -198,7 +198,7 @@ class _Reconsidered(TIP):
 
 @dataclass(frozen=True, eq=False)
 class _Exact(Defence):
-    """What A2 compares: everything but the part of noised channels in which the noise lies."""
+    """What A2 compares: everything except the part of noised channels that the noise can reach."""
 
     rule: TIP
     noised: Params

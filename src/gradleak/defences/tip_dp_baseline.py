@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.clipping import clip
-from gradleak.defences.noise import at_least, full_variance, noised, own_draws
+from gradleak.defences.noise import full_variance, noised, own_draws
+from gradleak.defences.settings import at_least
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Client, Compute, Defence, Noiseless, Upload
 from gradleak.scenario.guarantee import Exposure, Guarantee
@@ -24,9 +25,9 @@ class TIPBaseline(Defence):
 
     sigma = epochs * batches * lr * (C / batch_size) * sqrt(2 ln(1.25 / delta)) / epsilon.
 
-    Verbatim as the authors' code has it, and `epsilon` is their name for a noise scale: nothing is proved. The defaults
-    are their convergence run (sigma 0.0048448); their attack run is epochs=1, batches=4, batch_size=1 (0.019379). The
-    recipe is part of the settings, since a client's hooks do not know it; give what the client runs.
+    The formula is that of the authors' code. Their `epsilon` only names a noise scale: nothing is proved. The defaults
+    are those of their convergence run (sigma 0.0048448); their attack run has epochs=1, batches=4, batch_size=1
+    (0.019379). The recipe is part of the settings, since a client's hooks do not know it; give what the client runs.
     """
 
     epsilon: float = 5.0
@@ -47,7 +48,7 @@ class TIPBaseline(Defence):
 
     @property
     def sigma(self) -> float:
-        """Of the noise on every weight."""
+        """The standard deviation of the noise on every weight."""
         sensitivity = self.epochs * self.batches * self.lr * self.clip / self.batch_size
         return sensitivity * math.sqrt(2 * math.log(1.25 / self.delta)) / self.epsilon
 

@@ -26,7 +26,7 @@ class SharedDraws(Defence):
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
         key = randomness.key("shared draws", self.seed, server.get("round", 0))
-        return {SHARED: {"key": key.to(next(tree.leaves(weights)).device)}}
+        return {SHARED: {"key": key.to(tree.like(weights).device)}}
 
 
 def handed_out(task: Task, seen: Observation, step: int = 0) -> Batch:

@@ -9,9 +9,9 @@ from gradleak.engine.lanes import (
     memory_of,
     moments_of,
     solve,
-    unknowns_of,
 )
 from gradleak.engine.search import EngineError, Search
+from gradleak.parts.spaces import unknowns_of
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "activations", "chunk_size", "lanes_of", "memory_of"]
 __all__ += ["moments_of", "solve", "unknowns_of"]

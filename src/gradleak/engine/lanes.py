@@ -1,20 +1,21 @@
-"""Lanes: how targets and restarts become chunks of one tensor program, stage after stage.
+"""Lanes: targets and restarts as chunks of one tensor program, stage after stage.
 
 A lane is one (target, restart). Lanes of equal shape are stacked and solved together (`search.py`), as many at a time
-as the memory of the device holds. `Engine` says where and in which precision.
+as the device has memory for. `Engine` says where and in which precision.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak.core import random as randomness
 from gradleak.core import tree
@@ -23,7 +24,8 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.engine.layers import LaneLayers
 from gradleak.engine.search import EngineError, Search
-from gradleak.parts.protocols import Footprint, Scored
+from gradleak.parts.protocols import Scored
+from gradleak.parts.spaces import unknowns_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import stack
@@ -31,22 +33,22 @@ from gradleak.scenario.task import Batch, Task, double_backward_safe, float32_pr
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
 
-# Parameters up to which lanes have weights of their own rather than wait for those with others. A GPU has room for more
-# than a few lanes of a small model (the LeNet's rate grows up to 1,024 of them); a CPU has not, and shared weights are
-# cheaper. Where the line should lie has not been measured.
+# Lanes of models with at most so many parameters may differ in their weights, so they share a chunk. A GPU has room for
+# many lanes of a small model (the LeNet's rate grows up to 1,024 lanes). On a CPU shared weights are cheaper. The limit
+# has not been measured.
 OWN_WEIGHTS = {"cuda": 100_000}
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How to compute. None of it changes what is computed, beyond rounding.
+    """How to compute. The result does not depend on it, apart from rounding.
 
-    device      "auto" takes CUDA where there is one
+    device      "auto": CUDA if there is a device
     precision   "strict" float32; "fast" lets matrix products and convolutions use TF32; "double" float64
-    chunk       lanes solved together; None sizes it to the memory of the device
-    batched     False runs lane after lane, for models that vmap rejects
+    chunk       lanes solved together; None: as many as the memory of the device holds
+    batched     False: lane after lane, for models that vmap rejects
     graph       capture the step as a CUDA graph
-    snapshots   images of every lane kept on the way to its result, for a report that shows the search
+    snapshots   images of every lane kept during the search, for the report
     """
 
     device: str = "auto"
@@ -66,7 +68,7 @@ class Engine:
 
     @property
     def where(self) -> torch.device:
-        """The device; "auto" is decided here."""
+        """The device that "auto" or a name stands for."""
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -75,13 +77,13 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of everything that is computed with."""
+        """The type that everything is computed in."""
         return torch.float64 if self.precision == "double" else torch.float32
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """The precision and the attention kernels this engine asks for; the user's settings come back afterwards."""
-        # On a GPU lanes gain severalfold from convolutions as matrix products; a CPU runs grouped ones well enough.
+        """Sets the precision and the attention kernels; restores the user's settings afterwards."""
+        # On a GPU convolutions as matrix products are several times faster; a CPU runs grouped ones well enough.
         layers = LaneLayers() if self.batched and self.where.type == "cuda" else nullcontext()
         with float32_products(fast=self.precision == "fast"), double_backward_safe(), layers:
             yield
@@ -89,20 +91,39 @@ class Engine:
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """One chunk's result; lanes are target-major."""
+    """The result of one chunk; all restarts of a target are neighbours."""
 
     targets: tuple[int, ...]
     lanes: int
     batch: Batch
-    unknowns: dict[str, Tensor]  # (lanes, ...): those that are no field of the batch
+    unknowns: dict[str, Tensor]  # (lanes, ...): unknowns that are no field of the batch
     objective: Tensor
     match: Tensor
-    each: Tensor | None  # (lanes, examples): the match of every example, where it separates
+    each: Tensor | None  # (lanes, examples): the match of every example, if it is a mean over examples
     diverged: Tensor
-    noise: Tensor  # (lanes,): the match at the level of the known defence's noise
+    noise: Tensor  # (lanes,): the match that the noise of the known defence causes
     trace: dict[str, Tensor]
-    snapshots: Tensor  # (lanes, moments, ...): images on the way, where the engine was asked for some
-    moments: list[int]  # the steps that they were taken before
+    snapshots: Tensor  # (lanes, moments, ...): images during the search, if the engine keeps some
+    moments: list[int]  # the steps before which they were taken
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Lanes that are solved together: some targets, each with all of its restarts."""
+
+    targets: tuple[int, ...]  # their numbers
+    scenes: Sequence[TargetView]
+    keys: Sequence[Sequence[Tensor]]  # the random key of every restart of every target
+    before: Tree | None = None  # what the first stage starts from, as if a stage before had left it
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """(targets, restarts)"""
+        return len(self.scenes), len(self.keys[0])
+
+    @property
+    def lanes(self) -> int:
+        return math.prod(self.groups)
 
 
 def solve(
@@ -117,8 +138,8 @@ def solve(
 ) -> Iterator[Solved]:
     """Run every stage for every target and restart, chunk by chunk. All restarts of a target share a chunk.
 
-    Scenes may wait where they were recorded (`TargetView.waiting`): a chunk's are on the device while it is solved.
-    `begin`: a batch for each target, which the first stage finds as if a stage before had left it.
+    Scenes may stay where they were recorded (`TargetView.waiting`): they move to the device with their chunk.
+    `begin`: a batch for each target, from which the first stage starts.
     """
     restarts = len(keys[0])
     largest = max(scenes, key=lambda scene: scene.num_examples)
@@ -128,26 +149,26 @@ def solve(
     chunks = [bucket[start : start + per_chunk] for bucket in buckets for start in range(0, len(bucket), per_chunk)]
     for done, rows in enumerate(chunks):
         report = None if progress is None else lambda share, done=done: progress((done + share) / len(chunks))
-        chosen = [scenes[row] for row in rows]
-        left = None if begin is None else _left(begin, rows, chosen[0], restarts)
-        yield _solve_chunk(stages, chosen, [keys[row] for row in rows], keep, engine, report, tuple(rows), output, left)
+        before = None if begin is None else _lane_batches(begin, rows, scenes[rows[0]], restarts)
+        chunk = Chunk(tuple(rows), [scenes[row] for row in rows], [keys[row] for row in rows], before)
+        yield _solve_chunk(chunk, stages, keep, output, engine, report)
 
 
-def _left(begin: Batch, rows: Sequence[int], scene: TargetView, restarts: int) -> Tree:
-    """The batches of these targets, each for all of its restarts: (lanes, examples, ...)."""
+def _lane_batches(begin: Batch, rows: Sequence[int], scene: TargetView, restarts: int) -> Tree:
+    """The batches of these targets, each repeated for all restarts: (lanes, examples, ...)."""
     like = next(scene.task.model.parameters())
 
-    def own(value: Tensor) -> Tensor:
-        chosen = value[list(rows), : scene.num_examples].repeat_interleave(restarts, dim=0)
-        return chosen.to(like.device, like.dtype if value.is_floating_point() else None)
+    def repeated(value: Tensor) -> Tensor:
+        lanes = value[list(rows), : scene.num_examples].repeat_interleave(restarts, dim=0)
+        return lanes.to(like.device, like.dtype if value.is_floating_point() else None)
 
-    return {name: own(value) for name, value in begin.items()}
+    return {name: repeated(value) for name, value in begin.items()}
 
 
 def _buckets(scenes: Sequence[TargetView], own_weights: int = 0) -> list[list[int]]:
-    """Lanes that can be stacked: same number of examples, same weights and broadcasts (stored once).
+    """Targets whose lanes can be stacked: same number of examples, same weights and broadcasts (stored once).
 
-    Models of at most `own_weights` parameters may differ: many rounds of a small one then are lanes of one run.
+    Models of at most `own_weights` parameters may differ in their weights: then many rounds of one share a chunk.
     """
     buckets: list[list[int]] = []
     for row, scene in enumerate(scenes):
@@ -170,7 +191,7 @@ def _buckets(scenes: Sequence[TargetView], own_weights: int = 0) -> list[list[in
 
 
 def _alike(first: TargetView, scene: TargetView) -> bool:
-    """Is all that differs between two single rounds a matter of numbers?"""
+    """Do two single rounds differ in values only, not in names or shapes?"""
     return (
         not first.earlier
         and (first.returned_buffers is None) == (scene.returned_buffers is None)
@@ -181,7 +202,7 @@ def _alike(first: TargetView, scene: TargetView) -> bool:
 
 
 def _same_sent(first: TargetView, scene: TargetView) -> bool:
-    """Did the server send the same in these rounds, and get the same kind of thing back?"""
+    """Did the server send the same values in both rounds, and did both return buffers or neither?"""
     return (
         (first.returned_buffers is None) == (scene.returned_buffers is None)
         and _equal(first.weights, scene.weights)
@@ -197,7 +218,7 @@ def _equal(a: Tree, b: Tree) -> bool:
 
 
 def _same(x: Tensor | Tree, y: Tensor | Tree) -> bool:
-    """Of two targets, which may wait on different devices."""
+    """Are two tensors, or trees of them, equal? They may be on different devices."""
     if x is y:
         return True
     if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -206,89 +227,82 @@ def _same(x: Tensor | Tree, y: Tensor | Tree) -> bool:
 
 
 def chunk_size(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> int:
-    """Lanes per chunk from the sizes of the model and of the machine: fixed by the configuration, so a run repeats.
+    """Lanes per chunk, from the sizes of the model and of the machine alone, so that a run can be repeated.
 
-    A lane holds a few copies of a gradient and of all activations (forward, backward, and backward of both), for every
-    gradient that the prediction takes, and what the optimiser remembers of every unknown, the prediction's included.
-    Weights of its own, which only small models have, are not counted.
+    For every gradient that the prediction takes, a lane holds a few copies of it and of all activations (forward,
+    backward, and backward of both). It also holds the optimiser's memory of every unknown, those of the prediction
+    included. Weights of its own are not counted: only small models have them.
     """
     equations = len(scene.rounds) * tree.size(scene.update)
     size = torch.finfo(engine.dtype).bits // 8
     always = 2 * equations + 2 * tree.size(_buffers(scene, running=True))
-    least = [always + _searched(stage, scene, equations) for stage in stages]
-    if max(least) * size > memory_of(engine):
+    entries = [always + _search_entries(stage, scene, equations) for stage in stages]
+    if max(entries) * size > memory_of(engine):
         raise EngineError(
-            f"One lane of this attack needs more than {max(least) * size / 2**30:.0f} GB: {scene.num_examples} "
+            f"One lane of this attack needs more than {max(entries) * size / 2**30:.0f} GB: {scene.num_examples} "
             f"examples, {equations:,} parameters. Is the number of examples right? Attack fewer, or lower what the "
             "optimiser remembers (history of L-BFGS; method=krylov of second-order)."
         )
-    per_lane = max(held * size + each for held, each in zip(least, _evaluations(stages, scene, engine), strict=True))
+    evaluations = _evaluation_bytes(stages, scene, engine)
+    per_lane = max(own * size + evaluation for own, evaluation in zip(entries, evaluations, strict=True))
     if engine.where.type == "cuda":
         budget, most = 0.6 * memory_of(engine), 1024
     else:
-        budget, most = 2.0e9, 64  # beyond this a CPU gains nothing: the caches are full
+        budget, most = 2.0e9, 64  # more lanes gain nothing on a CPU: its caches are full
     return int(max(1, min(most, budget // per_lane)))
 
 
 def sized(stages: Sequence[Stage], scene: TargetView, engine: Engine, lanes: int) -> list[Stage]:
-    """The stages, with optimisers that evaluate a lane many times at once told how often there is room for."""
+    """The stages, with optimisers that know how many evaluations of a lane the device can hold at once."""
     cuda = engine.where.type == "cuda"
     room, most = (0.25 * memory_of(engine), 8192) if cuda else (1.0e9, 128)
 
-    def told(stage: Stage, each: int) -> Stage:
-        size = getattr(stage.optimiser, "sized", None)
-        return stage if size is None else replace(stage, optimiser=size(int(max(1, min(most, room // each) // lanes))))
+    def of_stage(stage: Stage, each: int) -> Stage:
+        return replace(stage, optimiser=stage.optimiser.sized(int(max(1, min(most, room // each) // lanes))))
 
-    return [told(stage, each) for stage, each in zip(stages, _evaluations(stages, scene, engine), strict=True)]
+    each = _evaluation_bytes(stages, scene, engine)
+    return [of_stage(stage, bytes_) for stage, bytes_ in zip(stages, each, strict=True)]
 
 
-def _evaluations(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> list[int]:
+def _evaluation_bytes(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> list[int]:
     """Bytes of one evaluation in each stage: activations, forward, backward, and backward of both; and gradients."""
     task, blank = scene.task, scene.task.blank(scene.num_examples)
     pass_, gradient = activations(task, scene.weights, blank, scene.buffers), tree.size(scene.update)
 
     def of_stage(stage: Stage) -> int:
-        footprint = getattr(stage.predict, "footprint", None)
-        held = Footprint() if footprint is None else footprint(scene)
-        # The pass in work needs its patches and cotangents too; of the others their graphs wait (measured: 4.4 a pass).
-        passes = 24 + 8 * (held.passes - 1)
-        each = len(scene.rounds) * (passes * pass_ + 6 * held.gradients * gradient)
-        decoded = getattr(stage.space, "decoding", None)  # once for all rounds, with its derivatives and what they need
-        each += 0 if decoded is None else 4 * int(decoded(scene))
+        footprint = stage.predict.footprint(scene)
+        # The pass in work holds patches and cotangents; the others hold their graphs only (measured: 4.4 a pass).
+        passes = 24 + 8 * (footprint.passes - 1)
+        each = len(scene.rounds) * (passes * pass_ + 6 * footprint.gradients * gradient)
+        each += 4 * stage.space.decoding(scene)  # once for all rounds, with its derivatives and what they need
         return int(each * torch.finfo(engine.dtype).bits // 8)
 
     return [of_stage(stage) for stage in stages]
 
 
-def unknowns_of(task: Task, examples: int, given: Collection[str] = ()) -> int:
-    """Entries of all continuous fields of a batch but those that are given."""
-    wanted = (field for name, field in task.fields.items() if field.classes is None and name not in given)
-    return examples * sum(math.prod(field.shape) for field in wanted)
-
-
-def _searched(stage: Stage, scene: TargetView, equations: int) -> int:
-    """Numbers that a lane holds of its unknowns: copies, and the optimiser's, or what its start needs where more."""
-    step, start = getattr(stage.optimiser, "entries", None), getattr(stage.space, "entries", None)
-    rows, unknowns = getattr(stage.match, "rows", equations), _unknowns(stage, scene)
-    held = 4 * unknowns if step is None else int(step(unknowns, rows))  # a first-order method: a few of the unknowns
-    return 8 * unknowns + (held if start is None else max(held, int(start(scene.task))))
+def _search_entries(stage: Stage, scene: TargetView, equations: int) -> int:
+    """Numbers that a lane holds for its unknowns: copies, and the peak of a step or of the start."""
+    unknowns = _unknowns(stage, scene)
+    step = stage.optimiser.entries(unknowns, stage.match.equations(equations))
+    return 8 * unknowns + max(step, stage.space.entries(scene.task))
 
 
 def _unknowns(stage: Stage, scene: TargetView) -> int:
-    """How many unknowns a lane has. Those of the prediction are made once to be counted: they need no search."""
-    count = getattr(stage.space, "unknowns", None)
-    of_space = unknowns_of(scene.task, scene.num_examples) if count is None else int(count(scene))
-    source = Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+    """How many unknowns a lane has. Those of the prediction are cheap: they are made once to be counted."""
+    of_space = stage.space.unknowns(scene)
+    if of_space is None:
+        of_space = unknowns_of(scene.task, scene.num_examples)
+    source = Draws(randomness.key("count").to(scene.like.device))
     scene = replace(scene, draws=source)
-    own = stage.predict.variables(scene if stage.view is None else stage.view(scene), source, None)
-    return of_space + tree.size(own)
+    of_prediction = stage.predict.variables(scene if stage.view is None else stage.view(scene), source, None)
+    return of_space + tree.size(of_prediction)
 
 
 def memory_of(engine: Engine) -> float:
-    """Bytes of the device that this process may have; unlimited where the system does not say.
+    """Bytes of the device that this process may use; infinite if the system does not say.
 
-    Several processes share a device by `torch.cuda.set_per_process_memory_fraction`. What is free at the moment is
-    not asked: it would make the sizes of a run depend on its neighbours.
+    `torch.cuda.set_per_process_memory_fraction` divides a device between processes. The memory that is free now does
+    not count: a run would depend on its neighbours.
     """
     if engine.where.type == "cuda":
         share = torch.cuda.get_per_process_memory_fraction(engine.where.index)
@@ -308,8 +322,6 @@ def activations(task: Task, weights: Params, batch: Batch, buffers: Params | Non
         if isinstance(output, Tensor) and not any(True for _ in module.children()):
             count += output.numel()
 
-    from torch.nn.modules.module import register_module_forward_hook
-
     handle = register_module_forward_hook(note)
     try:
         with torch.no_grad():
@@ -320,31 +332,22 @@ def activations(task: Task, weights: Params, batch: Batch, buffers: Params | Non
 
 
 def _solve_chunk(
-    stages: Sequence[Stage],
-    scenes: Sequence[TargetView],
-    keys: Sequence[Sequence[Tensor]],
-    keep: str,
-    engine: Engine,
-    progress: Share | None,
-    rows: tuple[int, ...],
-    output: str,
-    before: Tree | None,
+    chunk: Chunk, stages: Sequence[Stage], keep: str, output: str, engine: Engine, progress: Share | None
 ) -> Solved:
-    groups = (len(scenes), len(keys[0]))
-    template, lane = lanes_of(scenes, keys)
-    device = next(tree.leaves(template.weights)).device
+    groups, before = chunk.groups, chunk.before
+    template, lane = lanes_of(chunk.scenes, chunk.keys)
     total = sum(stage.optimiser.steps for stage in stages)
-    stages = sized(stages, template, engine, groups[0] * groups[1])
-    diverged = torch.zeros(groups[0] * groups[1], dtype=torch.bool, device=device)
+    stages = sized(stages, template, engine, chunk.lanes)
+    diverged = torch.zeros(chunk.lanes, dtype=torch.bool, device=template.like.device)
     trace: list[dict[str, Tensor]] = []
     moments, snapshots = moments_of(total, engine.snapshots), []
     done = 0
-    found: Tree = {}
+    result: Tree = {}
     for number, stage in enumerate(stages):
         share = None if progress is None else lambda step, done=done: progress((done + step) / total)
         search = Search(stage, template, lane, groups, engine, before)
-        own = [moment - done for moment in moments if done <= moment < done + stage.optimiser.steps]
-        snapshots += search.run(share, own)
+        of_stage = [moment - done for moment in moments if done <= moment < done + stage.optimiser.steps]
+        snapshots += search.run(share, of_stage)
         trace.append({**search.trace(), "step": search.trace()["step"] + done})
         best = search.kept(keep)
         diverged |= ~search.alive
@@ -353,33 +356,33 @@ def _solve_chunk(
             if stage.carry == "best_of_target":
                 before = _best_of_target(before, best.match, groups)
         if output == "best_stage":
-            found = _better(found, _output(search, best), number)
+            result = _better(result, _output(search, best), number)
         done += stage.optimiser.steps
-    unknowns = {"stage": found.pop("stage")} if found else search.unknowns(best.at)
-    found = found or _output(search, best)
+    unknowns = {"stage": result.pop("stage")} if result else search.unknowns(best.at)
+    result = result or _output(search, best)
     return Solved(
-        targets=rows,
-        lanes=groups[0] * groups[1],
-        batch=found["batch"],
+        targets=chunk.targets,
+        lanes=chunk.lanes,
+        batch=result["batch"],
         unknowns=unknowns,
-        objective=found["objective"],
-        match=found["match"],
-        each=found.get("each"),
+        objective=result["objective"],
+        match=result["match"],
+        each=result.get("each"),
         diverged=diverged.cpu(),
         noise=search.noise(),
         trace={name: torch.cat([part[name].detach().cpu() for part in trace]) for name in trace[0]},
-        snapshots=torch.stack(snapshots, dim=1) if snapshots else torch.empty(diverged.shape[0], 0),
+        snapshots=torch.stack(snapshots, dim=1) if snapshots else torch.empty(chunk.lanes, 0),
         moments=moments,
     )
 
 
 def moments_of(steps: int, count: int) -> list[int]:
-    """Before which steps images are kept: the first, and then ever later, since most happens early."""
+    """The steps before which images are kept: dense at first, since most happens early."""
     return [min(steps - 1, round((steps + 1) ** (place / count)) - 1) for place in range(count if steps else 0)]
 
 
 def _output(search: Search, best: Scored) -> Tree:
-    """What a lane would return of this stage, all of it at the same iterate."""
+    """What a lane would return after this stage, all at the same iterate."""
     each = search.each_example(best.at)
     return {
         "batch": {name: value.detach().cpu() for name, value in search.decode(best.at).items()},
@@ -389,13 +392,13 @@ def _output(search: Search, best: Scored) -> Tree:
     }
 
 
-def _better(found: Tree, own: Tree, number: int) -> Tree:
-    """Lane by lane, what this stage returns where it matches better than all before it. NaN never wins."""
-    own = {**own, "stage": torch.full(own["match"].shape, number)}
-    if not found:
-        return own
-    match = torch.where(found["match"].isnan(), torch.inf, found["match"])
-    return tree.where(own["match"] < match, own, found)
+def _better(best: Tree, result: Tree, number: int) -> Tree:
+    """Lane by lane, the result of this stage if it matches better than all before it. NaN never wins."""
+    result = {**result, "stage": torch.full(result["match"].shape, number)}
+    if not best:
+        return result
+    match = torch.where(best["match"].isnan(), torch.inf, best["match"])
+    return tree.where(result["match"] < match, result, best)
 
 
 def _best_of_target(before: Tree, match: Tensor, groups: tuple[int, int]) -> Tree:
@@ -406,40 +409,40 @@ def _best_of_target(before: Tree, match: Tensor, groups: tuple[int, int]) -> Tre
 
 
 def _buffers(scene: TargetView, *, running: bool) -> Params:
-    """The buffers proper, which a forward pass may change (one copy per lane), or the frozen parameters (held once)."""
+    """`running`: the buffers that a forward pass may change (one copy per lane); else the frozen parameters."""
     names = {name for name, _ in scene.task.model.named_buffers()}
     return {name: value for name, value in (scene.buffers or {}).items() if (name in names) == running}
 
 
 def lanes_of(scenes: Sequence[TargetView], keys: Sequence[Sequence[Tensor]]) -> tuple[TargetView, Tree]:
-    """What all lanes share (the template scene), and what each lane has of its own, stacked target-major.
+    """What all lanes share (the template scene), and what differs between lanes, stacked target by target.
 
-    Of the first target everything moves to the device, of the others only what is their own, name by name.
+    All tensors of the first target move to the device; of the others only those that differ, name by name.
     """
     first, restarts = scenes[0].here(), len(keys[0])
-    like = next(tree.leaves(first.weights))
+    like = first.like
 
     def spread(values: Sequence[Params], dtype: torch.dtype | None = like.dtype) -> Params:
         moved = lambda name: stack([tree.to({name: value[name]}, like.device, dtype) for value in values])[name]  # noqa: E731
         return {name: moved(name).repeat_interleave(restarts, dim=0) for name in values[0]}
 
-    def seen(scenes: Sequence[TargetView]) -> Tree:
+    def observed(scenes: Sequence[TargetView]) -> Tree:
         return {
             "update": spread([scene.update for scene in scenes]),
             "buffers": spread([_buffers(scene, running=True) for scene in scenes]),
             "returned_buffers": spread([scene.returned_buffers or {} for scene in scenes]),
         }
 
-    def own(values: Sequence[Params]) -> Params:
-        """Nothing where all have the same, which the template holds once."""
+    def differing(values: Sequence[Params]) -> Params:
+        """One copy per lane; nothing if all lanes have the same values, which the template holds."""
         return {} if all(_equal(values[0], value) for value in values[1:]) else spread(values)
 
     earlier = zip(*(scene.earlier for scene in scenes), strict=True)  # round by round
     lane: Tree = {
-        **seen(scenes),
-        "weights": own([scene.weights for scene in scenes]),
-        "extras": {name: held for name in first.extras if (held := own([scene.extras[name] for scene in scenes]))},
-        "earlier": {str(number): seen(rounds) for number, rounds in enumerate(earlier)},
+        **observed(scenes),
+        "weights": differing([scene.weights for scene in scenes]),
+        "extras": {name: own for name in first.extras if (own := differing([scene.extras[name] for scene in scenes]))},
+        "earlier": {str(number): observed(rounds) for number, rounds in enumerate(earlier)},
         "fields": spread([scene.fields for scene in scenes], None),
         "key": torch.stack([key for target in keys for key in target]).to(like.device),
     }

@@ -1,8 +1,8 @@
-"""Layers as lanes compute them on a GPU: the same values, with first and second derivatives that are short.
+"""Layers for lanes on a GPU: the same values, with short first and second derivatives.
 
-Gradient matching differentiates a network twice. What torch makes of a GroupNorm then is 146 kernels, of a SiLU 28;
-written down here, 61 and 15. `LaneLayers` swaps the functions of torch.nn.functional while it is active, whether a
-module calls them or the user does; the user's model is not touched.
+Gradient matching differentiates a network twice. For a GroupNorm torch then runs 146 kernels, for a SiLU 28; the
+functions here run 61 and 15. `LaneLayers` replaces the functions of torch.nn.functional while it is active, whether a
+module calls them or the user does. The user's model does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradleak.engine.convolution import conv2d
 
 
 class LaneLayers(TorchFunctionMode):
-    """While active, the layers below are computed as here; all others are left alone."""
+    """While active, the functions below replace those of torch; all others stay."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
@@ -62,7 +62,7 @@ class Normalised(torch.autograd.Function):
 
 
 class Projected(torch.autograd.Function):
-    """g - mean(g) - n mean(g n): what of g changes normalised rows. Linear and symmetric in g."""
+    """g - mean(g) - n mean(g n): the part of g that changes normalised rows. Linear and symmetric in g."""
 
     generate_vmap_rule = True
 

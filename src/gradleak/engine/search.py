@@ -1,7 +1,7 @@
 """One stage over all lanes of a chunk: the unknowns, the step that moves them, and the best so far.
 
-Parts are written for one lane; `Search.lift` makes a function of one lane a function of all, under vmap. A `tick` is
-one step of every lane with no host read in it, so that on CUDA it is captured once and replayed.
+Parts are written for one lane; `Search.lift` turns a function of one lane into a function of all, under vmap. A `tick`
+is one step of every lane. It reads nothing on the host, so that CUDA can capture it once and replay it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.protocols import QuadraticPrior, Scored, SharedPrior
+from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.defence import overrides
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from gradleak.engine import Engine
 
 TRACE_POINTS = 100
-GRAPH_WARMUP = 3  # eager steps before capture, as torch asks; undone afterwards
-MOST_KEPT = 4096  # entries, in a lane, of an unknown that a result keeps whole; of a larger one it keeps the RMS
+GRAPH_WARMUP = 3  # eager steps before the capture, as torch requires; undone afterwards
+MOST_KEPT = 4096  # entries of an unknown in one lane; of a larger one the result keeps the RMS only
 
 
 class EngineError(RuntimeError):
@@ -40,13 +40,17 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class LaneProblem:
-    """What the optimiser of one lane may ask, at one moment."""
+class StageObjective(LaneObjective):
+    """The objective of a stage in one lane, at one moment."""
 
     stage: Stage
     scene: TargetView
     observed: Params
     now: Step
+
+    @property
+    def key(self) -> Tensor:
+        return super().key if self.scene.draws is None else self.scene.draws.key
 
     def batch(self, v: Tree) -> Batch:
         return {**self.scene.fields, **self.stage.space.decode(v, self.scene, self.now)}
@@ -59,13 +63,11 @@ class LaneProblem:
         predicted = self.stage.predict(batch, v, self.scene, self.now)
         terms: Tree = {}
         for position, prior in enumerate(self.stage.priors):
-            if not isinstance(prior, QuadraticPrior):
-                raise ValueError(f"A least-squares optimiser needs priors with terms; {prior} has none.")
             terms[str(position)] = prior.terms(batch, v, self.seen_by(position), self.now)
         return {"match": self.stage.match.residual(predicted, self.observed), "priors": terms}
 
     def seen_by(self, position: int) -> TargetView:
-        """The scene, with what the prior at this position shares across restarts."""
+        """The scene, with what the prior at this position computed across restarts."""
         return replace(self.scene, shared=self.scene.shared.get(str(position), {}))
 
     def value(self, v: Tree) -> Scored:
@@ -87,13 +89,13 @@ class LaneProblem:
     def project(self, v: Tree) -> Tree:
         return self.stage.space.project(v, self.scene, self.now)
 
-    def single(self) -> LaneProblem:
-        """The same problem in float32: for derivatives that need few digits."""
+    def single(self) -> StageObjective:
+        """The same objective in float32, for derivatives that need few digits."""
         return replace(self, scene=self.scene.to(torch.float32), observed=tree.to(self.observed, None, torch.float32))
 
 
 class Search:
-    """One stage over all lanes of a chunk: static tensors, one `tick` that advances them, and the best so far."""
+    """One stage over all lanes of a chunk: their tensors, the `tick` that advances them, and the best so far."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Search:
     ) -> None:
         self.stage, self.groups, self.engine = stage, groups, engine
         self.template = template
-        device = next(tree.leaves(template.weights)).device
+        device = template.like.device
         self.lane = {**lane, "constants": {}, "shared": {}, "observed": {}}
         self.moving: Tree = {"step": torch.zeros((), device=device)}  # all that a tick changes
         self.static = False  # True once the tick is captured: then `moving` is written in place
@@ -121,7 +123,7 @@ class Search:
             "best": {"at": tree.detach(self.v), "objective": infinite, "match": infinite.clone()},
             "last": {"objective": infinite.clone(), "match": infinite.clone()},
         }
-        if self.finished is not None:  # a lane may have nothing to do from the start: then this is its whole curve
+        if self.finished is not None:  # a lane may be finished from the start: then this is its whole curve
             self.moving["last"] = dict(zip(("objective", "match"), self.lift(self.score)(self.v, self.lane)))
         self.every = max(1, stage.optimiser.steps // TRACE_POINTS)
         points = -(-stage.optimiser.steps // self.every)
@@ -136,11 +138,11 @@ class Search:
             return stage.space.constants(scene, _draws(scene), lane["before"] or None)
 
         def variables(lane: Tree) -> Tree:
-            scene, last = self.scene(lane), lane["before"] or None
-            space = stage.space.variables(scene, _draws(scene), last)
-            prediction = stage.predict.variables(scene, _draws(scene), last)
-            if twice := space.keys() & prediction.keys():
-                raise ValueError(f"Space and prediction both name an unknown {', '.join(sorted(twice))}; rename one.")
+            scene, before = self.scene(lane), lane["before"] or None
+            space = stage.space.variables(scene, _draws(scene), before)
+            prediction = stage.predict.variables(scene, _draws(scene), before)
+            if both := space.keys() & prediction.keys():
+                raise ValueError(f"Space and prediction both name an unknown {', '.join(sorted(both))}; rename one.")
             return {**space, **prediction}
 
         def observed(lane: Tree) -> Params:
@@ -153,15 +155,17 @@ class Search:
         begin["constants"] = self.lane["constants"]
         self.lane["observed"] = self.lift(observed)(self.lane)
         self.moving["v"] = _own(self.lift(variables)(begin))
-        for setting in ("rates", "every", "epsilons"):
-            for name in getattr(stage.optimiser, setting, {}):
+        optimiser = stage.optimiser
+        settings = {"rates": optimiser.rates, "every": optimiser.every, "epsilons": optimiser.epsilons}
+        for setting, names in settings.items():
+            for name in names:
                 if name not in self.v:
                     raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
         if self.step.is_cuda:
             predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
             self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
         for position, prior in enumerate(stage.priors):
-            if isinstance(prior, SharedPrior):
+            if prior.refresh is not None:
                 self.lane["shared"][str(position)] = _own(prior.refresh(self.decode(self.v), self.groups))
         self.moving["state"] = _own(self.lift(state)(self.v, self.lane))
 
@@ -175,20 +179,20 @@ class Search:
 
     @property
     def finished(self) -> Callable[[Tree], Tensor] | None:
-        """The optimiser's word on lanes that have nothing left to do, where it has one."""
-        return getattr(self.stage.optimiser, "finished", None)
+        """Per-lane stop test, if the optimiser defines one."""
+        return self.stage.optimiser.finished
 
     @property
     def alive(self) -> Tensor:
-        """Lanes in which everything was finite so far."""
+        """(lanes,): was everything finite so far?"""
         return self.moving["alive"]
 
     # --- one lane ----------------------------------------------------------------------------------------------
 
     def scene(self, lane: Tree) -> TargetView:
         scene = replace(
-            _seen(self.template, lane),
-            earlier=tuple(_seen(each, lane["earlier"][str(i)]) for i, each in enumerate(self.template.earlier)),
+            _round(self.template, lane),
+            earlier=tuple(_round(each, lane["earlier"][str(i)]) for i, each in enumerate(self.template.earlier)),
             fields=lane["fields"],
             constants=lane["constants"],
             shared=lane["shared"],
@@ -196,13 +200,17 @@ class Search:
         )
         return scene if self.stage.view is None else self.stage.view(scene)
 
-    def problem(self, lane: Tree, step: Tensor) -> LaneProblem:
-        return LaneProblem(self.stage, self.scene(lane), lane["observed"], Step(step, self.stage.optimiser.steps))
+    def problem(self, lane: Tree, step: Tensor) -> StageObjective:
+        return StageObjective(self.stage, self.scene(lane), lane["observed"], Step(step, self.stage.optimiser.steps))
 
     def advance(self, v: Tree, state: Tree, lane: Tree) -> tuple[Tree, Tree, Tree, Tensor, Tensor]:
         problem = self.problem(lane, self.step)
         v, state, scored = self.stage.optimiser.step(problem, v, state, problem.now)
         return v, state, scored.at, scored.objective, scored.match
+
+    def final(self, v: Tree, state: Tree, lane: Tree) -> Tree:
+        """`lane` is for `lift` alone: a stage may have neither unknowns nor state."""
+        return self.stage.optimiser.final(v, state)
 
     def score(self, v: Tree, lane: Tree) -> tuple[Tensor, Tensor]:
         scored = self.problem(lane, self.step).value(v)
@@ -211,14 +219,14 @@ class Search:
     # --- all lanes ---------------------------------------------------------------------------------------------
 
     def lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of one lane as a function of all of them."""
+        """A function of one lane as a function of all lanes."""
         return vmap(function) if self.engine.batched else _one_by_one(function)
 
     def decode(self, v: Tree) -> Batch:
         return self.lift(lambda v, lane: self.problem(lane, self.step).batch(v))(v, self.lane)
 
     def tick(self) -> None:
-        """One step of every lane. Captured as it stands: no host read, no new shapes."""
+        """One step of every lane. It is captured as it is: no host read, no new shapes."""
         moved = self.moved(self.moving, self.lane)
         if self.static:
             _assign(self.moving, moved)
@@ -227,32 +235,32 @@ class Search:
 
     def tick_of(self, rows: Tensor) -> None:
         """One step of these lanes only; the others stay as they are."""
-        own = {name: value for name, value in self.moving.items() if name != "step"}
-        some = {**tree.map(lambda value: value[rows], own), "step": self.step}
+        lanes = {name: value for name, value in self.moving.items() if name != "step"}
+        some = {**tree.map(lambda value: value[rows], lanes), "step": self.step}
         moved = self.moved(some, tree.map(lambda value: value[rows], self.lane))
         step = moved.pop("step")
-        self.moving = {**tree.map(lambda all_, new: all_.index_copy(0, rows, new), own, moved), "step": step}
+        self.moving = {**tree.map(lambda all_, new: all_.index_copy(0, rows, new), lanes, moved), "step": step}
 
-    def moved(self, held: Tree, lane: Tree) -> Tree:
-        """Everything that a step changes, after it."""
-        best = held["best"]
-        v, state, at, objective, match = self.lift(self.advance)(held["v"], held["state"], lane)
+    def moved(self, moving: Tree, lane: Tree) -> Tree:
+        """Everything that a step changes, after the step."""
+        best = moving["best"]
+        v, state, at, objective, match = self.lift(self.advance)(moving["v"], moving["state"], lane)
         sound = objective.isfinite() & match.isfinite()
         for leaf in tree.leaves(v):
             sound = sound & leaf.reshape(leaf.shape[0], -1).isfinite().all(dim=1)
-        better = held["alive"] & match.isfinite() & (match < best["match"])
-        alive = held["alive"] & sound
+        better = moving["alive"] & match.isfinite() & (match < best["match"])
+        alive = moving["alive"] & sound
         return {
-            "step": held["step"] + 1,
-            "v": tree.where(alive, v, held["v"]),  # a lane that is not finite stays where it was, for good
-            "state": state,  # of a frozen lane it is never read again
+            "step": moving["step"] + 1,
+            "v": tree.where(alive, v, moving["v"]),  # a lane that is not finite stays where it was, for good
+            "state": state,  # never read again in a frozen lane
             "alive": alive,
             "best": tree.where(better, {"at": at, "objective": objective, "match": match}, best),
             "last": {"objective": objective, "match": match},
         }
 
     def run(self, progress: Share | None, moments: Sequence[int] = ()) -> list[Tensor]:
-        """All steps. Returns the images of all lanes as they were before each of the steps in `moments`."""
+        """Make all steps. Returns the images of all lanes before each of the steps in `moments`."""
         steps, advance = self.stage.optimiser.steps, self.tick
         images: list[Tensor] = []
         try:
@@ -262,14 +270,14 @@ class Search:
             for step in range(steps):
                 images += [self.images()] * moments.count(step)
                 for position, prior in enumerate(self.stage.priors):
-                    if isinstance(prior, SharedPrior) and prior.due(step):
+                    if prior.refresh is not None and prior.due(step):
                         _assign(self.lane["shared"][str(position)], prior.refresh(self.decode(self.v), self.groups))
                 if self.finished is not None:
                     going = (self.alive & ~self.lift(self.finished)(self.moving["state"])).nonzero()[:, 0]
-                    # Such a step tells where it arrived, others from where they left: every curve begins at the start.
+                    # Such a step reports its end point, others their starting point: every curve begins at the start.
                     self._note(slice(-(-step // self.every), None))
                     if not len(going):
-                        break  # nothing moves any more: the rest of the curve is flat
+                        break  # all lanes are finished: the rest of the curve is flat
                     advance = self.tick if len(going) == len(self.alive) else partial(self.tick_of, going)
                 advance()
                 if step % self.every == 0:
@@ -282,10 +290,10 @@ class Search:
                 progress(steps)
         except RuntimeError as problem:
             raise _explained(problem, self.engine) from problem
-        return images + [self.images()] * (len(moments) - len(images))  # where every lane was done before the last step
+        return images + [self.images()] * (len(moments) - len(images))  # if all lanes finished early
 
     def images(self) -> Tensor:
-        """What the lanes show at this moment, for the eye: half precision, off the device."""
+        """The images of all lanes at this moment, to look at: on the CPU, in half precision."""
         return self.decode(self.v)["x"].detach().to("cpu", torch.float16)
 
     def _note(self, points: int | slice) -> None:
@@ -294,7 +302,7 @@ class Search:
             curve[points] = self.moving["last"][name]
 
     def captured(self) -> Callable[[], None]:
-        """The tick as a CUDA graph. Warm-up steps are real steps, so everything they moved is put back."""
+        """The tick as a CUDA graph. Warm-up steps are real steps, so what they changed is restored."""
         self.static, start = True, tree.detach(self.moving)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -309,24 +317,20 @@ class Search:
         return graph.replay
 
     def kept(self, keep: str) -> Scored:
-        """The iterate each lane returns: its best by match, or the final one. The final point is evaluated here."""
-        final = getattr(self.stage.optimiser, "final", None)  # where v is a trial point and not yet an iterate
-        last = self.v if final is None else self.lift(final)(self.v, self.moving["state"])
+        """The iterate that each lane returns: its best by match, or the final one, which is evaluated here."""
+        last = self.lift(self.final)(self.v, self.moving["state"], self.lane)
         objective, match = self.lift(self.score)(last, self.lane)
         usable, best = self.alive & match.isfinite(), self.moving["best"]
         better = usable & (match < best["match"]) if keep == "best_match" else usable
         return Scored(**tree.where(better, {"at": last, "objective": objective, "match": match}, best))
 
     def left(self, v: Tree) -> Tree:
-        """What the space leaves to the next stage beside its unknowns, each (lanes, ...)."""
-        leave = getattr(self.stage.space, "left", None)
-        if leave is None:
-            return {}
-        return tree.detach(self.lift(lambda v, lane: leave(v, self.scene(lane)))(v, self.lane))
+        """What the space leaves to the next stage besides its unknowns, each (lanes, ...)."""
+        return tree.detach(self.lift(lambda v, lane: self.stage.space.left(v, self.scene(lane)))(v, self.lane))
 
     def each_example(self, v: Tree) -> Tensor | None:
-        """The match of every example of every lane, for a match that is a mean over examples."""
-        if not getattr(self.stage.match, "per_example", False):
+        """(lanes, examples): the match of every example, for a match that is a mean over examples."""
+        if not self.stage.match.per_example:
             return None
 
         def residual(v: Tree, lane: Tree) -> Params:
@@ -336,36 +340,37 @@ class Search:
         return next(tree.leaves(self.lift(residual)(v, self.lane))).cpu()
 
     def unknowns(self, v: Tree) -> dict[str, Tensor]:
-        """What unknowns that are no field of the batch came to, such as those of the prediction, each (lanes, ...).
+        """The values of unknowns that are no field of the batch, such as those of the prediction, each (lanes, ...).
 
-        Parts of a nested one are called NAME/PART. Of one with more than MOST_KEPT entries, such as a control point as
-        large as the network, only the root mean square is told, NAME_rms.
+        Parts of a nested one are called NAME/PART. One with more than MOST_KEPT entries, such as a control point as
+        large as the network, is given by its root mean square only, as NAME_rms.
         """
-        told: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name in sorted(v.keys() - self.template.task.fields.keys()):
             parts = _by_path(name, v[name])
             entries = sum(part[0].numel() for part in parts.values())
             if entries > MOST_KEPT:
                 norms = [torch.linalg.vector_norm(part.flatten(1), dim=1).double() for part in parts.values()]
                 parts = {f"{name}_rms": torch.stack(norms).square().sum(0).div(entries).sqrt()}
-            told |= {path: part.detach().cpu() for path, part in parts.items()}
-        return told
+            values |= {path: part.detach().cpu() for path, part in parts.items()}
+        return values
 
     def noise(self) -> Tensor:
-        """(lanes,): the match that the noise of the known defence leaves at the truth, about; 0 where there is none."""
-        known, disturb = self.template.knows.defence, getattr(self.stage.predict, "disturbed", None)
-        if known is None or disturb is None or not overrides(known, "noise_variance"):
+        """(lanes,): about the match of the truth under the noise of the known defence; 0 without noise."""
+        known, match = self.template.knows.defence, self.stage.match
+        if known is None or not overrides(known, "noise_variance"):
             return torch.zeros(self.groups[0] * self.groups[1])
 
         def level(lane: Tree) -> Tensor:
             scene = self.scene(lane)
-            noisy = disturb(scene, _draws(scene).child(2))
-            if not self.stage.match.scale_free:
-                return self.stage.match.distance(noisy, lane["observed"])
+            noisy = self.stage.predict.disturbed(scene, _draws(scene).child(2))
+            if noisy is None:
+                return scene.like.new_zeros(())
+            if not match.scale_free:
+                return match.distance(noisy, lane["observed"])
             # The observation is truth plus noise: |truth|^2 = |observed|^2 - |noise|^2, and their cosine the ratio.
-            seen, compared = self.stage.predict.target(scene), getattr(self.stage.match, "compared", None)
-            if compared is not None:
-                seen, noisy = compared(seen, lane["observed"]), compared(noisy, lane["observed"])
+            seen = match.compared(self.stage.predict.target(scene), lane["observed"])
+            noisy = match.compared(noisy, lane["observed"])
             whole, added = tree.squared_norm(seen), tree.squared_norm(tree.subtract(noisy, seen))
             return 1 - ((whole - added).clamp_min(0.0) / whole).sqrt()
 
@@ -376,8 +381,8 @@ class Search:
         return {"step": steps, "objective": self.traced[0], "match": self.traced[1]}
 
 
-def _seen(template: TargetView, lane: Tree) -> TargetView:
-    """A round as one lane sees it: what clients differ in is the lane's own."""
+def _round(template: TargetView, lane: Tree) -> TargetView:
+    """A round as one lane sees it: the template, with the tensors in which the lanes differ."""
     return replace(
         template,
         weights=lane.get("weights") or template.weights,
@@ -392,7 +397,7 @@ def _by_path(name: str, value: Tensor | Tree) -> dict[str, Tensor]:
     """The tensors of an unknown: {name: value}, or of a nested one {name/part: value}."""
     if isinstance(value, Tensor):
         return {name: value}
-    return {path: leaf for part, held in value.items() for path, leaf in _by_path(f"{name}/{part}", held).items()}
+    return {path: leaf for part, own in value.items() for path, leaf in _by_path(f"{name}/{part}", own).items()}
 
 
 def _draws(scene: TargetView) -> Draws:
@@ -401,26 +406,26 @@ def _draws(scene: TargetView) -> Draws:
 
 
 def _own(values: Tree) -> Tree:
-    """Memory of its own for every tensor: vmap returns expanded views, and static tensors are written in place."""
+    """A copy of every tensor: vmap returns expanded views, and captured steps write in place."""
     return tree.map(lambda value: value.detach().clone(memory_format=torch.contiguous_format), values)
 
 
 def _laid_out_like(value: Tensor, other: Tensor) -> Tensor:
-    """The same values in the memory order of `other`: comparing two orders costs a GPU several times the bandwidth.
+    """The same values in the memory order of `other`: a GPU compares two orders several times more slowly.
 
-    What a match compares otherwise than entry by entry may have another shape, and stays as it is.
+    A match that does not compare entry by entry may have another shape, which stays as it is.
     """
     if value.shape != other.shape or value.stride() == other.stride():
         return value
     return torch.empty_like(other).copy_(value)
 
 
-def _assign(held: Tree, values: Tree) -> None:
-    tree.map(lambda target, source: target.copy_(source), held, values)  # by name: an order of names means nothing
+def _assign(into: Tree, values: Tree) -> None:
+    tree.map(lambda target, source: target.copy_(source), into, values)
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The documented fall-back for models that vmap rejects: same function, lane after lane, results stacked."""
+    """For models that vmap rejects (`Engine.batched`): the same function, lane after lane, results stacked."""
 
     def run(*arguments: Tree) -> Any:
         lanes = next(leaf for argument in arguments for leaf in tree.leaves(argument)).shape[0]
@@ -443,18 +448,19 @@ def _stacked(results: Sequence[Any]) -> Any:
 
 
 def _explained(problem: RuntimeError, engine: Engine) -> RuntimeError:
-    """Say what to do about the errors that users of their own models meet."""
-    told = str(problem)
+    """The same error with advice, if it comes from the user's model."""
+    message = str(problem)
+    first = message.partition("\n")[0]
     if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({told.splitlines()[0]})")
+        return EngineError(f"Out of memory with {engine}: pass a smaller Engine(chunk=...). ({first})")
     if not engine.batched or isinstance(problem, EngineError):
         return problem
     if any(
-        word in told
+        word in message
         for word in ("vmap", "randomness", "Batching rule", "functorch", "data-dependent", "broadcast shape")
     ):
         return EngineError(
-            f"This model cannot run as lanes under vmap: {told.splitlines()[0]} Run task.check() for the cause; "
+            f"This model cannot run as lanes under vmap: {first} Run task.check() for the cause; "
             "Engine(batched=False) attacks lane after lane instead (dropout must be off: model.eval())."
         )
     return problem

@@ -80,7 +80,7 @@ class Local:
         unknown = _unknown(task, seen, batch, knows)
         work = task.to(engine.where, torch.float64)
         scene = TargetView.of(work, seen, knows)
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         given = tree.to({name: batch[name] for name in task.fields}, like.device, like.dtype)
         scene = replace(scene, fields={name: value for name, value in given.items() if name not in unknown})
         pixels = {name: field.unit(given[name]) if field.bounded else given[name] for name, field in unknown.items()}

@@ -407,7 +407,7 @@ def recipes(
 
 def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> tuple[TargetView, Batch]:
     """The scene and the batch in float64, where the task is."""
-    like = next(tree.leaves(task.weights()))
+    like = tree.like(task.weights())
     work = task.to(like.device, torch.float64)
     missing = task.fields.keys() - batch.keys() if batch else set()
     if missing:

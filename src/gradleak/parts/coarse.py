@@ -1,25 +1,25 @@
 """Coarse replay: a few large steps on all examples in place of a client's many small ones on batches of them.
 
 A client that makes T steps follows a curved path, over batches in an order that the attacker does not know. `Coarse`
-follows it with K gradients of ALL examples:
+approximates it with K gradients of ALL examples:
 
     v_0 = w0,    v_{k+1} = v_k - what the client's rule makes of g(v_k; x) in T / K of its steps,    u = w0 - v_K.
 
-For plain SGD that is v_k - (lr T / K) g(v_k; x). The order of the batches does not enter, and where the recipe is known
-nothing is free: what matches, matches by the images. K = 1 is the gradient at w0 (`surrogates.GradientAtStart`);
-K = T is the client itself (`predictions.Replay`) where it trains on full batches.
+For plain SGD that is v_k - (lr T / K) g(v_k; x). The order of the batches does not enter. If the recipe is known, the
+images are the only unknowns. K = 1 is the gradient at w0 (`surrogates.GradientAtStart`); K = T is the client itself
+(`predictions.Replay`) if it trains on full batches.
 
-A rule that divides by the size of its gradients, Adam, also sees how far those of single batches lie apart: with small
-batches that is most of its denominator. `SpreadRule` takes the K gradients in batches of the client's size. It also
-makes the match smoother: without, the step is close to the sign of a gradient, and its slope turns within a small move.
-Lion's sign, which is taken batch by batch too, is not treated so.
+Adam divides by the size of its gradients, which includes how far those of single batches lie apart: with small batches
+that is most of the denominator. `SpreadRule` therefore takes the K gradients in batches of the client's size. It also
+makes the match smoother: without it, a step is close to the sign of a gradient, whose slope changes within a small
+move. Lion takes the sign of every batch too, but is not treated this way.
 
-Where the recipe is not known one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
-the client's learning rates, taken for a plain SGD. It belongs to the space `Total`, whose start is a small search, and
-is carried from stage to stage.
+If the recipe is not known, one number is learned for each round, the unknown `total` (rounds,): the log of the sum of
+the client's learning rates, for plain SGD. It belongs to the space `Total`, which starts it by a small search. Later
+stages keep it.
 
 The method is gradleak's own. Dimitrov et al., TMLR 2022, replay one full-batch step for each epoch as a baseline, with
-the gradient times the batches of it.
+the gradient times the batches of an epoch.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Schedule, Window, require_positive
 from gradleak.parts.predictions import Replay, all_rounds
-from gradleak.parts.protocols import Footprint
+from gradleak.parts.protocols import Footprint, Prediction, Space
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD, Adam, Rule
 from gradleak.scenario.task import Batch, Task
 
-FINE = 100  # steps that a client of an unknown recipe is taken to make for each coarse one: many
+FINE = 100  # local steps assumed per coarse step when the recipe is unknown
 
 # --- a client's rule over several of its steps at once ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Steps of a client that follow one another: their factors on the learning rate, and how many came before."""
+    """Consecutive steps of a client: their factors on the learning rate, and how many steps came before."""
 
     factors: tuple[float, ...]
     before: int
@@ -64,16 +64,16 @@ class Interval:
 
 @dataclass(frozen=True)
 class CoarseRule:
-    """A client's rule in coarse steps: each makes all steps of an interval, with one gradient held (a `Rule` itself).
+    """A client's rule in coarse steps: each makes all steps of an interval with one gradient. It is a `Rule` itself.
 
     SGD with momentum, dampening, Nesterov, weight decay and any schedule is linear in weights, velocity and gradient:
-    the factors are computed once, by the rule itself, and a coarse step costs what one step does. The result is that of
-    all the steps. For other rules see `over`.
+    the rule computes the factors once, and a coarse step costs as much as one step. The result is exactly that of all
+    the steps with this gradient. For other rules see `over`.
 
-    `extrapolate`: instead of held, the gradient goes on along the line through the last two, which makes the error
-    second order in the length of an interval at no cost (as the method of Adams and Bashforth does; Hairer, Norsett,
-    Wanner, Solving Ordinary Differential Equations I, III.1). The first interval holds its gradient, and so does one of
-    a single step. Long intervals become unstable earlier.
+    `extrapolate`: the gradient changes along the line through the last two. The error is then second order in the
+    length of an interval, at no cost (the method of Adams and Bashforth; Hairer, Norsett, Wanner, Solving Ordinary
+    Differential Equations I, III.1). In the first interval, and in one of a single step, the gradient is constant. Long
+    intervals become unstable earlier.
     """
 
     rule: Rule
@@ -85,23 +85,23 @@ class CoarseRule:
 
     def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:
         number: int = state["interval"]
-        steps, slope, kept = self.plan[number], None, {}
-        own = {name: value for name, value in state.items() if name not in ("interval", "gradient")}
+        steps, slope, last = self.plan[number], None, {}
+        inner = {name: value for name, value in state.items() if name not in ("interval", "gradient")}
         if self.extrapolate:
-            kept = {"gradient": gradient}
+            last = {"gradient": gradient}
             if number and len(steps) > 1:
                 slope = tree.scale(tree.subtract(gradient, state["gradient"]), 1 / len(self.plan[number - 1]))
-        decrease, own = over(self.rule, weights, gradient, slope, own, lr, steps)
-        return decrease, {**own, **kept, "interval": number + 1}
+        decrease, inner = over(self.rule, weights, gradient, slope, inner, lr, steps)
+        return decrease, {**inner, **last, "interval": number + 1}
 
 
 @dataclass(frozen=True)
 class SpreadRule:
-    """A coarse rule that is shown the examples batch by batch (a `Rule` itself), all of them at the same weights.
+    """A coarse rule that takes the examples batch by batch, all at the same weights. It is a `Rule` itself.
 
-    The last batch makes the step, with the mean gradient and, in the rule's state as `spread`, the variance of the
-    batches' gradients about it, entry by entry. Which examples share a batch is not known; the variance depends little
-    on it.
+    After the last batch it makes the step with the mean gradient. The variance of the batches' gradients about the
+    mean, entry by entry, is in the rule's state as `spread`. The attacker does not know which examples share a batch;
+    the variance depends little on it.
 
     sizes   examples in each batch
     """
@@ -124,16 +124,16 @@ class SpreadRule:
             if "spread" in state:
                 spread = tree.add(spread, state["spread"], 1 - share)
         if number + 1 < len(self.sizes):
-            kept = {} if spread is None else {"spread": spread}
-            return tree.zeros_like(weights), {"rule": state["rule"], "batch": number + 1, "mean": mean, **kept}
-        own = state["rule"] if spread is None else {**state["rule"], "spread": spread}
-        decrease, own = self.rule.step(weights, mean, own, lr)
-        return decrease, {"rule": own, "batch": 0}
+            more = {} if spread is None else {"spread": spread}
+            return tree.zeros_like(weights), {"rule": state["rule"], "batch": number + 1, "mean": mean, **more}
+        inner = state["rule"] if spread is None else {**state["rule"], "spread": spread}
+        decrease, inner = self.rule.step(weights, mean, inner, lr)
+        return decrease, {"rule": inner, "batch": 0}
 
 
 @singledispatch
 def sees_spread(rule: Any) -> bool:
-    """Whether `over` makes use of a `spread` in the state of the rule. Register the rules of your own."""
+    """Does `over` use a `spread` in the state of this rule? Register your own rules."""
     return False
 
 
@@ -152,12 +152,12 @@ def over(
     lr: float | Tensor,
     steps: Interval,
 ) -> tuple[Params, Tree]:
-    """What a rule subtracts in the steps of an interval, and its state after them. Register the rules of your own.
+    """What a rule subtracts in the steps of an interval, and its state after them. Register your own rules.
 
-    The gradient of the j-th step is gradient + j slope; no slope: held.
+    The gradient of the j-th step is gradient + j slope; without a slope it is constant.
 
-    Here, for a rule that nothing better is known of: one step of it, with the mean gradient and the sum of the learning
-    rates. Its memory then reaches back over coarse steps instead of fine ones. Exact for an interval of one step.
+    The default: one step of the rule, with the mean gradient and the sum of the learning rates. Its memory then covers
+    coarse steps instead of fine ones. Exact for an interval of one step.
     """
     moved: tuple[Params, Tree] = rule.step(weights, _mean(gradient, slope, steps), state, lr * sum(steps.factors))
     return moved
@@ -173,7 +173,7 @@ def _sgd(
     lr: float | Tensor,
     steps: Interval,
 ) -> tuple[Params, Tree]:
-    """Exact for the gradients as given, in one combination of them, the weights and the velocity."""
+    """Exact for these gradients: one linear combination of them, the weights and the velocity."""
     started = "velocity" in state
     moved: Sequence[Any]
     velocity: Sequence[Any]
@@ -199,13 +199,13 @@ def _adam(
     lr: float | Tensor,
     steps: Interval,
 ) -> tuple[Params, Tree]:
-    """Both moments after the steps, and the sum of their bias-corrected first ones, are exact for a held gradient.
+    """Both moments after the steps, and the sum of the bias-corrected first moments, are exact for a constant gradient.
 
-    With a `spread` in the state the second moment is of the gradients of single batches: E g^2 = (E g)^2 + spread. The
-    first one averages over several, and is taken for that of their mean.
+    With a `spread` in the state, the second moment is that of the gradients of single batches: E g^2 = (E g)^2 +
+    spread. The first moment averages over several batches: it is that of their mean.
 
-    Approximated: the steps share one denominator, from the mean of their bias-corrected second moments; an extrapolated
-    gradient counts by its mean; weight decay sees the weights that the interval began with.
+    Approximations: the steps share one denominator, from the mean of their bias-corrected second moments; an
+    extrapolated gradient is replaced by its mean; weight decay uses the weights at the start of the interval.
     """
     gradient = _mean(gradient, slope, steps)
     if rule.weight_decay and not rule.decoupled:
@@ -232,7 +232,7 @@ def _adam(
 def coefficients(rule: SGD, rates: Sequence[Any], started: bool, rows: Sequence[Any]) -> tuple[Any, Any]:
     """(decrease, velocity) after steps of these rates, each as factors of (weights, velocity, gradient, slope).
 
-    The rule itself makes the steps, on the rows of a unit matrix (4, 4) in place of these four.
+    The rule makes the steps on the rows of a unit matrix (4, 4) in place of these four.
     """
     weights, velocity, gradient, slope = rows
     state: Tree = {"velocity": {"": velocity}} if started else {}
@@ -252,7 +252,7 @@ def _cached(rule: SGD, rates: tuple[float, ...], started: bool) -> tuple[list[fl
 
 @lru_cache(maxsize=4096)
 def _adam_factors(betas: tuple[float, float], steps: Interval) -> tuple[float, float, float, float]:
-    """Of the first moment and the gradient in the sum of the steps; of the second and its square in their mean."""
+    """Factors of first moment and gradient in the sum of the steps; of second moment and square in their mean."""
     j = np.arange(1, len(steps) + 1)
     rates = np.asarray(steps.factors)
     shares = rates / rates.sum() if rates.sum() else np.full(len(steps), 1 / len(steps))
@@ -269,7 +269,7 @@ def _mean(gradient: Params, slope: Params | None, steps: Interval) -> Params:
 
 
 def _combined(factors: Sequence[Any], terms: Sequence[Params | None]) -> Params:
-    """The sum of factor times term, without those that add nothing: every term is a pass over the weights."""
+    """The sum of factor times term, without factors of zero: every term is a pass over the weights."""
     total: Params | None = None
     for factor, term in zip(factors, terms, strict=True):
         if term is not None and (isinstance(factor, Tensor) or factor):
@@ -278,9 +278,9 @@ def _combined(factors: Sequence[Any], terms: Sequence[Params | None]) -> Params:
 
 
 def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: bool = False) -> LocalTraining:
-    """The recipe in so many coarse steps on all examples, none shorter than one of the client's.
+    """The recipe in so many coarse steps on all examples, at most as many as the client makes.
 
-    Where the rule sees the spread of batches, each coarse step is as many steps of the result as an epoch has batches.
+    If the rule uses the spread of batches, each coarse step is as many steps of the result as an epoch has batches.
     """
     fine = len(training.order(examples))
     steps = min(steps, fine)
@@ -289,16 +289,16 @@ def coarsened(training: LocalTraining, examples: int, steps: int, extrapolate: b
         Interval(tuple(training.schedule(step, fine) for step in range(begin, end)), begin)
         for begin, end in zip(cuts, cuts[1:])
     )
-    held, sizes = CoarseRule(training.optimiser, plan, extrapolate), batches(training, examples)
+    rule, sizes = CoarseRule(training.optimiser, plan, extrapolate), batches(training, examples)
     if len(sizes) == 1:
-        return LocalTraining(lr=training.lr, steps=steps, optimiser=held)
+        return LocalTraining(lr=training.lr, steps=steps, optimiser=rule)
     return LocalTraining(
-        lr=training.lr, steps=steps * len(sizes), batch_size=sizes[0], optimiser=SpreadRule(held, sizes)
+        lr=training.lr, steps=steps * len(sizes), batch_size=sizes[0], optimiser=SpreadRule(rule, sizes)
     )
 
 
 def batches(training: LocalTraining, examples: int) -> tuple[int, ...]:
-    """The sizes of the batches in which a coarse step takes the examples: one, or the client's where its rule cares."""
+    """Sizes of the batches of a coarse step: one of all examples, or the client's if its rule uses their spread."""
     size = examples
     if sees_spread(training.optimiser):
         size = min(training.batch_size or examples, examples)
@@ -309,16 +309,16 @@ def batches(training: LocalTraining, examples: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class Coarse:
-    """The update that `steps` large steps on all examples make, from the weights sent, by the client's own rule.
+class Coarse(Prediction):
+    """The update of `steps` large steps on all examples, from the weights sent, by the client's own rule.
 
-    steps           K; never more than the client makes
-    training        a recipe of its own; else that of the threat model; else plain SGD of the length that `Total` learns
-    extrapolate     as in `CoarseRule`: worth about twice the steps, where these are short enough
+    steps           K, at most as many as the client makes
+    training        a recipe; None: that of the threat model, or plain SGD of the length that `Total` learns
+    extrapolate     as in `CoarseRule`: worth about twice the steps if these are short enough
     recompute       keep K points of the path instead of K graphs, and run each step again for its derivatives: the
                     memory of one graph, and about twice the time
 
-    In units of the update, through the defence as far as it is known, all rounds of a target together.
+    In units of the update, through the known defence, all rounds of a target together.
     """
 
     steps: int = 20
@@ -329,14 +329,11 @@ class Coarse:
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps",))
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def footprint(self, scene: TargetView) -> Footprint:
         known = self.training or scene.knows.training
         steps = self.steps if known is None else min(self.steps, len(known.order(scene.num_examples)))
         parts = 1 if known is None else len(batches(known, scene.num_examples))
-        # Recomputed: one graph at a time, and the points of the path, each with its adjoint.
+        # With recompute: one graph at a time, and the points of the path, each with its adjoint.
         return Footprint(passes=1 / parts if self.recompute else steps, gradients=steps * parts)
 
     def target(self, scene: TargetView) -> Params:
@@ -356,13 +353,13 @@ class Coarse:
         )
 
     def recipe(self, scene: TargetView, v: Tree, number: int) -> LocalTraining:
-        """What is replayed of one round, the `number`-th of the target."""
+        """The recipe that is replayed for one round, the `number`-th of the target."""
         known = self.training or scene.knows.training
         if known is None:
             if "total" not in v:
                 raise ValueError(
                     "Coarse needs to know how far the client goes: pass Knowledge(training=...), or let it be learned "
-                    "by joining Total() to the space: Together((Pixels(), Total()))."
+                    "by joining Total() to the space: JointSpace((Pixels(), Total()))."
                 )
             fine = FINE * self.steps
             known = LocalTraining(lr=v["total"][number].exp() / fine, steps=fine)
@@ -370,12 +367,12 @@ class Coarse:
 
 
 @dataclass(frozen=True)
-class Total:
+class Total(Space):
     """The unknown `total` of `Coarse`, (rounds,): the log of the sum of the client's learning rates.
 
-    Join it to another space by `JointSpace`. It begins where a flat image matches best by cosine, among `trials` totals
-    up to `reach` times more or less than |update| / |gradient|, with `steps` coarse steps each. Where the recipe is
-    known it has that value; nothing depends on it then, and it stays.
+    Join it to another space by `JointSpace`. It starts where a flat image matches best by cosine, among `trials` totals
+    up to `reach` times more or less than |update| / |gradient|, with `steps` coarse steps each. If the recipe is known,
+    it has the known value and stays: nothing depends on it.
     """
 
     steps: int = 5
@@ -392,8 +389,8 @@ class Total:
         return {"total": torch.stack([self.start(replace(each, fields=scene.fields)) for each in scene.rounds])}
 
     def start(self, scene: TargetView) -> Tensor:
-        """The total that a round begins with."""
-        training, like = scene.knows.training, next(tree.leaves(scene.update))
+        """The total at the start of a round's search."""
+        training, like = scene.knows.training, scene.like
         if training is not None:
             total = training.lr * sum(training.factors(scene.num_examples))
             return torch.as_tensor(total, dtype=like.dtype, device=like.device).log()
@@ -405,26 +402,20 @@ class Total:
         trials = middle + torch.linspace(-far, far, self.trials, dtype=like.dtype, device=like.device)
         predict, match = Coarse(self.steps, extrapolate=self.extrapolate), Cosine()
         observed = match.prepare(predict.target(alone))
-        # One after another: an inner vmap would shut out models that run lane by lane because vmap fails.
+        # One after another: with an inner vmap, models that vmap rejects could not run lane by lane.
         distances = torch.stack(
             [match.distance(predict(flat, {"total": trial[None]}, alone, now), observed) for trial in trials.unbind()]
         )
         best = torch.where(distances.isfinite(), distances, torch.inf).argmin(keepdim=True)
         return trials.gather(0, best).squeeze(0)
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        return {}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
+    def unknowns(self, scene: TargetView) -> int:
+        return 0  # one for each round: too few to count
 
 
 def flat_batch(scene: TargetView) -> Batch:
-    """Images of one colour, half way between their bounds, with the labels that are known, or an even share of all."""
-    like, blank = next(tree.leaves(scene.weights)), scene.task.blank(scene.num_examples)
+    """Grey images, half way between the bounds, with the known labels, or equal shares of all classes."""
+    like, blank = scene.like, scene.task.blank(scene.num_examples)
     for name, field in scene.task.fields.items():
         if field.classes is not None:
             shape = (scene.num_examples, *field.shape, field.classes)
@@ -436,7 +427,7 @@ def flat_batch(scene: TargetView) -> Batch:
 
 @dataclass(frozen=True)
 class Onwards:
-    """A schedule over a run of `total` steps, for a stage of it that begins after `done` of them."""
+    """The part of a schedule over `total` steps that a stage sees after `done` of them."""
 
     schedule: Schedule
     done: int
@@ -448,7 +439,7 @@ class Onwards:
 
 @dataclass(frozen=True)
 class OnwardsWindow:
-    """A window over a run, for a stage of it that begins after `done` steps, with a memory of its own."""
+    """The part of a window over a run that a stage sees after `done` steps; the counts start at zero."""
 
     window: Window
     done: int
@@ -466,7 +457,7 @@ class OnwardsWindow:
 
 @dataclass(frozen=True, eq=False)
 class _Recomputing(Task):
-    """A task whose gradient keeps what it was given and no graph."""
+    """A task whose gradient keeps its inputs and no graph."""
 
     def gradient_and_buffers(
         self, weights: Params, batch: Batch, buffers: Params | None = None

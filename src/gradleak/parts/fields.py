@@ -1,7 +1,8 @@
-"""Fields read off the observation before anything is optimised: labels, by one of the rules of `parts.labels`."""
+"""Fields read off the observation before the search: labels, by one of the rules of `parts.labels`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gradleak.core import registry, tree
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import Needs
+from gradleak.parts.protocols import FieldRule, Needs
 from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Batch
 
@@ -25,20 +26,30 @@ class LabelRule(Protocol):
 
 
 class RuleDoesNotApply(ValueError):
-    """A label rule outside its premises; the message names rules that do apply."""
+    """A label rule was used outside its premises; the message names rules that apply."""
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """No field is read off; the space supplies them all."""
+class Nothing(FieldRule):
+    """No field is read off: the space has them all."""
 
     def __call__(self, scene: TargetView) -> Batch:
         return {}
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Labels by a rule, in ascending order; where the threat model gives them, the given ones."""
+class ReadBy(FieldRule):
+    """Fields by a plain function of the scene."""
+
+    function: Callable[[TargetView], Batch]
+
+    def __call__(self, scene: TargetView) -> Batch:
+        return self.function(scene)
+
+
+@dataclass(frozen=True)
+class Labels(FieldRule):
+    """Labels by a rule, in ascending order; nothing if the threat model gives labels."""
 
     rule: LabelRule
 
@@ -65,12 +76,12 @@ class LastLayer:
 
     weight: Tensor  # W, (classes, features)
     rows: Tensor  # dL/dW
-    bias: Tensor | None  # b, (classes,); None where there is none or the client does not train it
+    bias: Tensor | None  # b, (classes,); None if the client trains none
     deltas: Tensor | None  # dL/db
 
 
 def last_layer(scene: TargetView) -> LastLayer:
-    """What the server knows of the client's classifier."""
+    """The classifier that was sent, and its mean gradient."""
     layer = scene.task.classifier
     if layer.weight not in scene.update:
         raise RuleDoesNotApply(
@@ -78,8 +89,8 @@ def last_layer(scene: TargetView) -> LastLayer:
             "give them in Knowledge(given={'y': ...}), or use an attack that optimises them (dlg)."
         )
     names = [name for name in (layer.weight, layer.bias) if name in scene.update]
-    seen = gradient(replace(scene, update={name: scene.update[name] for name in names}))
+    observed = gradient(replace(scene, update={name: scene.update[name] for name in names}))
     sent = {name: scene.weights[name] for name in names}
-    sent, seen = (tree.to(tree.detach(params), "cpu", torch.float64) for params in (sent, seen))
+    sent, observed = (tree.to(tree.detach(params), "cpu", torch.float64) for params in (sent, observed))
     weight, bias = names[0], names[-1] if len(names) > 1 else ""
-    return LastLayer(sent[weight], seen[weight], sent.get(bias), seen.get(bias))
+    return LastLayer(sent[weight], observed[weight], sent.get(bias), observed.get(bias))

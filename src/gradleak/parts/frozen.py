@@ -1,4 +1,4 @@
-"""Trained networks of the attacker's own, as a search needs them: frozen, in place, and counted."""
+"""Trained networks of the attacker for use in a search: frozen, on its device, and with their memory counted."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ State: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def state_of(network: nn.Module) -> State:
-    """Where the weights lie and how often they were written: equal for the same weights, so that copies are reused."""
+    """Address and version of every weight: equal for the same weights, so it is the key under which copies are kept."""
     return tuple((value.data_ptr(), value._version) for value in (*network.parameters(), *network.buffers()))
 
 
 def aside(work: Callable[[], Answer]) -> Answer:
-    """The answer, from a thread of its own: transforms and modes are each thread's own, and answers outlive them."""
+    """The answer, from a new thread: transforms and modes of torch belong to a thread, and the answer outlives them."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
 
 
 def frozen(network: nn.Module, like: Tensor) -> nn.Module:
-    """A copy in evaluation mode without gradients, on the device and in the type of `like`."""
+    """A copy in evaluation mode, without gradients, on the device and in the type of `like`."""
     return _placed(network, state_of(network), like.device, like.dtype)
 
 
 @lru_cache(maxsize=4)
 def _placed(network: nn.Module, state: State, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Made once for each state of the weights: a captured step must find it in place."""
+    """Made once for each state of the weights: a captured step needs it at a fixed address."""
 
     def made() -> nn.Module:
         return copy.deepcopy(network).eval().requires_grad_(False).to(device=device, dtype=dtype)
@@ -50,12 +50,12 @@ def graph_entries(run: Callable[[], Any], network: nn.Module) -> int:
     weights = {value.untyped_storage().data_ptr() for value in (*network.parameters(), *network.buffers())}
 
     def note(value: Tensor) -> Tensor:
-        held = value.untyped_storage()
-        if held.data_ptr() not in weights:
-            sizes[held.data_ptr()] = held.nbytes() // value.element_size()
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes() // value.element_size()
         return value
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
-        kept = run()  # alive until counted: freed memory would be counted under one address
-    del kept
+        result = run()  # alive until all is counted: freed memory could be counted under one address
+    del result
     return sum(sizes.values())

@@ -1,16 +1,15 @@
-"""L-BFGS whose lanes are independent: every lane is somewhere else in its own line search.
+"""L-BFGS with a line search per lane.
 
 One engine step is ONE evaluation of the objective and its gradient, for every lane. Each lane then either accepts its
-trial point (and turns into a new direction) or moves its own bracket: nobody waits for a slower lane, and the number of
-gradient evaluations is exactly the number of steps.
+trial point and takes a new direction, or moves its bracket. No lane waits for another, and the number of gradient
+evaluations is exactly the number of steps.
 
-Direction: the compact form of the inverse BFGS matrix, H g = gamma g + [S, gamma Y] M [S, gamma Y]^T g, whose small
-triangular systems are solved at once instead of in two loops over the history. Line search: bisection on the weak
-Wolfe conditions.
+Direction: the compact form of the inverse BFGS matrix, H g = gamma g + [S, gamma Y] M [S, gamma Y]^T g: small
+triangular systems instead of two loops over the history. Line search: bisection on the weak Wolfe conditions.
 
 References: Byrd, Nocedal, Schnabel, Mathematical Programming 63, 1994; Lewis and Overton, Mathematical Programming
-141, 2013. Differs from torch.optim.LBFGS, which the DLG family's code uses with lr 1 and no line search and which ties
-all tensors of a batch to one step length.
+141, 2013. Differs from torch.optim.LBFGS, which the code of the DLG family uses with lr 1 and no line search: that one
+has a single step length for all tensors of a batch.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import Schedule, constant, require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 from gradleak.scenario.task import float32_products
 
 
 @dataclass(frozen=True, kw_only=True)
-class LBFGS:
+class LBFGS(Optimiser):
     """Quasi-Newton search with a line search per lane.
 
     history     pairs kept
     tries       trial points per line search before it starts over without history
     lr          length of a search's first trial, in units of the quasi-Newton step; `schedule` multiplies it
-    rates       unit in which a named variable is measured: 10 makes it move as if its gradient were 100 times as large
-    every       a named variable moves only in every so many line searches
+    rates       unit of a named unknown: with 10 it moves as if its gradient were 100 times as large
+    every       a named unknown moves only in every so many line searches
     """
 
     steps: int = 300
@@ -59,7 +58,7 @@ class LBFGS:
         """Numbers that a lane holds at the peak of a step: the pairs, old and new."""
         return 6 * self.history * unknowns
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         x = tree.flatten(v) / self._units(v)
         scalar, square = x.new_zeros(()), x.new_zeros((self.history, self.history))
         return {
@@ -84,7 +83,7 @@ class LBFGS:
             "held": torch.zeros((), dtype=torch.long, device=x.device),
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         units = self._units(v)
         trial = tree.flatten(v) / units
         gradient_tree, scored = problem.value_and_grad(v)
@@ -98,26 +97,26 @@ class LBFGS:
         too_far = ~first & ~(value_or_worst <= state["value"] + self.armijo * length * slope)
         too_near = ~first & ~too_far & ((safe_gradient * state["direction"]).sum() < self.wolfe * slope)
         exhausted = ~first & (too_far | too_near) & (state["tries"] + 1 >= self.tries)
-        # Out of tries: a point that at least descends is taken, otherwise the search starts over from the last point.
+        # Out of tries: a point that descends is accepted, otherwise the search starts over from the last point.
         accept = first | ~(too_far | too_near) | (exhausted & ~too_far)
         restart = exhausted & ~accept
 
         x = torch.where(accept, trial, state["x"])
-        held_value = torch.where(accept, value_or_worst, state["value"])
-        held_match = torch.where(accept, scored.match, state["match"])
-        held_gradient = torch.where(accept, safe_gradient, state["gradient"])
+        last_value = torch.where(accept, value_or_worst, state["value"])
+        last_match = torch.where(accept, scored.match, state["match"])
+        last_gradient = torch.where(accept, safe_gradient, state["gradient"])
 
         with float32_products():  # curvature is a difference of gradients: TF32 would round it away
-            pairs, along, across = self._remember(state, trial, safe_gradient, accept & ~first, restart, held_gradient)
-            turned = self._direction(held_gradient, pairs, along, across)
+            pairs, along, across = self._remember(state, trial, safe_gradient, accept & ~first, restart, last_gradient)
+            turned = self._direction(last_gradient, pairs, along, across)
         fresh = accept | restart
         searches = state["searches"] + fresh.to(x.dtype)
         moving = self._moving(v, searches - 1)
         turned = turned * moving
-        downhill = (turned * held_gradient).sum() < 0
-        turned = torch.where(downhill & turned.isfinite().all(), turned, -held_gradient * moving)
+        downhill = (turned * last_gradient).sum() < 0
+        turned = torch.where(downhill & turned.isfinite().all(), turned, -last_gradient * moving)
         # Without curvature the first step has length one in the norm; after a failed search, much less.
-        size = tree.safe_sqrt(held_gradient.square().sum()).clamp_min(1e-20)
+        size = tree.safe_sqrt(last_gradient.square().sum()).clamp_min(1e-20)
         unit = torch.where(restart, 1e-3, 1.0) * torch.minimum(1 / size, torch.ones_like(size))
 
         low = torch.where(fresh, 0.0, torch.where(too_near, length, state["low"]))
@@ -129,11 +128,11 @@ class LBFGS:
         length = torch.where(fresh, begin, within)
         state = {
             "x": x,
-            "value": held_value,
-            "match": held_match,
-            "gradient": held_gradient,
+            "value": last_value,
+            "match": last_match,
+            "gradient": last_gradient,
             "direction": direction,
-            "slope": (held_gradient * direction).sum(),
+            "slope": (last_gradient * direction).sum(),
             "length": length,
             "low": low,
             "high": high,
@@ -141,20 +140,20 @@ class LBFGS:
             "searches": searches,
             **pairs,
         }
-        # A trial point that is not finite is this method's business, not a diverged lane: report the last sound value.
-        told = Scored(
+        # A trial point that is not finite is no diverged lane: report the last sound value.
+        reported = Scored(
             tree.where(sound, v, tree.unflatten(x * units, v)),
-            torch.where(sound, scored.objective, held_value),
-            torch.where(sound, scored.match, held_match),
+            torch.where(sound, scored.objective, last_value),
+            torch.where(sound, scored.match, last_match),
         )
-        return problem.project(tree.unflatten((x + length * direction) * units, v)), state, told
+        return problem.project(tree.unflatten((x + length * direction) * units, v)), state, reported
 
     def final(self, v: Tree, state: Tree) -> Tree:
-        """The last accepted point: what stands in v is the next trial."""
+        """The last accepted point: v is the next trial point."""
         return tree.unflatten(state["x"] * self._units(v), v)
 
     def _units(self, v: Tree) -> Tensor | float:
-        """The unit of every entry: the search runs in v / unit, where all variables are of a size."""
+        """The unit of every entry: the search runs in v / unit, so that all unknowns have about the same size."""
         return self._spread(v, self.rates) if self.rates else 1.0
 
     def _moving(self, v: Tree, search: Tensor) -> Tensor | float:
@@ -167,11 +166,11 @@ class LBFGS:
         return torch.cat([torch.ones_like(tree.flatten({name: v[name]})) * values.get(name, 1.0) for name in v])
 
     def _remember(
-        self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor, held_gradient: Tensor
+        self, state: Tree, trial: Tensor, gradient: Tensor, accept: Tensor, restart: Tensor, last_gradient: Tensor
     ) -> tuple[Tree, Tensor, Tensor]:
         """Write the pair (s, y) over the oldest, where it has positive curvature. A restart forgets all pairs.
 
-        Returns the pairs, and the products of S and Y with the held gradient: each table is read once for all of them.
+        Returns the pairs, and the products of S and Y with the last gradient: each table is read once.
         """
         s, y = trial - state["x"], gradient - state["gradient"]
         curved = (s * y).sum() > 1e-10 * tree.safe_sqrt(s.square().sum()) * tree.safe_sqrt(y.square().sum())
@@ -180,8 +179,8 @@ class LBFGS:
         here = (torch.arange(self.history, device=s.device) == head) & keep  # one slot, or none
         moves = torch.where(here[:, None], s, state["moves"])
         turns = torch.where(here[:, None], y, state["turns"])
-        with_moves = moves @ torch.stack([y, held_gradient], dim=1)  # (m, 2)
-        with_turns = turns @ torch.stack([s, y, held_gradient], dim=1)  # (m, 3)
+        with_moves = moves @ torch.stack([y, last_gradient], dim=1)  # (m, 2)
+        with_turns = turns @ torch.stack([s, y, last_gradient], dim=1)  # (m, 3)
         here_row, column = here[:, None], with_moves[:, :1]
         held = torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
         pairs = {

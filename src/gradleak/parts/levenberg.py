@@ -1,9 +1,9 @@
-"""Levenberg-Marquardt with a dense Jacobian, lane by lane, and the homotopy in the weight of the priors.
+"""Levenberg-Marquardt with a dense Jacobian per lane, and a homotopy in the weight of the priors.
 
 Matching is nonlinear least squares: r(x) is the residual between the predicted and the observed update, and every step
 solves (J^T J + mu P^T P + lambda D) dx = -(J^T r + mu P^T p), with p the terms of the priors, P their derivative, D the
-diagonal of J^T J + mu P^T P. J comes from forward-mode products, all entries of x at once in blocks. Converges
-quadratically where the update determines the data; needs float64, since J^T J squares the condition.
+diagonal of J^T J + mu P^T P. J comes from forward-mode products, in blocks of entries of x. It converges quadratically
+if the update determines the data. It needs float64, since J^T J squares the condition number.
 
 References: Levenberg 1944; Marquardt 1963; discrepancy and evidence as in MacKay, Neural Computation 4, 1992.
 """
@@ -20,7 +20,7 @@ from gradleak.core.linear import gram, jacobian, solved
 from gradleak.core.random import signs
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 MOST_DAMPING = 1e11  # steps are then too short to matter
@@ -30,13 +30,13 @@ PROBES = 8  # for a trace of thousands of terms
 
 @dataclass(frozen=True)
 class Homotopy:
-    """The weight of the priors: much at first, then as little as the data bear.
+    """The weight of the priors: high at first, then as low as the data allow.
 
-    It starts at `start` in units of trace(J^T J) / trace(P^T P) and falls by `fall`, or as the match where that falls
-    faster, with every accepted step, but not below the level of discrepancy, where the prior would have to explain
-    noise. With m equations, g directions that the data determine at this weight, and the prior's value R, that is
-    mu >= match g / ((m - g) R): the most likely weight for a Gaussian prior of unknown scale and noise of unknown size.
-    On exact data it vanishes with the match, so the limit is the smoothest of all exact solutions.
+    It starts at `start` in units of trace(J^T J) / trace(P^T P). With every accepted step it falls by `fall`, or with
+    the match if that falls faster, but not below the level of discrepancy, where the prior would have to explain noise:
+    mu >= match g / ((m - g) R), with m equations, g directions that the data determine at this weight, and the value R
+    of the prior. That is the most likely weight for a Gaussian prior of unknown scale and noise of unknown size. On
+    exact data it vanishes with the match, so the limit is the smoothest of all exact solutions.
     """
 
     start: float = 1.0
@@ -53,17 +53,17 @@ class Homotopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LevenbergMarquardt:
-    """Damped Gauss-Newton steps; acceptance, damping and the weight of the priors are each lane's own.
+class LevenbergMarquardt(Optimiser):
+    """Damped Gauss-Newton steps; acceptance, damping and the weight of the priors are per lane.
 
-    damping     first lambda; divided by `ease` after an accepted step, times `stiffen` for every rejected trial
+    damping     first lambda; divided by `ease` after an accepted step, times `stiffen` after a rejected trial
     tries       trials with one Jacobian
-    chords      further steps with the Jacobian and the factor of an accepted one: each costs an evaluation only
-    single      compute the Jacobian in float32; steps then need a few more chords, and GPUs a fraction of the time
+    chords      further steps with the Jacobian and the factor of an accepted one: each costs one evaluation
+    single      compute the Jacobian in float32: a few more chords per step, but far less time on a GPU
     block       columns of the Jacobian computed at once; None: as many as the engine has room for
-    solved      a lane whose match is below is finished
-    homotopy    the weight of the stage's priors; None takes them as they are
-    only_if_solved   return the start where the match stays above this: a start that is nearly right is worth more than
+    solved      a lane with a match below this is finished
+    homotopy    the weight of the stage's priors; None: always 1
+    only_if_solved   return the start if the match stays above this: a start that is nearly right is worth more than
                 a lower match at a wrong place
     """
 
@@ -78,13 +78,12 @@ class LevenbergMarquardt:
     solved: float = 1e-26
     homotopy: Homotopy | None = None
     only_if_solved: float | None = None
-    graphable: bool = False  # lanes that are finished leave the chunk, which is a look at values
+    graphable: bool = False  # finished lanes leave the chunk, which needs a host read
 
     def __post_init__(self) -> None:
         require_positive(self, whole=("steps", "tries"), real=("damping", "ease", "stiffen"))
 
     def sized(self, evaluations: int) -> LevenbergMarquardt:
-        """The same, for a lane that may make this many evaluations at once."""
         return self if self.block is not None else replace(self, block=evaluations)
 
     def entries(self, unknowns: int, equations: int) -> int:
@@ -92,7 +91,7 @@ class LevenbergMarquardt:
         priors = 3 * unknowns  # rows of the priors' terms, about
         return unknowns * (2 * (equations + priors) + 5 * unknowns)
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         scored = problem.value(v)
         zero = torch.zeros_like(scored.match)
         return {
@@ -107,7 +106,7 @@ class LevenbergMarquardt:
             "start": tree.flatten(v) if self.only_if_solved is not None else zero,
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         x = tree.flatten(v)
         n = x.shape[0]
 
@@ -139,43 +138,43 @@ class LevenbergMarquardt:
 
         before = state["match"] + weight * state["prior"]
         damping, taken = state["damping"], torch.zeros_like(before, dtype=torch.bool)
-        held = {"x": x, "match": state["match"], "prior": state["prior"]}
+        point = {"x": x, "match": state["match"], "prior": state["prior"]}
         downhill = slope(match, prior)
-        kept = torch.zeros_like(normal)
+        cholesky = torch.zeros_like(normal)
         for _ in range(self.tries):
             factor, _ = torch.linalg.cholesky_ex(normal + torch.diag_embed(damping * diagonal))
             trial = scored(x - solved(factor, downhill))
             better = ~taken & (trial["match"] + weight * trial["prior"] < before)  # false where anything is NaN
-            held = tree.where(better, trial, held)
-            kept = torch.where(taken, kept, factor)
+            point = tree.where(better, trial, point)
+            cholesky = torch.where(taken, cholesky, factor)
             taken = taken | better
             damping = torch.where(better, damping / self.ease, torch.where(taken, damping, damping * self.stiffen))
         for _ in range(self.chords):
-            trial = scored(held["x"] - solved(kept, slope(*residual(held["x"]))))
-            lower = trial["match"] + weight * trial["prior"] < held["match"] + weight * held["prior"]
-            held = tree.where(taken & lower, trial, held)
+            trial = scored(point["x"] - solved(cholesky, slope(*residual(point["x"]))))
+            lower = trial["match"] + weight * trial["prior"] < point["match"] + weight * point["prior"]
+            point = tree.where(taken & lower, trial, point)
         damping = damping.clamp(1e-15, MOST_DAMPING)
-        determined = n - weight * _trace(kept, theirs) if prior.shape[0] else torch.zeros_like(before)
+        determined = n - weight * _trace(cholesky, theirs) if prior.shape[0] else torch.zeros_like(before)
 
-        after = held["match"] + weight * held["prior"]
+        after = point["match"] + weight * point["prior"]
         small = (before - after) < STILL * before
         settled = weight > 0.5 * state["weight"]  # the weight of the priors falls no further
         state = {
             "damping": damping,
             "weight": weight,
             "determined": determined.nan_to_num(0.0).clamp(0.0, float(n)),  # NaN where nothing could be factorised
-            "fell": held["match"] / state["match"],
-            "match": held["match"],
-            "prior": held["prior"],
+            "fell": point["match"] / state["match"],
+            "match": point["match"],
+            "prior": point["prior"],
             "still": torch.where((small | ~taken) & settled, state["still"] + 1, 0.0),
             "accepted": taken,
             "start": state["start"],
         }
-        here = tree.unflatten(held["x"], v)
-        return here, state, Scored(here, held["match"] + held["prior"], held["match"])
+        here = tree.unflatten(point["x"], v)
+        return here, state, Scored(here, point["match"] + point["prior"], point["match"])
 
-    def _rows(self, problem: Problem, v: Tree, x: Tensor) -> Tensor:
-        """The derivative of all terms, in float32 where the setting says so."""
+    def _rows(self, problem: LaneObjective, v: Tree, x: Tensor) -> Tensor:
+        """The derivative of all terms, in float32 if `single`."""
         if self.single:
             problem, v = problem.single(), tree.to(v, None, torch.float32)
 
@@ -186,11 +185,11 @@ class LevenbergMarquardt:
         return jacobian(terms, tree.flatten(v), self.block or x.shape[0]).to(x.dtype)
 
     def _weight(self, state: Tree, normal: Tensor, curvature: Tensor, equations: int) -> Tensor:
-        """This step's weight of the priors: fallen since the last one, where that was accepted."""
+        """The weight of the priors in this step: lower than in the last one, if that was accepted."""
         if self.homotopy is None:
             return torch.ones_like(state["weight"])
         start = self.homotopy.start * normal.diagonal().sum() / curvature.diagonal().sum().clamp_min(1e-300)
-        # Where the match falls faster than the schedule, the prior would only hold it back.
+        # If the match falls faster than the schedule, the prior would only slow it down.
         factor = state["fell"].clamp(max=self.homotopy.fall)
         fallen = torch.where(state["accepted"], factor * state["weight"], state["weight"])
         floor = self.homotopy.floor(state["match"], state["prior"], state["determined"], equations)
@@ -202,7 +201,7 @@ class LevenbergMarquardt:
         return tree.where(state["match"] < self.only_if_solved, v, tree.unflatten(state["start"], v))
 
     def finished(self, state: Tree) -> Tensor:
-        """Solved, or done: two steps in a row at the final weight led nowhere."""
+        """Solved, or two steps in a row at the final weight without progress."""
         return (state["match"] < self.solved) | (state["still"] >= 2)
 
 

@@ -1,7 +1,7 @@
 """Distances between a predicted and the observed update.
 
-A lane's update is as long as the network has parameters, so passes over it are what a step pays for. `distance` is
-`reduce(residual(...))` in few passes, with its derivative written out; `residual` is what least-squares solvers take.
+An update has as many entries as the network has parameters, so a step costs passes over it. `distance` is
+`reduce(residual(...))` in few passes, with its derivative written out; least-squares solvers take `residual`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,11 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.random import signs
 from gradleak.core.tree import Params
-from gradleak.parts.protocols import Match
-
-
-class Difference:
-    """What plain differences share: the residual is predicted - observed, and the distance its sum of squares."""
-
-    squares: ClassVar[bool] = True
-    scale_free: ClassVar[bool] = False
-
-    def prepare(self, observed: Params) -> Params:
-        return observed
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return tree.subtract(predicted, observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return tree.squared_norm(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.reduce(self.residual(predicted, observed))
+from gradleak.parts.protocols import Match, delegates
 
 
 @dataclass(frozen=True)
-class SquaredError(Difference):
+class SquaredError(Match):
     """sum over all entries of (predicted - observed)^2; no mean, no weights."""
 
     def distance(self, predicted: Params, observed: Params) -> Tensor:
@@ -48,7 +29,7 @@ class SquaredError(Difference):
 
 
 @dataclass(frozen=True)
-class MeanSquaredError(Difference):
+class MeanSquaredError(Match):
     """The mean over tensors of ||predicted - observed||^2, each a sum over its entries (GGL)."""
 
     def residual(self, predicted: Params, observed: Params) -> Params:
@@ -56,12 +37,12 @@ class MeanSquaredError(Difference):
 
 
 @dataclass(frozen=True)
-class Relative(Difference):
+class Relative(Match):
     """Mean over all entries of ((predicted - observed) / RMS of the observed tensor)^2: every tensor in its own unit.
 
-    Noise whose size is a share c of each tensor gives c^2. A tensor that is zero, or next to it, is measured in
-    `floor` times the RMS of the whole update, since it tells something too: that the prediction must be small there.
-    `whole`: all are measured in the RMS of the whole update, which is right where all carry the same noise.
+    Noise of relative size c gives c^2. The unit of a tensor is at least `floor` times the RMS of the whole update: a
+    tensor of zeros counts too, since the prediction must be small there. `whole`: the RMS of the whole update is the
+    unit of all tensors, which is right if all carry the same noise.
     """
 
     floor: float = 1e-6
@@ -88,11 +69,11 @@ class Relative(Difference):
 
 
 @dataclass(frozen=True)
-class LayerWeighted(Difference):
+class LayerWeighted(Match):
     """sum over layers l = 1, 2, ... of exp(-(l - 1) fall) ||predicted - observed||^2: the first layer counts most.
 
-    A layer's weight and bias share their factor. Layers in the order in which the model names its parameters, which is
-    that of the forward pass where modules are built in the order of their use.
+    A layer's weight and bias share their factor. Layers are in the order of the model's parameters, which is that of
+    the forward pass if the model builds its modules in this order.
     """
 
     fall: float = 1.0
@@ -106,18 +87,18 @@ class LayerWeighted(Difference):
 
 
 def layers_of(params: Params) -> dict[str, int]:
-    """The number of the layer that each parameter belongs to, from 0; of several rounds each counts for itself."""
+    """The number of the layer of each parameter, from 0 in every round."""
     order: dict[str, dict[str, int]] = {}
-    found = {}
+    numbers = {}
     for name in params:
-        a_round, _, own = name.rpartition("/")
+        a_round, _, parameter = name.rpartition("/")
         layers = order.setdefault(a_round, {})
-        found[name] = layers.setdefault(own.rpartition(".")[0], len(layers))
-    return found
+        numbers[name] = layers.setdefault(parameter.rpartition(".")[0], len(layers))
+    return numbers
 
 
 @dataclass(frozen=True)
-class LayerNorms(Difference):
+class LayerNorms(Match):
     """sum over tensors of ||predicted - observed||_2, not squared (GradInversion)."""
 
     squares: ClassVar[bool] = False
@@ -127,11 +108,11 @@ class LayerNorms(Difference):
 
 
 @dataclass(frozen=True)
-class Cosine(Difference):
+class Cosine(Match):
     """1 - cos over the concatenation of all tensors, as half the squared distance of unit vectors.
 
-    Equal to 1 - cos in exact arithmetic; in float32 it keeps its digits near zero, where 1 - cos has none left, and it
-    is a sum of squares, so least-squares solvers can use it.
+    Equal to 1 - cos in exact arithmetic. In float32 it is accurate near zero, where 1 - cos has no digits left. It is a
+    sum of squares, so least-squares solvers can use it.
     """
 
     scale_free: ClassVar[bool] = True
@@ -148,7 +129,7 @@ class Cosine(Difference):
 
 
 @dataclass(frozen=True)
-class RowCosine(Difference):
+class RowCosine(Match):
     """Mean over rows of 1 - cos (or 1 - |cos|), for `Representation`: one row, and one residual, per example."""
 
     absolute: bool = False
@@ -170,31 +151,12 @@ class RowCosine(Difference):
         return tree.flatten(residual).mean()
 
 
+@delegates("match")
 @dataclass(frozen=True)
-class Wrapped:
-    """A match around another one, which answers for all that is not overridden."""
+class Wrapped(Match):
+    """A match around another one: the inner match answers for all that a subclass does not override."""
 
     match: Match
-
-    @property
-    def squares(self) -> bool:
-        return self.match.squares
-
-    @property
-    def scale_free(self) -> bool:
-        return self.match.scale_free
-
-    def prepare(self, observed: Params) -> Params:
-        return self.match.prepare(observed)
-
-    def residual(self, predicted: Params, observed: Params) -> Params:
-        return self.match.residual(predicted, observed)
-
-    def reduce(self, residual: Params) -> Tensor:
-        return self.match.reduce(residual)
-
-    def distance(self, predicted: Params, observed: Params) -> Tensor:
-        return self.match.distance(predicted, observed)
 
 
 @dataclass(frozen=True)
@@ -216,13 +178,14 @@ class Scaled(Wrapped):
 
 @dataclass(frozen=True)
 class Sketched(Wrapped):
-    """Another match seen through `rows` sums of its residual's entries with random signs.
+    """Another match whose residual is reduced to `rows` sums of entries with random signs.
 
-    Each row sums every `rows`-th entry, so a Jacobian needs `rows` columns however large the network is. The sum of
-    squares is right on average, and it is zero where the residual is: a solution of the one is one of the other.
+    Each row sums every `rows`-th entry, so a Jacobian has `rows` rows for a network of any size. The sum of squares is
+    right on average, and zero where the residual is zero: a solution of the match solves the sketch.
     """
 
     rows: int
+    per_example: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.match.squares or self.rows < 1:
@@ -233,6 +196,9 @@ class Sketched(Wrapped):
         signed = entries * signs("sketch", entries.shape[0], entries.device, entries.dtype)
         folded = F.pad(signed, (0, -entries.shape[0] % self.rows)).reshape(-1, self.rows)
         return {"rows": folded.sum(0)}
+
+    def equations(self, entries: int) -> int:
+        return self.rows
 
     def reduce(self, residual: Params) -> Tensor:
         return tree.squared_norm(residual)

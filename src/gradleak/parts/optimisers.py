@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 Schedule: TypeAlias = Callable[[Step], "Tensor | float"]
@@ -20,13 +21,13 @@ Transform: TypeAlias = Callable[[Tensor, Step], Tensor]
 
 
 def constant(now: Step) -> float:
-    """A learning rate that stays."""
+    """A constant learning rate."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """The learning rate times `factor` for every so many steps, continuously: factor^(step / every)."""
+    """Times factor^(step / every), continuously."""
 
     factor: float
     every: int = 1
@@ -62,7 +63,7 @@ class CosineDecay:
 
 @dataclass(frozen=True)
 class RampedDecay:
-    """Up linearly over the first `up` of the budget, down by half a cosine over the last `down` (GIFD 0.05 and 0.75).
+    """Up linearly over the share `up` of the steps, down by half a cosine over the last `down` (GIFD: 0.05, 0.75).
 
     min(1, t / up) * (1 - cos(pi min(1, (1 - t) / down))) / 2 at t = step / total.
     """
@@ -79,7 +80,7 @@ class RampedDecay:
 
 
 class Window(Protocol):
-    """When a variable moves: is it `due` now, and how often has it moved (`count`), this step included?"""
+    """When an unknown moves: is it `due` at this step, and how often has it moved (`count`), this step included?"""
 
     def due(self, now: Step) -> Tensor: ...
 
@@ -88,9 +89,9 @@ class Window(Protocol):
 
 @dataclass(frozen=True)
 class OddBlocks:
-    """Blocks of `size` steps, at rest in the first, moving in the second, and so on: where floor(step / size) is odd.
+    """Blocks of `size` steps: at rest in the first, moving in the second, and so on (floor(step / size) is odd).
 
-    Reference: Huang et al., ARES 2025, who keep a diffusion client's noise near its law this way.
+    Reference: Huang et al., ARES 2025, who keep the noise of a diffusion client near its law this way.
     """
 
     size: int = 50
@@ -107,7 +108,7 @@ class OddBlocks:
 
 
 def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...] = ()) -> None:
-    """Refuse settings that no search can run with, before it starts."""
+    """Refuse settings that are not positive."""
     for name in (*whole, *real):
         value = getattr(owner, name)
         kinds = int if name in whole else (int, float)
@@ -117,7 +118,7 @@ def require_positive(owner: object, whole: tuple[str, ...], real: tuple[str, ...
 
 
 def _sign(value: Tensor) -> Tensor:
-    """torch.sign turns NaN into 0, which would hide a diverged lane."""
+    """The sign, or NaN: torch.sign turns NaN into 0, which would hide a diverged lane."""
     return torch.where(value.isnan(), value, value.sign())
 
 
@@ -127,7 +128,7 @@ def plain(gradient: Tensor, now: Step) -> Tensor:
 
 
 def sign(gradient: Tensor, now: Step) -> Tensor:
-    """Its signs: every entry moves by the learning rate (IG)."""
+    """The signs of the gradient: every entry moves by the learning rate (IG)."""
     return _sign(gradient)
 
 
@@ -138,14 +139,14 @@ def soft_sign(gradient: Tensor, now: Step) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstOrder:
-    """Shared by every first-order method: schedule, per-variable rates and intervals, gradient transform, noise.
+class FirstOrder(Optimiser):
+    """What all first-order methods share: schedule, settings of single unknowns, gradient transform, noise.
 
-    rates       learning rate of a named variable, where it differs from `lr`
-    every       a named variable moves only at every so many steps
-    windows     a named variable moves only in its window, and its memory with it; a name that is no unknown, since the
-                threat model gives it, is passed over
-    transform   applied to the gradient before the method sees it, such as its sign
+    rates       learning rate of a named unknown, if it differs from `lr`
+    every       a named unknown moves only at every so many steps
+    windows     a named unknown, and its memory, change only in its window. Names that are no unknown are ignored: the
+                threat model may give the field
+    transform   applied to the gradient first, such as its sign
     noise       Langevin noise: lr * noise * N(0, 1) is added to each move
     """
 
@@ -169,16 +170,16 @@ class FirstOrder:
         raise NotImplementedError
 
     def move(self, gradient: Tensor, memory: Tree, count: Tensor, name: str = "") -> tuple[Tensor, Tree]:
-        """The step of one tensor before the learning rate.
+        """The step of one tensor, without the learning rate.
 
-        `count`: how often it has moved, this time included; `name`: the unknown it is, or is part of.
+        `count`: how often it has moved, this time included; `name`: of the unknown that the tensor belongs to.
         """
         raise NotImplementedError
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {"memory": tree.map(self.memory, v), "key": lane_key(problem)}
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
+        return {"memory": tree.map(self.memory, v), "key": problem.key}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         gradient, scored = problem.value_and_grad(v)
         factor = self.schedule(now)
         moved: Tree = {}
@@ -219,8 +220,6 @@ class FirstOrder:
         if self.weight_decay:
             step = step + self.weight_decay * v
         if self.noise:
-            from gradleak.core.random import Draws
-
             key, stream = source
             drawn = Draws(key).normal(tuple(v.shape), stream=1000 + stream, step=now.step.long(), dtype=v.dtype)
             step = step + self.noise * drawn
@@ -231,8 +230,8 @@ class FirstOrder:
 class Adam(FirstOrder):
     """Adam. Reference: Kingma and Ba, ICLR 2015.
 
-    eps         added to the root of the second moment: entries whose gradient is far below it hardly move
-    epsilons    eps of a named variable, where it differs
+    eps         added to the root of the second moment: entries with a much smaller gradient hardly move
+    epsilons    eps of a named unknown, if it differs
     """
 
     lr: float = 0.1
@@ -280,24 +279,15 @@ class Lion(FirstOrder):
 
 
 @dataclass(frozen=True)
-class Still:
-    """Looks once and does not move: for controls that search nothing."""
+class Still(Optimiser):
+    """Evaluates the objective once and moves nothing: for controls and closed forms."""
 
     steps: int = 1
     graphable: bool = True
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {}
-
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         return v, state, problem.value(v)
 
 
 def _either(condition: Tensor, a: Any, b: Any) -> Any:
     return tree.where(condition, a, b) if isinstance(a, Mapping) else torch.where(condition, a, b)
-
-
-def lane_key(problem: Problem) -> Tensor:
-    """The lane's random key, kept in the state so that noise is drawn from it."""
-    scene = getattr(problem, "scene", None)
-    return torch.zeros(2, dtype=torch.long) if scene is None or scene.draws is None else scene.draws.key

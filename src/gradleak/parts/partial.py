@@ -19,10 +19,6 @@ PER = ("all", "tensor")
 class Partial(Wrapped):
     """Another match on what `compared` leaves of a prediction."""
 
-    def compared(self, update: Params, observed: Params) -> Params:
-        """What of an update is looked at, `observed` as `prepare` left it."""
-        raise NotImplementedError
-
     def residual(self, predicted: Params, observed: Params) -> Params:
         return self.match.residual(self.compared(predicted, observed), observed)
 
@@ -36,13 +32,13 @@ class Strongest(Partial):
 
     per     "tensor": the share of every tensor, of every round; "all": of the whole update at once
 
-    Chosen once, from what was observed, among its entries that are not zero: what a defence pruned, or what a dead
-    unit never moved, is compared with nothing, even with share = 1. Of k = ceil(share x non-zero entries) exactly k
-    are taken, at least one where there is any; among equal ones those that come first. What a known defence makes of
-    the update is ranked after `visible`, so in units of its noise. NaN ranks first: it must not pass unnoticed.
+    The entries are chosen once, among those of the observation that are not zero: entries that a defence pruned, or
+    that belong to dead units, never count, even with share = 1. Exactly k = ceil(share x non-zero entries) are taken,
+    at least one if there is any; among equal ones the first. Under a known defence they are ranked after `visible`, so
+    in units of its noise. NaN ranks first, so that it shows.
 
-    The prepared update keeps its names and shapes, with zeros where nothing is compared: the entries that are left
-    are their own mask. It suits any match that prepares by scaling.
+    The prepared update keeps its names and shapes, with zeros where nothing is compared: it is its own mask. This suits
+    any match that prepares by scaling.
     Reference: Fan, Wang, Chen, Zhou, USENIX Security 2025; whether per tensor or over all is not verified.
     """
 
@@ -57,42 +53,42 @@ class Strongest(Partial):
 
     def prepare(self, observed: Params) -> Params:
         if self.per == "all":
-            kept = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
+            strongest = tree.unflatten(largest(tree.flatten(observed), self.share), observed)
         else:
-            kept = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
-        return self.match.prepare(kept)
+            strongest = tree.map(lambda u: largest(u.reshape(-1), self.share).reshape(u.shape), observed)
+        return self.match.prepare(strongest)
 
     def compared(self, update: Params, observed: Params) -> Params:
-        """What of an update is looked at, `observed` as `prepare` left it; zeros elsewhere."""
+        """The chosen entries of an update; zeros elsewhere."""
         # A product, not `where`: a prediction that is not finite must show, wherever it is.
         return tree.map(lambda p, o: p * (o != 0).to(p.dtype), update, observed)
 
 
 @dataclass(frozen=True)
 class AsObserved(Partial):
-    """Another match on predictions that went through what the observation shows of a defence (GGL).
+    """Another match on predictions that are pruned and clipped as the observation is (GGL).
 
-    Entries that are zero in the observation are zero in the prediction too (pruning, Soteria), and a prediction that is
-    longer than the observation is scaled to its length (clipping). Both leave the true update as it is, where nothing
-    was cut off or clipped. Noise cannot be seen. It suits a match whose `prepare` leaves the observation as it is.
+    Entries that are zero in the observation are zero in the prediction too (pruning, Soteria), and a prediction longer
+    than the observation is scaled to its length (clipping). Without a defence both leave the true update as it is.
+    Noise cannot be read off. This suits a match whose `prepare` leaves the observation as it is.
     Reference: Li et al., CVPR 2022, who estimate the rates and then prune and clip; here the mask itself is taken.
     """
 
     def compared(self, update: Params, observed: Params) -> Params:
         """The update with the observation's zeros, and no longer than it."""
-        # A product, not `where`: a prediction that is not finite must show, wherever it is.
+        # A product, as above.
         masked = tree.map(lambda p, o: p * (o != 0).to(p.dtype), update, observed)
-        own, bound = tree.norm(masked), tree.norm(observed)
-        longer = own > bound
-        return tree.scale(masked, torch.where(longer, bound / torch.where(longer, own, 1.0), 1.0))
+        length, bound = tree.norm(masked), tree.norm(observed)
+        longer = length > bound
+        return tree.scale(masked, torch.where(longer, bound / torch.where(longer, length, 1.0), 1.0))
 
 
 def largest(values: Tensor, share: float) -> Tensor:
-    """`values` (n,) with all but a share of the non-zero ones, the largest in magnitude, set to zero.
+    """`values` (n,) with zeros in place of all but a share of the non-zero ones, the largest in magnitude.
 
-    How many that are depends on the values, so it is a tensor: shapes stay fixed, as vmap needs them.
+    Their number depends on the values, so it is a tensor: vmap needs fixed shapes.
     """
-    # The slack: 0.1 * 30 is above 3 in floating point, and 3 entries are meant.
+    # The slack: 0.1 * 30 is above 3 in floating point, but 3 entries are meant.
     count = torch.ceil(share * (values != 0).sum().double() - 1e-6).clamp_min(1)
     order = values.abs().argsort(descending=True, stable=True)
     first = torch.arange(values.shape[0], device=values.device) < count

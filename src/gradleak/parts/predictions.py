@@ -11,7 +11,7 @@ from torch import Tensor
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.protocols import Footprint, Needs
+from gradleak.parts.protocols import NOTHING, Footprint, Needs, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining, Order
 from gradleak.scenario.defence import Defence
@@ -20,11 +20,11 @@ from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
-    """Run the client rule on the guess: `LocalTraining.run`, through the defence as far as the attacker knows it.
+class Replay(Prediction):
+    """Run the client's training on the guess: `LocalTraining.run`, through the defence that the attacker knows.
 
-    With neither a recipe of its own nor one in Knowledge it is the plain gradient, whose scale is then meaningless.
-    Of a target seen in several rounds all are predicted, each from the weights it began with, and compared together.
+    Without a recipe, here or in Knowledge, it is the plain gradient, whose scale then means nothing. If a target was
+    seen in several rounds, it predicts all of them, each from the weights of that round.
     """
 
     training: LocalTraining | None = None
@@ -32,31 +32,28 @@ class Replay:
 
     @property
     def needs_for_scale(self) -> Needs:
-        return frozenset() if self.training is not None else frozenset({"training"})
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
+        return NOTHING if self.training is not None else frozenset({"training"})
 
     def footprint(self, scene: TargetView) -> Footprint:
         training, examples = self.training or scene.knows.training or LocalTraining(lr=1.0), scene.num_examples
         plan = training.order(examples) if self.order is None else self.order
         whole = range(examples)
-        rows = [examples if own is None else len(whole[own] if isinstance(own, slice) else own) for own in plan]
+        rows = [examples if part is None else len(whole[part] if isinstance(part, slice) else part) for part in plan]
         return Footprint(passes=sum(rows) / examples, gradients=len(plan))
 
     def target(self, scene: TargetView) -> Params:
         return all_rounds([assumed_in(each).visible(each.update, each) for each in scene.rounds])
 
     def disturbed(self, scene: TargetView, draws: Draws) -> Params:
-        """The target with the noise of the known defence drawn anew: about as far from it as the truth itself is."""
+        """The target plus new noise of the known defence: about as far from the target as the truth is."""
 
         def of_round(number: int, scene: TargetView) -> Params:
-            defence, own = assumed_in(scene), draws.child(number)
+            defence, source = assumed_in(scene), draws.child(number)
             variance = defence.noise_variance(scene)
             noisy = {
                 name: value
                 + torch.where(variance[name].isfinite(), variance[name], 0.0).sqrt()
-                * own.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
+                * source.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
                 for stream, (name, value) in enumerate(scene.update.items())
             }
             return defence.visible(noisy, scene)
@@ -64,7 +61,7 @@ class Replay:
         return all_rounds([of_round(number, each) for number, each in enumerate(scene.rounds)])
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
-        # The client's augmentations and masks are not known: the replay trains on the images as they are.
+        # The client's augmentations and masks are private: the replay trains on the images as they are.
         training = (self.training or scene.knows.training or LocalTraining(lr=1.0)).public
 
         def of_round(scene: TargetView) -> Params:
@@ -80,9 +77,9 @@ class Replay:
 class ReplayedGradient(Replay):
     """`Replay` in the unit of a gradient: prediction and target over the learning rates of the client's steps.
 
-    An update is lr times a gradient, and papers weigh their priors against gradients. Against updates a client with
-    lr = 0.1 would make a squared error 100 times lighter, every prior 100 times as heavy, and a search that takes its
-    first step by the size of the slope that much slower.
+    An update is lr times a gradient, and papers weigh their priors against gradients. With updates and lr = 0.1 the
+    squared error is 100 times smaller: every prior weighs 100 times as much, and a search whose first step depends on
+    the slope is slower by the same factor.
     """
 
     def target(self, scene: TargetView) -> Params:
@@ -95,7 +92,7 @@ class ReplayedGradient(Replay):
         return tree.scale(super().__call__(batch, v, scene, now), 1 / self._rate(scene))
 
     def _rate(self, scene: TargetView) -> float | Tensor:
-        """How far the client goes along a gradient of length one that stays the same; of Adam, the sum of its rates."""
+        """How far the client moves along a constant gradient of length one; for other rules the sum of the rates."""
         training = self.training or scene.knows.training
         if training is None:
             return 1.0
@@ -104,30 +101,27 @@ class ReplayedGradient(Replay):
 
 
 def all_rounds(rounds: Sequence[Params]) -> Params:
-    """The updates of several rounds as one; a single one keeps its names."""
+    """The updates of several rounds as one tree; a single round keeps its names."""
     if len(rounds) == 1:
         return rounds[0]
     return {f"{number}/{name}": value for number, update in enumerate(rounds) for name, value in update.items()}
 
 
 def assumed_in(scene: TargetView) -> Defence:
-    """The defence as the attacker believes it. Inside the lane: masks read off the observation are this lane's own."""
+    """The defence as the attacker assumes it, made in the lane: masks are read off the lane's observation."""
     known = scene.knows.defence
     return Defence() if known is None else known.assumed(scene, scene.task)
 
 
 @dataclass(frozen=True)
-class Representation:
-    """The classifier's input h(x_k), to be compared with the row of the classifier's gradient that belongs to label k.
+class Representation(Prediction):
+    """The classifier's input h(x_k), compared with the row of the classifier's gradient that belongs to label k.
 
     For mean cross-entropy that row is -((1 - p_k) / B) h_k plus a small mixture, so its NEGATIVE is the target.
     Reference: Zhang et al. 2022; Lewis et al. 2024 compare |cos| with the row itself, which `signed=False` keeps.
     """
 
     signed: bool = True
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         y = scene.fields["y"]
@@ -142,10 +136,10 @@ class Representation:
 
 
 def gradient(scene: TargetView) -> Params:
-    """The observed update as a mean gradient: divided by the learning rates of the client's steps, where known.
+    """The observed update as a mean gradient: divided by the sum of the client's learning rates, if known.
 
-    Exact for one step of SGD, whose weight decay and Nesterov factor are taken off; for more steps it is the average of
-    the gradients along the way, for other rules whatever they make of them.
+    Exact for one step of SGD, without weight decay and Nesterov factor. For more steps it is the mean of the gradients
+    along the way; other rules transform these gradients first.
     """
     training = scene.knows.training
     if training is None:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.predictions import gradient
+from gradleak.parts.protocols import Prior
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.task import Batch, TaskError
 
 
 def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of horizontal and vertical neighbours."""
+    """Differences of horizontal and of vertical neighbours."""
     if x.dim() != 4 or min(x.shape[-2:]) < 2:
         raise TaskError(
             f"This attack's image prior needs examples of shape (channels, height, width); given {tuple(x.shape[1:])}. "
@@ -28,7 +29,7 @@ def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stacked(batch: Batch, scene: TargetView, field: str) -> Tensor:
-    """All images, of all copies where the batch has several, (rows, C, H, W)."""
+    """All images, those of all copies included, (rows, C, H, W)."""
     x, shape = batch[field], scene.task.fields[field].shape
     if len(shape) != 3:
         raise TaskError(
@@ -45,7 +46,7 @@ def _apart(batch: Batch, scene: TargetView, field: str) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TotalVariation:
+class TotalVariation(Prior):
     """weight * (mean |dx| + mean |dy|), anisotropic, means over batch, channels and positions (IG, GIAS, GIFD)."""
 
     weight: float
@@ -56,14 +57,11 @@ class TotalVariation:
         return self.weight * (across.abs().mean() + down.abs().mean())
 
 
-class _Squares:
-    """What quadratic priors share: the prior is the sum of the squares of its terms."""
+class _Squares(Prior):
+    """A quadratic prior: the sum of squares of its terms."""
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.terms(batch, v, scene, now).square().sum()
-
-    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,16 @@ class Smoothness(_Squares):
         return math.sqrt(self.weight / apart.shape[0]) * apart
 
 
-CHROMA = 30.0  # how much less colour differences vary between neighbours than brightness does, in squares
+CHROMA = 30.0  # variance of differences of neighbours: of brightness over that of colour differences
 
 
 def roughness(x: Tensor) -> Tensor:
-    """Terms whose sum of squares is how little (B, C, ...) looks like photographs: -log of a Gaussian, roughly.
+    """Terms whose sum of squares says how unlike photographs (B, C, ...) are: roughly -log of a Gaussian.
 
-    First differences and Laplacians along every axis of space, of brightness and, `CHROMA` times as heavy, of two
-    colour differences where there are three channels: the power of photographs falls as the frequency's square and
-    faster at the end, and their colours change far less than their brightness. The constant is the ratio in the
-    training images of CIFAR-10. Without an axis of space: distances from the middle of the bounds.
+    First differences and Laplacians along every spatial axis: of brightness and, with three channels, of two colour
+    differences, `CHROMA` times as heavy. The power of photographs falls with the square of the frequency, faster at the
+    end, and their colours change far less than their brightness. The constant is the ratio in the training images of
+    CIFAR-10. Without a spatial axis: distances from the middle of the bounds.
     """
     if x.dim() == 2:
         return (x - 0.5).flatten()
@@ -99,7 +97,7 @@ def roughness(x: Tensor) -> Tensor:
     apart = [x.diff(dim=axis) for axis in range(2, x.dim())]
     laplacian = torch.zeros_like(x)
     for axis, d in enumerate(apart, start=2):
-        edge = torch.zeros_like(x.narrow(axis, 0, 1))  # nothing lies beyond the border
+        edge = torch.zeros_like(x.narrow(axis, 0, 1))  # no difference across the border
         laplacian = laplacian + torch.cat([d, edge], dim=axis) - torch.cat([edge, d], dim=axis)
     return torch.cat([value.flatten() for value in (*apart, laplacian)])
 
@@ -118,11 +116,11 @@ class NaturalImage(_Squares):
 
 
 @dataclass(frozen=True)
-class ReweightedVariation:
-    """weight * mean sqrt(d^2 + eps^2) over neighbours: total variation that least squares can take.
+class ReweightedVariation(Prior):
+    """weight * mean sqrt(d^2 + eps^2) over neighbours: total variation for least squares.
 
     Its terms are those of iteratively reweighted least squares, d / (2 sqrt(d0^2 + eps^2))^(1/2) with d0 the
-    difference at the point where the derivative is taken: |d| <= (d^2 / |d0| + |d0|) / 2, with equality at d0.
+    difference at the point of the derivative: |d| <= (d^2 / |d0| + |d0|) / 2, with equality at d0.
     """
 
     weight: float = 1.0
@@ -158,7 +156,7 @@ class Box(_Squares):
 
 
 @dataclass(frozen=True)
-class CircularVariation:
+class CircularVariation(Prior):
     """weight * mean over images of the sum over entries of dx^2 + dy^2 + 1e-7, around the edges (DLFA)."""
 
     weight: float
@@ -171,7 +169,7 @@ class CircularVariation:
 
 
 @dataclass(frozen=True)
-class OpponentVariation:
+class OpponentVariation(Prior):
     """weight * mean sqrt(dx^2 + dy^2 + eps) over the colours AND their differences (R-G, R-B, G-B): isotropic."""
 
     weight: float
@@ -188,7 +186,7 @@ class OpponentVariation:
 
 
 @dataclass(frozen=True)
-class SummedVariation:
+class SummedVariation(Prior):
     """first * sum |d| + second * sum d^2 over the whole batch (representation inversion): sums, not means."""
 
     first: float = 0.0
@@ -206,7 +204,7 @@ class SummedVariation:
 
 
 @dataclass(frozen=True)
-class ImageNorm:
+class ImageNorm(Prior):
     """weight * sum over images of ||x||_2, divided by height * width where `per_pixel`."""
 
     weight: float
@@ -220,22 +218,22 @@ class ImageNorm:
 
 
 @dataclass(frozen=True)
-class LatentNorm:
-    """weight * sum over images of ||z||_2, of the unknowns among `names` that the search has (GIAS)."""
+class LatentNorm(Prior):
+    """weight * sum over images of ||z||_2, over the unknowns in `names` that the search has (GIAS)."""
 
     weight: float
     names: tuple[str, ...] = ("z", "w")
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        found = [tree.safe_sqrt(v[name].flatten(1).square().sum(1)).sum() for name in self.names if name in v]
-        return self.weight * sum(found, next(tree.leaves(scene.weights)).new_zeros(()))
+        norms = [tree.safe_sqrt(v[name].flatten(1).square().sum(1)).sum() for name in self.names if name in v]
+        return self.weight * sum(norms, scene.like.new_zeros(()))
 
 
 @dataclass(frozen=True)
-class LatentNormality:
+class LatentNormality(Prior):
     """weight * KL(N(m, s^2) || N(0, 1)), m and s^2 the mean and variance of the entries of each latent (GGL).
 
-    KL = -(1 + log(s^2 + 1e-10) - m^2 - s^2) / 2, summed over images: it says how unlike N(0, I) a latent is as a whole.
+    KL = -(1 + log(s^2 + 1e-10) - m^2 - s^2) / 2, summed over images.
     """
 
     weight: float
@@ -248,12 +246,12 @@ class LatentNormality:
 
 
 @dataclass(frozen=True)
-class BatchNormStatistics:
+class BatchNormStatistics(Prior):
     """weight * sum over BatchNorm layers of ||mean - running mean||_2 + ||var - running var||_2 of their inputs.
 
-    Compared with the running statistics that the server holds; with `returned` with those of the client's own batch,
-    which the buffers it sends back give away after one step: returned = (1 - momentum) held + momentum batch (this
-    assumes more). The first layer counts `first` times (DeepInversion: 10). Without BatchNorm the term is zero.
+    Compared with the running statistics that the server holds. `returned`: with those of the client's own batch, read
+    off the buffers that it sends back after one step, returned = (1 - momentum) held + momentum batch (this assumes
+    more). The first layer counts `first` times (DeepInversion: 10). Without BatchNorm the term is zero.
     """
 
     weight: float
@@ -262,7 +260,7 @@ class BatchNormStatistics:
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         names = batch_norms(scene.task.model)
-        total = next(tree.leaves(scene.weights)).new_zeros(())
+        total = scene.like.new_zeros(())
         if not names:
             return total
         inputs = scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
@@ -275,11 +273,11 @@ class BatchNormStatistics:
         return self.weight * total
 
     def _statistics(self, scene: TargetView, name: str, count: int) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance to compare with; `count` values per channel went into the client's own."""
+        """Mean and biased variance to compare with; the client's are over `count` values per channel."""
         assert scene.buffers is not None
-        held = scene.buffers[f"{name}.running_mean"], scene.buffers[f"{name}.running_var"]
+        sent = scene.buffers[f"{name}.running_mean"], scene.buffers[f"{name}.running_var"]
         if not self.returned:
-            return held
+            return sent
         momentum = getattr(scene.task.model.get_submodule(name), "momentum", None)
         training = scene.knows.training
         steps = 1 if training is None else len(training.order(scene.num_examples))
@@ -290,7 +288,7 @@ class BatchNormStatistics:
                 f"{steps} steps. Use returned=False, the statistics that the server holds."
             )
         back = (scene.returned_buffers[f"{name}.running_mean"], scene.returned_buffers[f"{name}.running_var"])
-        mean, var = ((new - (1 - momentum) * old) / momentum for new, old in zip(back, held, strict=True))
+        mean, var = ((new - (1 - momentum) * old) / momentum for new, old in zip(back, sent, strict=True))
         return mean, var * (count - 1) / count  # torch keeps the unbiased variance
 
 
@@ -301,12 +299,12 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class GroupConsistency:
-    """weight * sum over images of ||x - E||_2 (/ height / width where `per_pixel`), E the restarts' consensus.
+class GroupConsistency(Prior):
+    """weight * sum over images of ||x - E||_2 (/ height / width if `per_pixel`), E the consensus of the restarts.
 
-    E is the plain mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form); with
-    `register` each restart is first shifted by whole pixels to the mean, by phase correlation, where that brings it
-    nearer (shifts wrap around). The published registration (RANSAC-flow) needs a trained network and is not used.
+    E is the mean of the restarts, computed at step `start` and every `interval` steps (the "lazy" form). `register`:
+    each restart is first shifted to the mean by whole pixels, by phase correlation, if that brings it nearer (shifts
+    wrap around). The published registration (RANSAC-flow) needs a trained network and is not used.
     """
 
     weight: float
@@ -333,12 +331,12 @@ class GroupConsistency:
         mean = grouped.mean(1, keepdim=True)
         if self.register:
             mean = _shifted_to(grouped, mean.expand_as(grouped)).mean(1, keepdim=True)
-        several = x.new_full((x.shape[0],), float(restarts > 1))  # one restart has nobody to agree with
+        several = x.new_full((x.shape[0],), float(restarts > 1))  # one restart has no consensus
         return {"consensus": mean.expand_as(grouped).reshape(x.shape), "several": several}
 
 
 def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
-    """Translate each image by the whole-pixel shift that phase correlation finds, where that lowers the distance."""
+    """Shift each image by whole pixels, as phase correlation finds, if that lowers the distance."""
     height, width = x.shape[-2:]
     cross = torch.fft.fft2(reference) * torch.fft.fft2(x).conj()
     peak = torch.fft.ifft2(cross / cross.abs().clamp_min(1e-12)).real.sum(-3).flatten(-2).argmax(-1)
@@ -350,7 +348,7 @@ def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LabelDistance:
+class LabelDistance(Prior):
     """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; inferred label, never true logits)."""
 
     weight: float
@@ -365,16 +363,16 @@ class LabelDistance:
 
 
 def one_hot(y: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """F.one_hot reads values on the host; a comparison does not."""
+    """As F.one_hot, by a comparison: F.one_hot reads values on the host."""
     return (y[..., None] == torch.arange(classes, device=y.device)).to(dtype)
 
 
 @dataclass(frozen=True)
-class FeatureDistance:
-    """weight * mean (h(x) - h)^2, h the classifier's input as the classifier's own gradient gives it away (B = 1).
+class FeatureDistance(Prior):
+    """weight * mean (h(x) - h)^2, h the classifier's input, read off the classifier's gradient (B = 1).
 
-    h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example; for more, means
-    over the batch are compared. A classifier without a bias gives nothing away like this, and the term is zero.
+    h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example. For more, means
+    over the batch are compared. For a classifier without a bias the term is zero.
     """
 
     weight: float
@@ -382,9 +380,9 @@ class FeatureDistance:
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         layer = scene.task.classifier
         if layer.bias is None:
-            return next(tree.leaves(scene.weights)).new_zeros(())
-        seen = gradient(scene)
-        rows, deltas = seen[layer.weight], seen[layer.bias]
+            return scene.like.new_zeros(())
+        observed = gradient(scene)
+        rows, deltas = observed[layer.weight], observed[layer.bias]
         wanted = (deltas[:, None] * rows).sum(0) / deltas.square().sum().clamp_min(1e-30)
-        found = scene.task.inputs_of([layer.module], scene.weights, batch, scene.buffers)[layer.module]
-        return self.weight * F.mse_loss(found.mean(0), wanted)
+        features = scene.task.inputs_of([layer.module], scene.weights, batch, scene.buffers)[layer.module]
+        return self.weight * F.mse_loss(features.mean(0), wanted)

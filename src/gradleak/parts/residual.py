@@ -1,9 +1,9 @@
-"""What a diffusion client's gradient depends on besides the step: image and noise, or noised image and residual.
+"""Unknowns of a diffusion client besides the step: image and noise, or noised image and residual.
 
 The gradient is J(x_t)^T q up to a factor, J the Jacobian of the network's output by its weights, q = output - target.
-It sees the image x and the noise only through x_t and q, is linear in q, and the map between the two pairs is one to
-one. For a network that predicts the noise, errors of x_t reach the image multiplied by 1 / sqrt(alpha-bar), so an image
-noised to a late step cannot be found this way; for one that predicts v there is no such factor.
+It depends on the image x and the noise only through x_t and q, is linear in q, and the map between the two pairs is one
+to one. For a network that predicts the noise, errors of x_t reach the image multiplied by 1 / sqrt(alpha-bar), so an
+image noised to a late step cannot be found this way; for a network that predicts v there is no such factor.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
-from gradleak.parts.protocols import Space
+from gradleak.parts.protocols import NOTHING, Needs, Prior, Space, delegates
 from gradleak.parts.spaces import Normal, Pixels
 from gradleak.parts.steps import SettledSteps, denoising
 from gradleak.parts.view import Step, TargetView
@@ -26,7 +25,7 @@ from gradleak.scenario.task import Batch
 
 @dataclass(frozen=True)
 class FreeNoise(Pixels):
-    """The client's noise as an unknown, from N(0, I); where the threat model gives it, the given one is used."""
+    """The client's noise as an unknown, from N(0, I). If the threat model gives the noise, there are no unknowns."""
 
     start: Normal = Normal()
     field: str = "noise"
@@ -39,7 +38,7 @@ class FreeNoise(Pixels):
 
 
 @dataclass(frozen=True)
-class NoiseShell:
+class NoiseShell(Prior):
     """weight * mean over examples of (||noise||^2 / m - 1)^2, m values each: where almost all of N(0, I) lies."""
 
     weight: float = 1e-2
@@ -49,19 +48,24 @@ class NoiseShell:
         return self.weight * (batch[self.field].flatten(1).square().mean(1) - 1).square().mean()
 
 
+@delegates("steps")
 @dataclass(frozen=True)
-class NoisedResidual:
-    """Unknowns x_t and q instead of image and noise: better conditioned where both are unknown and little noise is in.
+class NoisedResidual(Space):
+    """Unknowns x_t and q instead of image and noise: better conditioned if both are unknown and the noise is weak.
 
-    Decoded to image and noise (`image_and_noise`) at the weights that were sent, which the prediction holds fixed as
-    the client does; were the noise made anew inside the client's loss, q would be a constant and its gradient zero.
+    Decoded to image and noise (`image_and_noise`) at the weights that were sent. The prediction keeps that noise fixed,
+    as the client does: if the loss computed it anew, q would be a constant and its gradient zero.
 
-    steps   the space of the step, where it is an unknown too
-    begin   a space of image and noise in which the last stage searched: this one goes on from there
+    steps   the space of the step, which may be an unknown too
+    begin   the space of image and noise of the last stage: this one starts from its result
     """
 
     steps: Space = SettledSteps()
     begin: Space | None = None
+
+    @property
+    def needs(self) -> Needs:
+        return self.steps.needs | (NOTHING if self.begin is None else self.begin.needs)
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         steps = self.steps.variables(scene, draws, before)
@@ -72,19 +76,13 @@ class NoisedResidual:
             batch = {**scene.fields, **self.begin.decode(before, scene, end)}
             x_t, q = noised_and_residual(batch, scene)
             return {**steps, "x_t": x_t.detach(), "q": q.detach()}
-        like, shape = next(tree.leaves(scene.weights)), (scene.num_examples, *scene.task.fields["x"].shape)
+        like, shape = scene.like, (scene.num_examples, *scene.task.fields["x"].shape)
         drawn = (draws.child(number).normal(shape, dtype=like.dtype) for number in (1 << 8, 1 << 9))
         return {**steps, **dict(zip(("x_t", "q"), drawn, strict=True))}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return self.steps.constants(scene, draws, before)
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         steps = self.steps.decode(v, scene, now)
         return {**steps, **image_and_noise(v["x_t"], v["q"], {**scene.fields, **steps}["t"], scene)}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return self.steps.project(v, scene, now)
 
 
 def noised_and_residual(batch: Batch, scene: TargetView) -> tuple[Tensor, Tensor]:
@@ -95,7 +93,7 @@ def noised_and_residual(batch: Batch, scene: TargetView) -> tuple[Tensor, Tensor
 
 
 def image_and_noise(x_t: Tensor, q: Tensor, t: Tensor, scene: TargetView) -> Batch:
-    """The image and the noise that x_t and q stand for: the target is output - q, and with x_t it gives both.
+    """The image and the noise that x_t and q stand for: both follow from x_t and the target, output - q.
 
     eps: x = (x_t - sqrt(1 - ab) eps) / sqrt(ab). v: x = sqrt(ab) x_t - sqrt(1 - ab) v.
     """

@@ -1,8 +1,9 @@
-"""Where the unknowns live: pixels from some start, soft labels, or several spaces together."""
+"""Where the unknowns live: pixels from some start, soft labels, or several spaces at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,12 +13,39 @@ from torch import Tensor
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Space
+from gradleak.parts.protocols import NOTHING, Needs, Space
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task
 
-Start: TypeAlias = Callable[[TargetView, Draws, str], Tensor]
-"""(scene, draws, field name) -> the first guess of a lane, in model-input space, (examples, ...)."""
+
+class Start:
+    """The first guess of a lane, in model-input space, (examples, ...): a function of scene, draws and field name."""
+
+    def entries(self, task: Task) -> int:
+        """Numbers that it holds at its peak."""
+        return 0
+
+    def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
+        raise NotImplementedError
+
+
+AnyStart: TypeAlias = Start | Callable[[TargetView, Draws, str], Tensor]
+
+
+def entries_of(start: AnyStart, task: Task) -> int:
+    """Numbers that a start holds at its peak; a plain function counts as none."""
+    return start.entries(task) if isinstance(start, Start) else 0
+
+
+def as_given(scene: TargetView, draws: Draws, name: str) -> Tensor:
+    """A start: the field as it was given or read off."""
+    return scene.fields[name]
+
+
+def unknowns_of(task: Task, examples: int, given: Collection[str] = ()) -> int:
+    """Entries of all continuous fields of a batch but those that are given."""
+    wanted = (field for name, field in task.fields.items() if field.classes is None and name not in given)
+    return examples * sum(math.prod(field.shape) for field in wanted)
 
 
 def _shape(scene: TargetView, name: str) -> tuple[int, ...]:
@@ -25,19 +53,19 @@ def _shape(scene: TargetView, name: str) -> tuple[int, ...]:
 
 
 def from_unit(scene: TargetView, name: str, picture: Tensor) -> Tensor:
-    """A picture in [0, 1] in the field's model-input units."""
+    """A picture in [0, 1], in the units of the field's model input."""
     low, high = scene.limits[name]
     return low + picture * (high - low)
 
 
 def _own_stream(scene: TargetView, draws: Draws, name: str) -> Draws:
-    """Every field draws from a source of its own, so that two unknowns never start alike."""
+    """The random source of one field: two fields never start from the same numbers."""
     return draws.child(list(scene.task.fields).index(name))
 
 
 @dataclass(frozen=True)
-class Normal:
-    """N(mean, std^2): in model-input space, or on [0, 1] pixels (`unit`), there optionally clipped."""
+class Normal(Start):
+    """N(mean, std^2), in model-input space or on [0, 1] pixels (`unit`), clipped there if `clip`."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -53,7 +81,7 @@ class Normal:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(Start):
     """U[0, 1] pixels."""
 
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
@@ -62,7 +90,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Solid:
+class Solid(Start):
     """One colour, in [0, 1] per channel or one value for all: black 0, white 1, red (1, 0, 0)."""
 
     colour: float | tuple[float, ...] = 0.0
@@ -78,10 +106,10 @@ class Solid:
 
 
 @dataclass(frozen=True)
-class Tiled:
-    """A random tile repeated over the image, 1 / `fraction` of a side wide (CPL: 2), or `width` pixels where given.
+class Tiled(Start):
+    """A random tile repeated over the image. Its side: 1 / `fraction` of the image's (CPL: 2), or `width` pixels.
 
-    U[0, 1] pixels, or N(0, 1) in model-input space.
+    U[0, 1] pixels, or N(0, 1) in model-input space (`normal`).
     """
 
     fraction: int = 2
@@ -99,7 +127,7 @@ class Tiled:
 
 
 @dataclass(frozen=True)
-class Mosaic:
+class Mosaic(Start):
     """A coarse random image whose pixels are enlarged to `block` x `block` squares."""
 
     block: int = 8
@@ -113,8 +141,8 @@ class Mosaic:
 
 
 @dataclass(frozen=True, eq=False)
-class Surrogate:
-    """Images of the attacker's own, (examples, ...) in [0, 1]. Optimistic where they are of the true class: say so."""
+class Surrogate(Start):
+    """Images that the attacker has, (examples, ...) in [0, 1]. Optimistic if they are of the true class: say so."""
 
     images: Tensor
 
@@ -126,25 +154,20 @@ class Surrogate:
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """The image itself, in model-input space. `boxed`: kept inside the field's bounds after every step."""
+class Pixels(Space):
+    """The image itself, in model-input space. `boxed`: clamped to the field's bounds after every step."""
 
-    start: Start = Normal()
+    start: AnyStart = Normal()
     boxed: bool = False
     field: str = "x"
 
     def entries(self, task: Task) -> int:
-        """Numbers that the start of a lane needs at its peak."""
-        count = getattr(self.start, "entries", None)
-        return 0 if count is None else int(count(task))
+        return entries_of(self.start, task)
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
         return {self.field: self.start(scene, _own_stream(scene, draws, self.field), self.field)}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {self.field: v[self.field]}
@@ -157,10 +180,10 @@ class Pixels:
 
 
 @dataclass(frozen=True)
-class _Categories:
+class _Categories(Space):
     """A categorical field as unknowns, one for each class of each example.
 
-    Where the threat model gives the field there is nothing to optimise, and the given one is used.
+    If the threat model gives the field, there are no unknowns.
     """
 
     field: str = "y"
@@ -174,17 +197,11 @@ class _Categories:
         raise NotImplementedError
 
     def shares(self, v: Tensor) -> Tensor:
-        """What the loss is given: a share of every class."""
+        """What the loss takes: a share of every class."""
         raise NotImplementedError
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {} if self.field in scene.knows.given else {self.field: self.shares(v[self.field])}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
 
     def _classes(self, scene: TargetView) -> int:
         classes = scene.task.fields[self.field].classes
@@ -194,11 +211,11 @@ class _Categories:
 
 @dataclass(frozen=True)
 class SoftCategories(_Categories):
-    """A categorical field as free logits, decoded to a simplex by softmax (DLG's jointly optimised label)."""
+    """A categorical field as free logits, whose softmax is the label (DLG's jointly optimised label)."""
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         shape = (scene.num_examples, *scene.task.fields[self.field].shape, self._classes(scene))
-        dtype = next(iter(scene.weights.values())).dtype
+        dtype = scene.like.dtype
         return _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)
 
     def shares(self, v: Tensor) -> Tensor:
@@ -207,24 +224,24 @@ class SoftCategories(_Categories):
 
 @dataclass(frozen=True)
 class FreeCategories(_Categories):
-    """A categorical field as plain shares of the classes, neither positive nor summing to one.
+    """A categorical field as free shares of the classes, which need not be positive or sum to one.
 
-    The gradient of cross-entropy is linear in them, so least squares finds a label as it finds a pixel; a softmax would
-    have to reach infinity. Starts half at the label that was read off, half anywhere.
+    The gradient of cross-entropy is linear in them, so least squares finds a label as easily as a pixel; a softmax
+    would have to reach infinity. It starts at the mean of the label that was read off and equal shares.
     """
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         classes = self._classes(scene)
-        read = one_hot(scene.fields[self.field], classes, next(iter(scene.weights.values())).dtype)
-        return 0.5 * read + 0.5 / classes
+        label = one_hot(scene.fields[self.field], classes, scene.like.dtype)
+        return 0.5 * label + 0.5 / classes
 
     def shares(self, v: Tensor) -> Tensor:
         return v
 
 
 @dataclass(frozen=True)
-class JointSpace:
-    """Several spaces at once; each contributes its own variables and its own fields of the batch."""
+class JointSpace(Space):
+    """Several spaces at once: each adds its variables and its fields of the batch."""
 
     spaces: tuple[Space, ...]
 
@@ -242,11 +259,23 @@ class JointSpace:
             v = space.project(v, scene, now)
         return v
 
-    def decoding(self, scene: TargetView) -> int:
-        """What decoding keeps for its derivatives, in those of the spaces that say so."""
-        return sum(int(space.decoding(scene)) for space in self.spaces if hasattr(space, "decoding"))
+    @property
+    def needs(self) -> Needs:
+        return NOTHING.union(*(space.needs for space in self.spaces))
 
     def left(self, v: Tree, scene: TargetView) -> Tree:
-        """What the spaces leave to the next stage beside the unknowns."""
-        leaving = [space.left(v, scene) for space in self.spaces if hasattr(space, "left")]
-        return {name: value for each in leaving for name, value in each.items()}
+        return {name: value for space in self.spaces for name, value in space.left(v, scene).items()}
+
+    def unknowns(self, scene: TargetView) -> int | None:
+        counts = [space.unknowns(scene) for space in self.spaces]
+        stated = [count for count in counts if count is not None]
+        if not stated:
+            return None
+        # The fields of the others are among those of the batch, whose entries are an upper bound.
+        return sum(stated) + (0 if len(stated) == len(counts) else unknowns_of(scene.task, scene.num_examples))
+
+    def entries(self, task: Task) -> int:
+        return max((space.entries(task) for space in self.spaces), default=0)
+
+    def decoding(self, scene: TargetView) -> int:
+        return sum(space.decoding(scene) for space in self.spaces)

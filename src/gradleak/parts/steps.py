@@ -1,7 +1,7 @@
 """The step of a diffusion client: read off the gradient of the time MLP, or an unknown of the search.
 
-A denoiser is told its step t by a row E[t] of a table, which a linear layer takes: a = W E[t] + b. For one example
-dL/dW = delta E[t]^T and dL/db = delta, so the gradient holds E[t] itself, whatever the image and the noise are.
+The input for step t is a row E[t] of a table, which a linear layer takes: a = W E[t] + b. For one example
+dL/dW = delta E[t]^T and dL/db = delta, so the gradient contains E[t], whatever the image and the noise are.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
 from gradleak.parts.fields import Nothing, RuleDoesNotApply
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.protocols import FieldRule, Needs, Space
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task, TaskError
 
-PROBED = 100  # steps at a time, where the network is asked what its layers are told
+PROBED = 100  # steps in one pass, when the inputs of the layers are computed for every step
 ROUNDING = 3e-6  # singular values below this share of the largest are the rounding of float32
 
 
@@ -50,11 +49,15 @@ def step_count(task: Task) -> int:
 
 
 @dataclass(frozen=True)
-class Granted:
-    """What else the threat model must grant for a search, beside what its own parts say; then another rule's fields."""
+class Granted(FieldRule):
+    """Another rule for a search that needs more knowledge than its parts say (`more`)."""
 
-    needs: Needs
+    more: Needs
     rule: FieldRule = Nothing()
+
+    @property
+    def needs(self) -> Needs:
+        return self.more | self.rule.needs
 
     def __call__(self, scene: TargetView) -> Batch:
         denoising(scene.task)
@@ -62,16 +65,16 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class ReadSteps:
-    """The steps of all examples, in ascending order, from the time MLP's first layer; given ones where there are any.
+class ReadSteps(FieldRule):
+    """The steps of all examples, in ascending order, from the time MLP's first layer; nothing if steps are given.
 
     With G = [dL/dW, dL/db] = sum_i delta_i e(t_i)^T and e(t) = (E[t], 1), the rows of G span what the e(t_i) span: the
     steps are those whose e(t) lies in the span of the B leading right singular vectors of G (`evidence`). For one
-    example that is E[t] = dL/dW^T delta / |delta|^2. Without a bias e(t) = E[t]. Blind to the learning rate. Needs
-    fewer examples than E[t] has entries, and one local step: later steps have others. Where the client withholds that
-    layer's gradient, any later one that is told the step alone gives it away as well.
+    example that is E[t] = dL/dW^T delta / |delta|^2. Without a bias e(t) = E[t]. The learning rate does not matter. It
+    needs fewer examples than E[t] has entries, and one local step: later ones draw new diffusion steps. If the client
+    withholds the gradient of that layer, a later layer whose input depends on the step alone will do.
 
-    Steps that appear twice make G poorer in rank; which ones do is then guessed by the length of their delta.
+    Steps that appear twice lower the rank of G; the lengths of their deltas then say which ones those are.
     """
 
     def __call__(self, scene: TargetView) -> Batch:
@@ -83,25 +86,25 @@ class ReadSteps:
                 "give both in Knowledge(given={'noise': ..., 't': ...}), or attack one example."
             )
         layer = time_layer(scene)
-        _, values, right = torch.linalg.svd(layer.seen, full_matrices=False)
+        _, values, right = torch.linalg.svd(layer.gradient, full_matrices=False)
         rank = min(scene.num_examples, int((values > ROUNDING * values[0]).sum()))
         best = shares(layer.table, right[:rank]).topk(rank).indices
         if rank < scene.num_examples:
-            lengths = torch.linalg.lstsq(layer.table[best].T, layer.seen.T).solution.norm(dim=1)
+            lengths = torch.linalg.lstsq(layer.table[best].T, layer.gradient.T).solution.norm(dim=1)
             again = best[lengths.argsort(descending=True)].repeat(scene.num_examples)
             best = torch.cat([best, again[: scene.num_examples - rank]])
-        where = next(tree.leaves(scene.weights)).device
+        where = scene.like.device
         return {"t": best.sort().values.to(where)}
 
 
 def evidence(scene: TargetView) -> Tensor:
     """How well each step explains the time MLP's gradient: the share of e(t) in its leading row space, (T,) in [0, 1].
 
-    1 for the steps of the batch where nothing disturbs the gradient. Under noise or pruning the best few are
-    candidates, and a matching loss can tell them apart.
+    1 for the steps of the batch if nothing disturbs the gradient. Under noise or pruning the best few are candidates,
+    and their matches tell them apart.
     """
     layer = time_layer(scene)
-    return shares(layer.table, torch.linalg.svd(layer.seen, full_matrices=False)[2][: scene.num_examples])
+    return shares(layer.table, torch.linalg.svd(layer.gradient, full_matrices=False)[2][: scene.num_examples])
 
 
 def shares(table: Tensor, basis: Tensor) -> Tensor:
@@ -111,16 +114,16 @@ def shares(table: Tensor, basis: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TimeLayer:
-    """A layer that is told the step, on the CPU in double precision; where it has a bias, with one more column."""
+    """A layer that takes the step, on the CPU in double precision; a bias adds a column."""
 
     table: Tensor  # e(t), (T, entries)
-    seen: Tensor  # [dL/dW, dL/db], (outputs, entries)
+    gradient: Tensor  # [dL/dW, dL/db], (outputs, entries)
 
 
 def time_layer(scene: TargetView) -> TimeLayer:
-    """What the server knows of the first layer that is told the step; of a later one, where that gradient is withheld.
+    """The first layer that takes the step and whose gradient was sent.
 
-    Whatever a layer is told that depends on the step alone, the server can compute for every step.
+    An input that depends on the step alone can be computed by the server, for every step.
     """
     denoising(scene.task)
     otherwise = "Give the steps in Knowledge(given={'t': ...}), or search for them (t='soft')."
@@ -130,18 +133,22 @@ def time_layer(scene: TargetView) -> TimeLayer:
             "The client takes several local steps, each at diffusion steps of its own, so they add up in the update. "
             f"{otherwise}"
         )
-    seen = gradient(scene)
-    sent = ((name, table) for name, table in _told(scene) if bool(seen.get(f"{name}.weight", torch.zeros(1)).any()))
+    observed = gradient(scene)
+    sent = (
+        (name, table)
+        for name, table in _step_layers(scene)
+        if bool(observed.get(f"{name}.weight", torch.zeros(1)).any())
+    )
     name, table = next(sent, ("", None))
     if table is None:
         raise RuleDoesNotApply(
-            "The gradient of every linear layer that is told the step and nothing else is withheld, or there is none "
+            "The gradient of every linear layer that takes the step and nothing else is withheld, or there is none "
             f"(a denoiser names it as time_layer), so no step can be read off. {otherwise}"
         )
-    held = [seen[each] for each in (f"{name}.weight", f"{name}.bias") if each in seen]
-    columns = [value.detach().to("cpu", torch.float64).reshape(held[0].shape[0], -1) for value in held]
+    values = [observed[each] for each in (f"{name}.weight", f"{name}.bias") if each in observed]
+    columns = [value.detach().to("cpu", torch.float64).reshape(values[0].shape[0], -1) for value in values]
     known = table.detach().to("cpu", torch.float64)
-    if len(held) > 1:
+    if len(values) > 1:
         known = torch.cat([known, known.new_ones(len(known), 1)], dim=1)
     if scene.num_examples >= known.shape[1]:
         raise RuleDoesNotApply(
@@ -151,8 +158,8 @@ def time_layer(scene: TargetView) -> TimeLayer:
     return TimeLayer(known, torch.cat(columns, dim=1))
 
 
-def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
-    """Linear layers that are told the step and nothing else, and what they are told of each: (T, entries)."""
+def _step_layers(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
+    """Linear layers whose input depends on the step alone, and that input for every step: (T, entries)."""
     model: Any = scene.task.model
     first, table = getattr(model, "time_layer", ""), getattr(model, "table", None)
     if first and table is not None:
@@ -164,7 +171,7 @@ def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
         with torch.no_grad():
             return scene.task.inputs_of(names, scene.weights, batch, scene.buffers)
 
-    like, shape = next(tree.leaves(scene.weights)), scene.task.fields["x"].shape
+    like, shape = scene.like, scene.task.fields["x"].shape
     blank = torch.zeros((PROBED, *shape), device=like.device, dtype=like.dtype)
     two = torch.stack([blank[0], torch.linspace(-1, 1, blank[0].numel()).reshape(shape).to(blank)])
     caught = inputs(others, torch.zeros(2, dtype=torch.long, device=like.device), two)
@@ -178,11 +185,11 @@ def _told(scene: TargetView) -> Iterator[tuple[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Scores:
-    """A score for every step of every example, from U(0, 1). Where the threat model gives t, the given one is used.
+class _Scores(Space):
+    """A score for every step of every example, from U(0, 1). If the threat model gives t, there are no unknowns.
 
-    `speed`: scores are so many times the unknown, since a method with one learning rate for all would need a thousand
-    steps to raise one of a thousand scores above the rest.
+    `speed`: a score is so many times its unknown. With one learning rate for all, a method would need a thousand steps
+    to raise one of a thousand scores above the rest.
     """
 
     speed: float = 10.0
@@ -193,30 +200,24 @@ class _Scores:
             return {}
         if before is not None and "t" in before:
             return {"t": before["t"]}
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         source = draws.child(list(scene.task.fields).index("t"))
         return {"t": source.uniform((scene.num_examples, steps), dtype=like.dtype) / self.speed}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {"t": self.chosen(self.speed * v["t"], now)} if "t" in v else {}
 
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
-
     def chosen(self, scores: Tensor, now: Step) -> Tensor:
-        """What the objective is given: a step, or a share of each."""
+        """What the objective takes: a step, or a share of each."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class SoftSteps(_Scores):
-    """Shares of all steps, p = softmax(scores / temperature); the temperature falls over the stage, geometrically.
+    """Shares of all steps, p = softmax(scores / temperature); the temperature falls geometrically over the stage.
 
-    The objective mixes alpha-bar and the embedding with them, so that the search may pass between steps. An index that
-    moves in between would not do: the embedding oscillates, and the match with it.
+    The objective mixes alpha-bar and the embedding with these shares, so the search can pass between steps. A
+    continuous index would not work: the embedding oscillates, and the match with it.
     """
 
     first: float = 1.0
@@ -232,7 +233,7 @@ class SoftSteps(_Scores):
 
 @dataclass(frozen=True)
 class StraightThrough(SoftSteps):
-    """The best step alone, with the derivative of the shares: always a real step, along a biased gradient.
+    """The best step alone, with the derivative of the shares: always a real step, but a biased gradient.
 
     Reference: Bengio, Leonard, Courville, arXiv 1308.3432, 2013.
     """
@@ -245,26 +246,23 @@ class StraightThrough(SoftSteps):
 
 @dataclass(frozen=True)
 class SettledSteps(_Scores):
-    """The best step of an earlier stage, as an index. Nothing depends on the scores any more, so they stay."""
+    """The best step of an earlier stage, as an index. The scores get no gradient and stay."""
 
     def chosen(self, scores: Tensor, now: Step) -> Tensor:
         return scores.argmax(-1)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A field drawn once for each lane and kept, whatever is given: what an attacker without knowledge can do.
+class Drawn(Space):
+    """A field drawn once for each lane, even if it is given: for an attacker without knowledge.
 
     A step is uniform, anything else N(0, 1).
     """
 
     field: str
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        known, like = scene.task.fields[self.field], next(tree.leaves(scene.weights))
+        known, like = scene.task.fields[self.field], scene.like
         source, shape = draws.child(list(scene.task.fields).index(self.field)), (scene.num_examples, *known.shape)
         if known.classes is None:
             return {self.field: source.normal(shape, dtype=like.dtype)}
@@ -272,6 +270,3 @@ class Drawn:
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return {self.field: scene.constants[self.field]}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v

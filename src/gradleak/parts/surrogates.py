@@ -1,18 +1,18 @@
-"""One gradient in place of a whole local training, taken at a point that the search moves: surrogate models.
+"""Surrogate models: one gradient in place of a whole local training, taken at a point that the search moves.
 
-A client that makes T steps uploads u = w0 - wT. Where its path is short and nearly straight, the gradient of ALL its
+A client that makes T steps uploads u = w0 - wT. If its path is short and nearly straight, the gradient of ALL its
 examples at some point near the segment from w0 to wT is about parallel to u, whatever the batches and their order were.
 `GradientAtStart` takes it at w0, `Line` at a point of the segment (SME), `Bezier` at a point beside it (NL-SME);
-`Rescaled` lets the search reweigh what they predict. All compare gradients, u / (lr x steps) where that is known, and
-go through the defence as far as it is known.
+`Rescaled` lets the search scale what they predict. All compare gradients, u / (lr x steps) if that is known, and go
+through the known defence.
 
 Unknowns of the predictions, by name:
 alpha       (rounds,) where on the path, 0 at w0 and 1 at wT
 control     by round and parameter: control point minus midpoint of the segment, in units of the update's RMS
 scaling     (tensors,), or by parameter: factors on the predicted gradient; 1 to begin with
-A later stage goes on with what the last one found under the same name. They are held in bounds by `Within` and `Reach`,
-which are spaces without unknowns of their own (join them by `JointSpace`), and pulled back by the priors
-`CentredControl` and `UnitScaling`.
+A later stage starts from the values of the last one under the same name. `Within` and `Reach` keep them in bounds:
+spaces without unknowns of their own (join them by `JointSpace`). The priors `CentredControl` and `UnitScaling` pull
+them back.
 
 References: Zhu, Yao, Blaschko, ICML 2023 (SME); arXiv 2509.22082 (NL-SME).
 """
@@ -32,32 +32,29 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params, Tree
 from gradleak.parts.predictions import Replay
-from gradleak.parts.protocols import Footprint, Needs, Prediction, resumed
-from gradleak.parts.spaces import Start
+from gradleak.parts.protocols import Footprint, Needs, Prediction, Prior, Space, delegates, resumed
+from gradleak.parts.spaces import AnyStart, Start, entries_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
-_OWN = 1 << 12  # the child of a lane's source that places alpha: fields, which count from 0, never get so far
+_OWN = 1 << 12  # the child of a lane's source that draws alpha: fields count from 0 and are far fewer
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class GradientAtStart:
+class GradientAtStart(Prediction):
     """The gradient at the weights that were sent, as if the client had made one large step (IG and DLG on updates).
 
-    `Replay` without a recipe is the same where the threat model knows none; where it does, that one replays every step.
+    `Replay` without a recipe is the same if the threat model knows none; otherwise that one replays every step.
     """
 
     @property
     def needs_for_scale(self) -> Needs:
         return frozenset({"training"})
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
 
     def target(self, scene: TargetView) -> Params:
         return tree.scale(Replay().target(scene), 1 / length(scene))
@@ -84,12 +81,12 @@ class GradientAtStart:
         return replace(last, earlier=tuple(earlier))
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
-        # A defence, which may clip, must meet an update of the right length; else the passes for it are saved.
+        # A defence may clip, so it needs an update of the right length; without one, a pass is saved.
         lr = 1.0 if scene.knows.defence is None else length(scene)
         step = Replay(LocalTraining(lr=lr, optimiser=SGD(weight_decay=_rule(scene).weight_decay)))
         (first, alpha), *others = self.points(v)
         total = tree.scale(step(batch, v, self.seen_from(scene, alpha, v), now), first / lr)
-        # Few nodes, one after another: an inner vmap would shut out models that run lane by lane because vmap fails.
+        # Few nodes, one after another: with an inner vmap, models that vmap rejects could not run lane by lane.
         for share, alpha in others:
             total = tree.add(total, step(batch, v, self.seen_from(scene, alpha, v), now), share / lr)
         return total
@@ -99,9 +96,9 @@ class GradientAtStart:
 class Line(GradientAtStart):
     """The gradient at s(alpha) = (1 - alpha) w0 + alpha wT, alpha an unknown (SME).
 
-    start, spread   alpha begins at start, or for each restart somewhere in start +- spread
-    nodes           more than one: no alpha; the mean gradient along the path, by as many Gauss-Legendre nodes. An
-                    update is the sum of the gradients along the way, so this is the principled form of the same idea
+    start, spread   alpha starts at start, or for each restart somewhere in start +- spread
+    nodes           more than one: no alpha, but the mean gradient along the path by so many Gauss-Legendre nodes. This
+                    is the principled form: an update is the sum of the gradients along the path
 
     At alpha = 0 this is `GradientAtStart`. The public code of SME assigns the weights and applies the chain rule by
     hand; here autograd does, d/dalpha = <d/ds, wT - w0>, the second order through the gradient included.
@@ -120,7 +117,7 @@ class Line(GradientAtStart):
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if self.nodes > 1:
             return {}
-        like, shape = next(tree.leaves(scene.update)), (len(scene.rounds),)
+        like, shape = scene.like, (len(scene.rounds),)
         begin = torch.full(shape, self.start, device=like.device, dtype=like.dtype)
         if self.spread:
             begin = begin + self.spread * (2 * draws.child(_OWN).uniform(shape, dtype=like.dtype) - 1)
@@ -141,9 +138,9 @@ class Bezier(Line):
     """The gradient at W = (1 - alpha)^2 w0 + 2 alpha (1 - alpha) c + alpha^2 wT, alpha and c unknowns (NL-SME).
 
     The unknown `control` is z in c = (w0 + wT) / 2 + r z, r the root mean square of the update: one learning rate then
-    fits every model and every client (Adam moves each entry by about its rate). It begins at zero, which is the line,
-    and W = s(alpha) + 2 alpha (1 - alpha) r z: at alpha = 0 or 1 the control point has no influence and gets no
-    gradient, so hold alpha inside (`Within`).
+    fits every model and every client (Adam moves each entry by about its rate). It starts at zero, which is the line.
+    W = s(alpha) + 2 alpha (1 - alpha) r z: at alpha = 0 or 1 the control point has no influence and gets no gradient,
+    so keep alpha inside (`Within`).
     """
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
@@ -155,12 +152,13 @@ class Bezier(Line):
         return tree.add(super().weights(scene, number, alpha, v), v["control"][str(number)], bend)
 
 
+@delegates("predict")
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(Prediction):
     """Another prediction times learned factors: one for each tensor, or for each entry of it (NL-SME's scaling).
 
-    The observed update stays as it is. Factors of single entries can bend almost any gradient to the update: the match
-    then says little about the images (see `diagnosis`).
+    The observed update stays as it is. Factors of single entries can turn almost any gradient into the update: then the
+    match says little about the images (see `diagnosis`).
     """
 
     predict: Prediction
@@ -170,27 +168,10 @@ class Rescaled:
         if self.per not in ("tensor", "element"):
             raise ValueError(f"per must be 'tensor' or 'element'; given {self.per!r}.")
 
-    @property
-    def needs_for_scale(self) -> Needs:
-        needs: Needs = getattr(self.predict, "needs_for_scale", frozenset())
-        return needs
-
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        seen = self.predict.target(scene)
-        like = next(tree.leaves(seen))
-        factors = tree.map(torch.ones_like, seen) if self.per == "element" else like.new_ones(len(seen))
-        return {**self.predict.variables(scene, draws, before), **resumed({"scaling": factors}, before)}
-
-    def footprint(self, scene: TargetView) -> Footprint:
-        inner = getattr(self.predict, "footprint", None)
-        return Footprint() if inner is None else inner(scene)
-
-    def target(self, scene: TargetView) -> Params:
-        return self.predict.target(scene)
-
-    def disturbed(self, scene: TargetView, draws: Draws) -> Params:
-        noisy: Params = self.predict.disturbed(scene, draws)  # type: ignore[attr-defined]
-        return noisy
+        target = self.predict.target(scene)
+        ones = tree.map(torch.ones_like, target) if self.per == "element" else tree.like(target).new_ones(len(target))
+        return {**self.predict.variables(scene, draws, before), **resumed({"scaling": ones}, before)}
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         predicted, factors = self.predict(batch, v, scene, now), v["scaling"]
@@ -205,9 +186,9 @@ def unit_of_control(scene: TargetView) -> Tensor:
 
 
 def length(scene: TargetView) -> float | Tensor:
-    """How far the client's SGD goes along a gradient of length one that does not change; 1 where it is not known.
+    """How far the client's SGD moves along a constant gradient of length one; 1 if the recipe is not known.
 
-    The sum of its learning rates where it has no momentum, and for other rules, for which there is no such length. Only
+    The sum of its learning rates if it has no momentum; the same for other rules, which have no such length. Only
     matches that see the scale, and defences that clip, depend on it.
     """
     training, rule = scene.knows.training, _rule(scene)
@@ -217,7 +198,7 @@ def length(scene: TargetView) -> float | Tensor:
 
 
 def _rule(scene: TargetView) -> SGD:
-    """The client's rule, as far as it is SGD."""
+    """The client's rule if it is SGD, else plain SGD."""
     training = scene.knows.training
     return training.optimiser if training is not None and isinstance(training.optimiser, SGD) else SGD()
 
@@ -233,26 +214,20 @@ def gauss_legendre(nodes: int) -> Sequence[tuple[float, float]]:
 
 
 @dataclass(frozen=True)
-class _Holding:
-    """A space with no unknowns of its own, which holds those of others after every step. Join it by `JointSpace`."""
+class _Holding(Space):
+    """A space with no unknowns of its own: it bounds a named unknown after every step. Join it by `JointSpace`."""
 
     name: str
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        return {}
+    def unknowns(self, scene: TargetView) -> int:
+        return 0
 
     def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         if self.name not in v:
             raise ValueError(f"{self} holds {self.name!r}, which is no unknown.{did_you_mean(self.name, v)}")
-        return {**v, **self.held({self.name: v[self.name]})}  # a tree, whether it is one tensor or several by name
+        return {**v, **self.bounded({self.name: v[self.name]})}  # a tree, for one tensor and for several by name
 
-    def held(self, unknown: Tree) -> Tree:
+    def bounded(self, unknown: Tree) -> Tree:
         raise NotImplementedError
 
 
@@ -263,7 +238,7 @@ class Within(_Holding):
     low: float
     high: float
 
-    def held(self, unknown: Tree) -> Tree:
+    def bounded(self, unknown: Tree) -> Tree:
         return tree.map(lambda value: value.clamp(self.low, self.high), unknown)
 
 
@@ -276,16 +251,19 @@ class Reach(_Holding):
 
     most: float
 
-    def held(self, unknown: Tree) -> Tree:
+    def bounded(self, unknown: Tree) -> Tree:
         size = tree.norm(unknown) / tree.size(unknown) ** 0.5
         return tree.scale(unknown, torch.where(size > self.most, self.most / torch.where(size > 0, size, 1.0), 1.0))
 
 
 @dataclass(frozen=True)
-class Inside:
+class Inside(Start):
     """Another start, clamped to the field's bounds."""
 
-    start: Start
+    start: AnyStart
+
+    def entries(self, task: Task) -> int:
+        return entries_of(self.start, task)
 
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, high = scene.limits[name]
@@ -296,7 +274,7 @@ class Inside:
 
 
 @dataclass(frozen=True)
-class CentredControl:
+class CentredControl(Prior):
     """weight * ||c - (w0 + wT) / 2||^2 / ||wT - w0||^2, which in the control point's own units is a mean square."""
 
     weight: float
@@ -309,7 +287,7 @@ class CentredControl:
 
 
 @dataclass(frozen=True)
-class UnitScaling:
+class UnitScaling(Prior):
     """weight * mean (d - 1)^2 over the factors d of `Rescaled`."""
 
     weight: float
@@ -323,17 +301,21 @@ class UnitScaling:
 
 
 @dataclass(frozen=True)
-class SurrogateLoss:
+class SurrogateLoss(Prior):
     """weight * the client's objective on the guess, at the point where `path` takes its gradient.
 
-    Little of it is not in the match already, and it favours images that the network is sure of.
+    Most of it is in the match already, and it favours images that the network is sure of.
     """
 
     weight: float
     path: GradientAtStart
 
+    @property
+    def needs(self) -> Needs:
+        return self.path.needs
+
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        total = next(tree.leaves(scene.weights)).new_zeros(())
+        total = scene.like.new_zeros(())
         for share, alpha in self.path.points(v):
             for each in self.path.seen_from(scene, alpha, v).rounds:
                 total = total + share * scene.task.loss(each.weights, batch, each.buffers)[0]
@@ -344,10 +326,10 @@ class SurrogateLoss:
 
 
 def diagnosis(stage: Stage, v: Tree, scene: TargetView, now: Step) -> dict[str, Tensor]:
-    """Where a search of one lane stands, from what the attacker has.
+    """The state of a search in one lane, from what the attacker has.
 
     l_sim_obj       the match that is minimised, with the factors of `Rescaled`
-    l_sim_raw       the same at the same point without them: the one to compare between attacks
+    l_sim_raw       the match at the same point without them: compare attacks by this one
     alpha           mean over rounds
     bend            ||c - (w0 + wT) / 2|| / ||wT - w0||
     scaling_min, scaling_max
@@ -358,18 +340,18 @@ def diagnosis(stage: Stage, v: Tree, scene: TargetView, now: Step) -> dict[str, 
     batch = {**scene.fields, **stage.space.decode(v, scene, now)}
     observed = stage.match.prepare(stage.predict.target(scene))
     plain = stage.predict.predict if isinstance(stage.predict, Rescaled) else stage.predict
-    told = {
+    numbers = {
         "l_sim_obj": stage.match.distance(stage.predict(batch, v, scene, now), observed),
         "l_sim_raw": stage.match.distance(plain(batch, v, scene, now), observed),
     }
     if "alpha" in v:
-        told["alpha"] = v["alpha"].mean()
+        numbers["alpha"] = v["alpha"].mean()
     if "control" in v:
-        told["bend"] = tree.norm(v["control"]) / tree.size(v["control"]) ** 0.5
+        numbers["bend"] = tree.norm(v["control"]) / tree.size(v["control"]) ** 0.5
     if "scaling" in v:
         factors = tree.flatten({"scaling": v["scaling"]})
-        told |= {"scaling_min": factors.min(), "scaling_max": factors.max()}
-    return told
+        numbers |= {"scaling_min": factors.min(), "scaling_max": factors.max()}
+    return numbers
 
 
 def performance_gap(reference: float, other: float) -> tuple[float, float]:

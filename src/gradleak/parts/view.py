@@ -1,7 +1,7 @@
-"""What a part of an attack may look at: one target, and where in the search a step stands.
+"""What a part of an attack may look at: one target (`TargetView`), and the number of the step (`Step`).
 
-A part is written for ONE lane; the engine batches. `TargetView` is all that a part may look at. `Step` reaches every
-part, so that ramps, annealing and homotopies need no branch.
+A part is written for ONE lane; the engine batches. Every part is given the step, so that ramps and annealing need no
+branch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradleak.scenario.task import Batch, Task
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Where in a stage a step stands, as a tensor, so that a captured step can be replayed."""
+    """The number of a step in its stage: a tensor, so that a captured step can be replayed."""
 
     step: Tensor  # 0-d, counts from 0
     total: int
@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class TargetView:
-    """One target as one lane sees it: the observation's tensors, the threat model, and what was read off before."""
+    """One target as one lane sees it: the tensors of the observation, the threat model, and fields read off it."""
 
     task: Task
     knows: Knowledge
@@ -43,23 +43,23 @@ class TargetView:
     buffers: Params | None = None
     returned_buffers: Params | None = None
     extras: dict[str, Params] = field(default_factory=dict)
-    fields: Batch = field(default_factory=dict)  # given or recovered: labels, counts, steps
-    limits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # box of each continuous field
-    constants: Tree = field(default_factory=dict)  # what the space fixed at the start of the stage
-    shared: Tree = field(default_factory=dict)  # what priors computed across restarts
+    fields: Batch = field(default_factory=dict)  # given or read off: labels, counts, steps
+    limits: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # bounds of each continuous field
+    constants: Tree = field(default_factory=dict)  # fixed by the space at the start of the stage
+    shared: Tree = field(default_factory=dict)  # computed by priors across restarts
     draws: Draws | None = None
     earlier: tuple[TargetView, ...] = ()  # other rounds in which the client trained on the same batch
 
     @staticmethod
     def of(task: Task, seen: Observation | Track, knows: Knowledge) -> TargetView:
-        """The scene of one target, in the task's own device and type; of a track, that of its last round."""
+        """The scene of one target, on the device and in the type of the task; of a track, its last round."""
         return TargetView.waiting(task, seen, knows).here()
 
     @staticmethod
     def waiting(task: Task, seen: Observation | Track, knows: Knowledge) -> TargetView:
-        """The same with the observation's tensors where they were recorded, and nothing copied.
+        """The same without a copy: the tensors of the observation stay where they were recorded.
 
-        A thousand targets of a large model do not fit a device at once: they wait like this until their chunk's turn.
+        A thousand targets of a large model do not fit on a device at once: they move there with their chunk.
         """
         if isinstance(seen, Track):
             *earlier, last = (TargetView.waiting(task, each, knows) for each in seen.observations)
@@ -79,27 +79,27 @@ class TargetView:
         )
 
     def here(self, weights: Params | None = None) -> TargetView:
-        """The scene in the task's own device and type. `weights`: its own, where they are there already."""
+        """The scene on the device and in the type of the task. `weights`: its weights, if they are there already."""
         like = _like(self.task)
         move = lambda params: tree.to(params, like.device, like.dtype)  # noqa: E731
         return replace(
             self,
             weights=move(self.weights) if weights is None else weights,
             update=move(self.update),
-            # Copies: a forward pass may change buffers in place, and those of a waiting scene are the model's own.
+            # Copies: a forward pass may change buffers in place, and a waiting scene holds those of the model.
             buffers=None if self.buffers is None else tree.detach(move(self.buffers)),
             returned_buffers=None if self.returned_buffers is None else move(self.returned_buffers),
             extras={name: move(params) for name, params in self.extras.items()},
-            fields=tree.to(self.fields, like.device, None),  # in the type that they were read in
+            fields=tree.to(self.fields, like.device, None),  # their type stays
             earlier=tuple(each.here() for each in self.earlier),
         )
 
     def to(self, dtype: torch.dtype) -> TargetView:
-        """The same scene in another precision. The model itself stays: its parameters and buffers are swapped in."""
-        move = lambda held: tree.to(held, None, dtype)  # noqa: E731
+        """The same scene in another precision. The model stays: calls replace its parameters and buffers."""
+        move = lambda values: tree.to(values, None, dtype)  # noqa: E731
         objective = self.task.objective
         if hasattr(objective, "to"):
-            objective = objective.to(next(tree.leaves(self.weights)).device, dtype)
+            objective = objective.to(self.like.device, dtype)
         return replace(
             self,
             task=replace(self.task, objective=objective),
@@ -116,22 +116,27 @@ class TargetView:
         )
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the device and the type that everything is computed in."""
+        return tree.like(self.weights)
+
+    @property
     def rounds(self) -> tuple[TargetView, ...]:
-        """Every round of the target as a scene of its own, this one last; all see this one's task and knowledge."""
+        """Every round of the target as a scene, this one last, all with the task and knowledge of this one."""
         return (*(replace(each, task=self.task, knows=self.knows) for each in self.earlier), self)
 
 
 def in_turn(scenes: Iterable[TargetView]) -> Iterator[TargetView]:
-    """Every scene `here`, one after the other; weights that one holds after the other are moved once."""
+    """Every scene `here`, one after the other. Weights that neighbours share move once."""
     last: Params = {}
-    there: Params = {}
+    moved: Params = {}
     for scene in scenes:
         if last.keys() != scene.weights.keys() or any(last[name] is not own for name, own in scene.weights.items()):
             like = _like(scene.task)
-            last, there = scene.weights, tree.to(scene.weights, like.device, like.dtype)
-        yield scene.here(there)
+            last, moved = scene.weights, tree.to(scene.weights, like.device, like.dtype)
+        yield scene.here(moved)
 
 
 def _like(task: Task) -> Tensor:
-    """A tensor of the task's device and type, without a copy of all its weights."""
+    """A tensor on the device and in the type of the task."""
     return next(p.detach() for p in task.model.parameters() if p.requires_grad)

@@ -26,8 +26,10 @@ from gradleak.attacks.dlfa.epochs import (
     one_step,
     settled,
 )
+from gradleak.attacks.settings import SearchSettings
 from gradleak.core.listeners import Share
 from gradleak.core.registry import did_you_mean, named
+from gradleak.core.settings import takes
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.matches import LayerWeighted
 from gradleak.parts.optimisers import Adam, ExponentialDecay
@@ -42,11 +44,11 @@ PAPER = "Dimitrov, Balunovic, Konstantinov, Vechev, Data Leakage in Federated Av
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the authors set for one kind of data; priors for batches of 5 and 10 epochs.
+class Preset:
+    """The authors' settings for one kind of data; priors for batches of 5 and 10 epochs.
 
     prior       the order-invariant prior that did best
-    weights     of all of them, by (over, of, power)
+    weights     of all these priors, by (over, of, power)
     """
 
     lr: float
@@ -59,17 +61,17 @@ class Settings:
 
 
 def _weights(*pixels_then_features: float) -> dict[tuple[str, str, int], float]:
-    """In the order: max, mean to the power 1; max, mean to the power 2; of pixels, then of features, each."""
+    """By (over, of, power); for each power max, then mean; for each of these pixels, then features."""
     kinds = [(over, of, power) for power in (1, 2) for over in ("max", "mean") for of in ("pixels", "features")]
     return dict(zip(kinds, pixels_then_features, strict=True))
 
 
 PRESETS = {
-    "femnist": Settings(
+    "femnist": Preset(
         0.4, ExponentialDecay(0.995, 10), Ramp(1.0, 2.0), 1e-3, 2.0, OrderInvariance(1000.0),
         _weights(77.298, 81.365, 250.846, 263.623, 92.378, 97.776, 1000.0, 1054.413),
     ),
-    "cifar100": Settings(
+    "cifar100": Preset(
         0.1, ExponentialDecay(0.997, 20), Ramp(4.0, 2.0), 2e-4, 10.0, OrderInvariance(6.075, "max", "features"),
         _weights(4.848, 5.0, 15.708, 16.206, 5.814, 6.075, 62.675, 65.573),
     ),
@@ -83,76 +85,83 @@ VARIANTS: dict[str, tuple[Space, Plan]] = {
 }
 
 
+@dataclass(frozen=True)
+class DLFASettings(SearchSettings):
+    """The preset and what replaces its parts, the variant of the simulation, and its limits."""
+
+    preset: str = "cifar100"
+    variant: str = "full_many"
+    steps: int = 400
+    lr: float | None = None
+    tv: float | None = None
+    clip: float | None = None
+    invariance: float | None = None
+    over: str | None = None
+    of: str | None = None
+    power: int | None = None
+    most_steps: int = 100
+    checkpoint: int = 1
+
+    def __post_init__(self) -> None:
+        for name, known in (("preset", PRESETS), ("variant", VARIANTS)):
+            if (value := getattr(self, name)) not in known:
+                hint = did_you_mean(value, known)
+                raise ValueError(f"{name} must be one of those of the paper; given {value!r}.{hint}")
+
+    def replaced(self, *names: str) -> dict[str, Any]:
+        """The settings of these names that replace the preset's."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def chosen(self) -> Preset:
+        """The preset with its replaced parts; the weight of the prior is the authors' unless `invariance` sets it."""
+        preset = replace(PRESETS[self.preset], **self.replaced("lr", "tv", "clip"))
+        prior = replace(preset.prior, **self.replaced("over", "of", "power"))
+        weight = preset.weights[prior.over, prior.of, prior.power]
+        return replace(preset, prior=replace(prior, weight=weight if self.invariance is None else self.invariance))
+
+
 @named("dlfa", kind="attack", paper=PAPER)
-def dlfa(
-    *,
-    preset: str = "cifar100",
-    variant: str = "full_many",
-    steps: int = 400,
-    lr: float | None = None,
-    tv: float | None = None,
-    clip: float | None = None,
-    invariance: float | None = None,
-    over: str | None = None,
-    of: str | None = None,
-    power: int | None = None,
-    most_steps: int = 100,
-    checkpoint: int = 1,
-    restarts: int = 1,
-    labels: str = "auto",
-    keep: str = "best_match",
-) -> Attack:
+@takes(DLFASettings)
+def dlfa(settings: DLFASettings) -> Attack:
     """Simulate all local steps of the client, with a copy of the data for every epoch, and match the update.
 
     min over X (epochs, N, ...) of f / batches * sum over layers of exp(1 - l) ||simulated - observed update||^2 / lr^2
-    + tv * TV^2(X) + clip * squared distance to the box + `OrderInvariance`(X), Adam. In the end every copy is matched
+    + tv * TV^2(X) + clip * squared distance to the box + `OrderInvariance`(X), Adam. At the end every copy is matched
     to the first, image by image, and their mean is returned. Needs the client's learning rate, batch size and epochs;
-    its order may be unknown, and labels are needed by number only: those read off come in a random order (`Mixed`),
-    given ones as they are.
+    its order may be unknown. Of the labels only the counts are needed: labels that are read off come in a random order
+    (`Mixed`), given ones as they are.
 
-    preset      "femnist" or "cifar100": the paper's settings, for small grey characters and for coloured photographs.
-                Those given here replace single ones
+    preset      "femnist" or "cifar100": the paper's settings, for small grey characters and for coloured photographs;
+                `lr`, `tv`, `clip`, `over`, `of`, `power` and `invariance` replace single ones
     variant     "full_many" is the method. "full" has one copy, in one order; "none_epoch" makes one full step an epoch;
                 "none" one step in all, which is dlg-ms with this objective
     over, of, power     the order-invariant prior: "mean" or "max" over images, of "pixels" or "features", 1 or 2
-    invariance  its weight; None: the authors' for this prior, batches of 5 and 10 epochs. With batches of 1 or 10 the
-                usual prior of "femnist" has 100
+    invariance  its weight; None: the authors' for this prior, batches of 5 and 10 epochs. For batches of 1 or 10 they
+                use 100 with the usual prior of "femnist"
     most_steps  refuse a client of more local steps: an iteration costs as much as all of them
-    checkpoint  hold the weights at every so many local steps, and run the steps again on the way back; 0 holds it all
+    checkpoint  hold the weights at every so many local steps, and recompute the steps in the backward pass; 0 holds all
 
     Differs: the paper returns the last iterate (keep="last"); layers are in forward order, not by name. Momentum and
     Adam clients are simulated by their own rule.
     """
-    for given, known, name in ((preset, PRESETS, "preset"), (variant, VARIANTS, "variant")):
-        if given not in known:
-            raise ValueError(f"{name} must be one of those of the paper; given {given!r}.{did_you_mean(given, known)}")
-    chosen, (space, plan) = PRESETS[preset], VARIANTS[variant]
-    wanted: dict[str, Any] = {"over": over, "of": of, "power": power}
-    alike = replace(chosen.prior, **{name: value for name, value in wanted.items() if value is not None})
-    usual = chosen.weights[alike.over, alike.of, alike.power]
-    alike = replace(alike, weight=usual if invariance is None else invariance)
-    priors = (
-        CircularVariation(chosen.tv if tv is None else tv),
-        Box(chosen.clip if clip is None else clip, summed=True),
-        *((alike,) if isinstance(space, Copies) else ()),
-    )
-    optimiser = Adam(
-        lr=chosen.lr if lr is None else lr, steps=steps, schedule=chosen.decay, transform=Times(chosen.ramp)
-    )
+    preset, (space, plan) = settings.chosen, VARIANTS[settings.variant]
+    copies = isinstance(space, Copies)
+    priors = (CircularVariation(preset.tv), Box(preset.clip, summed=True), *((preset.prior,) if copies else ()))
     stage = Stage(
         space,
-        LocalSteps(plan, every=checkpoint, most=most_steps),
+        LocalSteps(plan, every=settings.checkpoint, most=settings.most_steps),
         LayerWeighted(),
-        tuple(Over(prior, chosen.ramp) for prior in priors),
-        optimiser,
+        tuple(Over(prior, preset.ramp) for prior in priors),
+        Adam(lr=preset.lr, steps=settings.steps, schedule=preset.decay, transform=Times(preset.ramp)),
     )
-    make = Settled if isinstance(space, Copies) else Composed
-    return make("dlfa", (stage,), Mixed(Labels(label_rule(labels))), restarts=restarts, keep=keep)
+    make, fields = Settled if copies else Composed, Mixed(Labels(label_rule(settings.labels)))
+    return make("dlfa", (stage,), fields, restarts=settings.restarts, keep=settings.keep)
 
 
 @dataclass(frozen=True)
 class Settled(Composed):
-    """A composition whose last space holds copies: of what it found, one batch is made in the end (`settled`)."""
+    """A composition whose last space holds copies of every example: at the end they become one batch (`settled`)."""
 
     def run(
         self,
@@ -165,24 +174,24 @@ class Settled(Composed):
         progress: Share | None = None,
         begin: Batch | None = None,
     ) -> Reconstruction:
-        found = super().run(task, seen, knows, seed, engine=engine, progress=progress, begin=begin)
+        result = super().run(task, seen, knows, seed, engine=engine, progress=progress, begin=begin)
         assert knows.training is not None  # the search needed it
-        whole = [epochs(knows.training, examples)[1] for examples in found.examples]
+        counts = [epochs(knows.training, examples)[1] for examples in result.examples]
 
-        def one(name: str, value: Tensor) -> Tensor:
+        def merge(name: str, value: Tensor) -> Tensor:
             """(targets, restarts, N, copies, ...) -> (targets, restarts, N, ...); fields without copies as they are."""
-            known = task.fields[name]
-            if known.classes is not None or value.dim() == 3 + len(known.shape):
+            field = task.fields[name]
+            if field.classes is not None or value.dim() == 3 + len(field.shape):
                 return value
             merged = torch.full_like(value[:, :, :, 0], torch.nan)  # padding stays
-            for target, examples in enumerate(found.examples):
+            for target, examples in enumerate(result.examples):
                 for restart, lane in enumerate(value[target, :, :examples]):
-                    merged[target, restart, :examples] = settled(lane, known, whole[target])
+                    merged[target, restart, :examples] = settled(lane, field, counts[target])
             return merged
 
-        candidates = {name: one(name, value) for name, value in found.candidates.items()}
-        picked = {name: value[torch.arange(len(found.chosen)), found.chosen] for name, value in candidates.items()}
-        shown = {**found.snapshots}  # for the eye: the mean of an example's copies, (targets, moments, N, copies, ...)
-        if shown:
-            shown["x"] = shown["x"].float().mean(dim=3).half()
-        return replace(found, candidates=candidates, batch=picked, snapshots=shown)
+        candidates = {name: merge(name, value) for name, value in result.candidates.items()}
+        batch = {name: value[torch.arange(len(result.chosen)), result.chosen] for name, value in candidates.items()}
+        snapshots = {**result.snapshots}
+        if snapshots:  # the mean of an example's copies, (targets, moments, N, copies, ...)
+            snapshots["x"] = snapshots["x"].float().mean(dim=3).half()
+        return replace(result, candidates=candidates, batch=batch, snapshots=snapshots)

@@ -1,4 +1,4 @@
-"""A whole local training inside the attack, whose derivative keeps weights at checkpoints, not the graph of every step.
+"""A whole local training inside the attack: its backward pass holds weights at checkpoints, not every step's graph.
 
 `trained` is the client rule (`LocalTraining.run`) one step at a time under `recompute.rollout`, through the hooks of a
 defence as far as it is known.
@@ -23,8 +23,8 @@ from gradleak.scenario.defence import Client, Compute, Defence, Upload
 from gradleak.scenario.task import Batch
 
 
-def held(passes: Sequence[float], every: int) -> Footprint:
-    """Of steps with these shares of a pass each: all graphs, or one step's, and the weights at checkpoints."""
+def footprint(passes: Sequence[float], every: int) -> Footprint:
+    """Memory of steps with these shares of a pass each: all graphs, or one step's, and weights at checkpoints."""
     return Footprint(sum(passes) if every == 0 else max(passes), len(passes) / max(1, every) + every)
 
 
@@ -36,20 +36,20 @@ def trained(
     whole: Batch,
     every: int = 1,
 ) -> Params:
-    """What an attacker sees of a client that trains on these parts in turn: `LocalTraining.run`, one step at a time.
+    """The visible update of a client that trains on these parts in turn: `LocalTraining.run`, one step at a time.
 
-    lengths     what the learning rate of each step is multiplied by, in place of the recipe's schedule
-    whole       what the defence's hook for the upload is told that the client holds
+    lengths     factors of the learning rate for each step, instead of the recipe's schedule
+    whole       the client's batch for the defence's hook for the upload
     every       as in `recompute.rollout`
     """
-    # A step may hold nothing that is a lane's: only the recipe without its rate, the task, and the threat model.
+    # A step may close over nothing of a lane: only the recipe without its rate, the task, and the threat model.
     recipe, task, knows = replace(training.public, lr=1.0), scene.task, scene.knows
     bare = TargetView(task, knows, {}, {}, scene.num_examples)
     moving = {name for name, _ in task.model.named_buffers()}
     buffers = scene.buffers or {}
     running = {name: value for name, value in buffers.items() if name in moving}
     frozen = {name: value for name, value in buffers.items() if name not in moving}
-    seen: Tree = {
+    observed: Tree = {
         "update": scene.update,
         "buffers": buffers,
         "returned_buffers": scene.returned_buffers,
@@ -58,16 +58,16 @@ def trained(
     }
     defended = knows.defence is not None
     common: Tree = {"lr": training.lr, "frozen": frozen}
-    common |= {"start": scene.weights, "seen": seen} if defended else {"start": {}, "seen": {}}
+    common |= {"start": scene.weights, "observed": observed} if defended else {"start": {}, "observed": {}}
 
-    def step(carry: Tree, own: Tree, common: Tree) -> tuple[Tree, Tree]:
-        # What was observed is constant, and so are running statistics: cut off, they cost no derivatives.
-        view = replace(bare, weights=common["start"], **tree.map(_cut, common["seen"]))
-        rule = replace(recipe, lr=common["lr"], schedule=lambda *_: own["length"])
-        held = tree.map(_cut, {**common["frozen"], **carry["buffers"]})
-        client = ClientState(optimiser=carry["state"], buffers=held, extras=view.extras)
+    def step(carry: Tree, turn: Tree, common: Tree) -> tuple[Tree, Tree]:
+        # The observation and running statistics are constant: detached, they cost no derivatives.
+        view = replace(bare, weights=common["start"], **tree.map(_detached, common["observed"]))
+        rule = replace(recipe, lr=common["lr"], schedule=lambda *_: turn["length"])
+        buffers = tree.map(_detached, {**common["frozen"], **carry["buffers"]})
+        client = ClientState(optimiser=carry["state"], buffers=buffers, extras=view.extras)
         hooks = _StepOnly(assumed_in(view), common["start"])
-        upload, after = rule.run(task, carry["weights"], own["batch"], hooks, client, order=[None])
+        upload, after = rule.run(task, carry["weights"], turn["batch"], hooks, client, order=[None])
         decrease = upload.payload["update"]
         moved = {
             "weights": tree.subtract(carry["weights"], decrease),
@@ -86,13 +86,13 @@ def trained(
     return defence.visible(defence.reveal([sent], [sent.num_examples]), scene)
 
 
-def _cut(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
 class _StepOnly(Defence):
-    """What a defence does to single steps, told where the whole training began; its other hooks wait for the end."""
+    """A defence's hook for single steps, with the start of the whole training; its other hooks run at the end."""
 
     defence: Defence
     start: Params

@@ -1,10 +1,9 @@
-"""A whole local training inside the attack: the client's steps, simulated and differentiated, a copy of the data for
-every epoch (DLFA).
+"""The client's whole training, simulated and differentiated, on a copy of the data for every epoch (DLFA).
 
-The client shuffles its examples anew in each epoch, and nobody else knows how. With a copy of the data for every epoch
-the order needs no guess: whatever image the client used at a place of an epoch can stand at that place of its copy. The
-copies hold the same images in different orders, which `OrderInvariance` asks of them, and `settled` makes one batch
-of them in the end.
+The client shuffles its examples in each epoch, in an order that only it knows. With a copy of the data for every epoch
+the order needs no guess: the image that the client used at a place of an epoch can stand at that place of the copy. The
+copies hold the same images in different orders: `OrderInvariance` demands that, and `settled` makes one batch of them
+at the end.
 
 A batch with copies holds x as (N, E, ...): the E copies of row n beside each other. One without holds it as (N, ...).
 
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradleak.attacks.dlfa.checkpointed import held, trained
+from gradleak.attacks.dlfa.checkpointed import footprint, trained
 from gradleak.core import assignment, tree
 from gradleak.core.random import Draws, key
 from gradleak.core.recompute import recomputed
@@ -32,19 +31,19 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay, all_rounds
 from gradleak.parts.priors import stacked
-from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prior
+from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prediction, Prior, delegates
 from gradleak.parts.spaces import Pixels
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Field
 
-# --- which step sees what ---------------------------------------------------------------------------------------------
+# --- the simulated steps --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One simulated step: the copy and the rows it trains on (None: all), and how far it goes, in learning rates."""
+    """One simulated step: its copy and rows (None: all), and its length in learning rates."""
 
     copy: int
     rows: slice | None
@@ -52,11 +51,11 @@ class Turn:
 
 
 Plan = Callable[[LocalTraining, int], list[Turn]]
-"""(the client's recipe, its number of examples) -> the steps that are simulated."""
+"""(the client's recipe, its number of examples) -> the steps to simulate."""
 
 
 def a_copy_an_epoch(training: LocalTraining, examples: int) -> list[Turn]:
-    """The client's steps, each epoch on a copy of its own (DLFA's "full_many")."""
+    """The client's steps, each epoch on its own copy (DLFA's "full_many")."""
     turns, copy = [], -1
     for turn in one_copy(training, examples):
         copy += turn.rows is None or turn.rows.start == 0  # every epoch begins with the first rows
@@ -65,11 +64,11 @@ def a_copy_an_epoch(training: LocalTraining, examples: int) -> list[Turn]:
 
 
 def one_copy(training: LocalTraining, examples: int) -> list[Turn]:
-    """The client's steps, all epochs in one and the same order ("full")."""
+    """The client's steps, all epochs in the same order ("full")."""
     plan = training.order(examples)
     turns = []
     for step, rows in enumerate(plan):
-        assert not isinstance(rows, Tensor)  # without a generator an order is one of slices
+        assert not isinstance(rows, Tensor)  # without a generator an order consists of slices
         turns.append(Turn(0, rows, training.schedule(step, len(plan))))
     return turns
 
@@ -77,7 +76,7 @@ def one_copy(training: LocalTraining, examples: int) -> list[Turn]:
 def a_step_an_epoch(training: LocalTraining, examples: int) -> list[Turn]:
     """One step an epoch, on all examples, as long as all steps of the epoch together ("none_epoch").
 
-    Momentum then reaches back over epochs instead of steps, and such a client is followed too short a way.
+    Momentum then acts over epochs instead of steps, so the simulated client moves too short a way.
     """
     epochs: dict[int, float] = {}
     for turn in a_copy_an_epoch(training, examples):
@@ -86,27 +85,27 @@ def a_step_an_epoch(training: LocalTraining, examples: int) -> list[Turn]:
 
 
 def one_step(training: LocalTraining, examples: int) -> list[Turn]:
-    """One step on all examples at the weights sent, as long as all steps together ("none"): with momentum too."""
+    """One step on all examples at the weights sent, as long as all steps together, also with momentum ("none")."""
     factors, rule = training.factors(examples), training.optimiser
-    # A single step has no velocity yet: what momentum makes of many has to be in its length.
+    # A single step has no velocity yet: its length must include the effect of momentum.
     length = rule.way(factors) / rule.way([1.0]) if isinstance(rule, SGD) else sum(factors)
     return [Turn(0, None, length)]
 
 
 def epochs(training: LocalTraining, examples: int) -> tuple[int, int]:
-    """(begun, completed): the client's passes over its examples. The last one may be cut short by `steps`."""
+    """(begun, completed) passes of the client over its examples. `steps` may cut the last one short."""
     turns = a_copy_an_epoch(training, examples)
     last = turns[-1].rows
     begun = turns[-1].copy + 1
     return begun, begun if last is None or last.stop >= examples else begun - 1
 
 
-# --- the space --------------------------------------------------------------------------------------------------------
+# --- the space ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Copies(Pixels):
-    """The image itself, once for every epoch of the client: (N, E, ...), each copy from a start of its own."""
+    """The image itself, once for every epoch of the client: (N, E, ...), each copy with its own start."""
 
     @property
     def needs(self) -> Needs:
@@ -120,40 +119,37 @@ class Copies(Pixels):
         count, _ = epochs(_recipe(scene), scene.num_examples)
         rank = 1 + len(scene.task.fields[self.field].shape)
         if before is not None and self.field in before:
-            held = before[self.field]
-            return {self.field: held if held.dim() > rank else held[:, None].repeat_interleave(count, dim=1)}
+            images = before[self.field]
+            return {self.field: images if images.dim() > rank else images[:, None].repeat_interleave(count, dim=1)}
         many = replace(scene, num_examples=count * scene.num_examples)
         start = super().variables(many, draws, None)[self.field]
         return {self.field: start.unflatten(0, (count, scene.num_examples)).transpose(0, 1)}
 
 
+@delegates("rule")
 @dataclass(frozen=True)
-class Mixed:
-    """The fields that another rule reads off, their rows in an order that means nothing: the same for every target.
+class Mixed(FieldRule):
+    """The fields of another rule with their rows in a random order, the same for every target.
 
-    Label rules name classes in ascending order. A simulated client would then train on one class after another, in
-    every epoch, which no client that shuffles does: even with the true images 2 to 4 times as much of the update is
-    left unexplained as in a random order, and 40 times at a high learning rate (small networks on smooth images).
+    Label rules name classes in ascending order. A simulated client would then train on one class after another in every
+    epoch, unlike a client that shuffles: even with the true images the unexplained part of the update is 2 to 4 times
+    as large as in a random order, and 40 times at a high learning rate (small networks on smooth images).
     """
 
     rule: FieldRule
 
-    @property
-    def needs(self) -> Needs:
-        needs: Needs = getattr(self.rule, "needs", frozenset())
-        return needs
-
     def __call__(self, scene: TargetView) -> Batch:
-        found = self.rule(scene)
+        fields = self.rule(scene)
         order = Draws(key("order of rows")).uniform((scene.num_examples,), dtype=torch.float64).argsort()
-        return {name: value[order.to(value.device)] for name, value in found.items()}
+        return {name: value[order.to(value.device)] for name, value in fields.items()}
 
 
 def settled(copies: Tensor, field: Field, complete: int | None = None) -> Tensor:
-    """One batch (N, ...) from the copies (N, E, ...): each is matched to the first, one to one, and the mean taken.
+    """One batch (N, ...) from the copies (N, E, ...): the mean after matching each copy to the first, one to one.
 
-    By PSNR, as the paper does. Between copies only: the attacker has nothing else. Those beyond the first `complete`
-    belong to an epoch that was cut short, in which some rows took no part: they are left out, unless there is no other.
+    Matched by PSNR, as in the paper, between copies only: the attacker has nothing else. Copies beyond the first
+    `complete` belong to an epoch that was cut short and did not use some rows: they are ignored, unless there is no
+    other.
     """
     parts = copies.unbind(1)
     parts = parts if complete is None else parts[: max(1, complete)]
@@ -165,24 +161,24 @@ def settled(copies: Tensor, field: Field, complete: int | None = None) -> Tensor
 
 
 def _minus_psnr(first: Tensor, second: Tensor) -> Tensor:
-    """-PSNR of every pair, pixels in [0, 1]; capped where two are equal."""
+    """-PSNR of every pair, pixels in [0, 1]; capped for equal images."""
     return 10 * assignment.pairwise_mse(first, second).clamp_min(1e-12).log10()
 
 
-# --- the prediction ---------------------------------------------------------------------------------------------------
+# --- the prediction -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(Prediction):
     """The update of the client's local training, simulated step by step on the guess.
 
-    Both it and the observed one are in units of the client's learning rate, and of the square root of the number of
-    batches that the guess holds: a squared error is then DLFA's, ||u_s - u||^2 / lr^2 / batches.
+    Simulated and observed update are divided by the client's learning rate, and by the square root of the number of
+    batches in the guess: their squared error is then DLFA's, ||u_s - u||^2 / lr^2 / batches.
 
     plan        which steps are simulated, and on which copy
-    every       a checkpoint at every so many steps (`recompute.rollout`): memory grows with the weights there, and not
-                with the steps' activations. 0: the graph of all steps is held
-    most        the most steps to simulate. Time grows with them, in each iteration of the search
+    every       a checkpoint at every so many steps (`recompute.rollout`): memory grows with the weights at checkpoints,
+                not with the activations of all steps. 0: hold the graph of all steps
+    most        the most steps to simulate. Each iteration of the search takes time in proportion
     """
 
     plan: Plan = a_copy_an_epoch
@@ -198,13 +194,10 @@ class LocalSteps:
     def needs(self) -> Needs:
         return frozenset({"training"})
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def footprint(self, scene: TargetView) -> Footprint:
         examples = scene.num_examples
         rows = [examples if turn.rows is None else len(range(examples)[turn.rows]) for turn in self.turns(scene)]
-        return held([each / examples for each in rows], self.every)
+        return footprint([each / examples for each in rows], self.every)
 
     def target(self, scene: TargetView) -> Params:
         return tree.scale(Replay().target(scene), 1 / self.unit(scene))
@@ -236,18 +229,18 @@ class LocalSteps:
 
 
 def copies_of(batch: Batch, scene: TargetView) -> dict[str, Sequence[Tensor]]:
-    """Every field as its copies, each (N, ...); a field that has none, such as labels, is its own only copy."""
+    """Every field as its copies, each (N, ...); a field without copies, such as labels, has itself as the only one."""
 
     def copies(name: str, value: Tensor) -> Sequence[Tensor]:
-        known = scene.task.fields[name]
-        rank = 1 + len(known.shape) + (known.classes is not None and value.is_floating_point())
+        field = scene.task.fields[name]
+        rank = 1 + len(field.shape) + (field.classes is not None and value.is_floating_point())
         return value.unbind(1) if value.dim() > rank else (value,)
 
     return {name: copies(name, value) for name, value in batch.items()}
 
 
 def turned(batch: Batch, scene: TargetView, turns: Sequence[Turn]) -> list[Batch]:
-    """What every step trains on. Each copy is split once: a slice for every step would cost a pass over all of it."""
+    """The batch of every step. Each copy is split once: a slice for every step would cost a pass over the copy."""
     size, fields = _size(scene), copies_of(batch, scene)
     pieces = {name: [copy.split(size) for copy in copies] for name, copies in fields.items()}
 
@@ -265,26 +258,26 @@ def _size(scene: TargetView) -> int:
 
 def _recipe(scene: TargetView) -> LocalTraining:
     training = scene.knows.training
-    assert training is not None  # asked for by `needs`
+    assert training is not None  # `needs` demands it
     return training
 
 
-# --- priors -----------------------------------------------------------------------------------------------------------
+# --- priors ---------------------------------------------------------------------------------------------------------
 
 
 FEATURES = 96
 
 
 @dataclass(frozen=True)
-class OrderInvariance:
+class OrderInvariance(Prior):
     """weight / E^2 * sum over pairs of epochs of mean |phi(X_a) - phi(X_b)|^power, phi blind to the order of images.
 
-    over        "mean" or "max": phi is that over the images of an epoch
-    of          "pixels", or "features": of `FEATURES` convolutions 3 x 3 with fixed random kernels
+    over        phi is the "mean" or "max" over the images of an epoch
+    of          "pixels", or "features" of `FEATURES` convolutions 3 x 3 with fixed random kernels
     power       2, or 1
 
-    Zero where all copies hold the same images, in whatever orders; and for one copy. The paper does not give the law of
-    the kernels: here N(0, 1 / (9 C)), so that features vary as pixels do, with zeros around the image and no bias.
+    Zero where all copies hold the same images, in any order; and for one copy. The paper does not give the distribution
+    of the kernels: here N(0, 1 / (9 C)), so that features vary as pixels do, with zero padding and no bias.
     """
 
     weight: float
@@ -297,8 +290,7 @@ class OrderInvariance:
         choices: dict[str, Sequence[Any]] = {"over": tuple(_OVER), "of": tuple(_OF), "power": tuple(_POWER)}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                told = " or ".join(map(repr, known))
-                raise ValueError(f"{name} must be {told}; given {getattr(self, name)!r}.")
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         shape = scene.task.fields[self.field].shape
@@ -320,7 +312,7 @@ def _gaps(phi: Tensor) -> Tensor:
 
 
 def _of_features(over: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Features are a hundred times as many as pixels: those of one epoch at a time are held."""
+    """There are a hundred times as many features as pixels: memory holds those of one epoch at a time."""
 
     def reduced(images: Tensor) -> Tensor:
         return over(F.conv2d(images, kernels(images.shape[1], images.device, images.dtype), padding=1))
@@ -348,7 +340,7 @@ def kernels(channels: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         normal = Draws(key("order invariance")).normal((FEATURES, channels, 3, 3), dtype=torch.float64)
         return (normal / math.sqrt(9 * channels)).to(device, dtype)
 
-    # In a thread of its own: transforms, modes and inference are each thread's own, and what is kept outlives them.
+    # In a separate thread: transforms and modes belong to a thread, and the cached kernels outlive them.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(drawn).result()
 
@@ -358,12 +350,12 @@ _OF = {"pixels": _of_pixels, "features": _of_features}
 _POWER = {1: _gaps, 2: _squared_gaps}
 
 
-# --- what changes with the iteration ----------------------------------------------------------------------------------
+# --- ramps over the iterations --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ramp:
-    """A factor that goes from `first` to `last` geometrically over so many steps of the search, and stays there."""
+    """A factor that goes from `first` to `last` geometrically over the first `over` steps, and stays there."""
 
     first: float
     last: float
@@ -378,10 +370,10 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Times:
-    """The gradient times a ramp, before the optimiser sees it.
+    """The gradient times a ramp, as the optimiser's input.
 
-    With every prior `Over` the same ramp, the search descends ramp * match + priors, while the match that is told, and
-    by which iterates and restarts are chosen, is free of the ramp.
+    With every prior `Over` the same ramp, the search descends ramp * match + priors, while the reported match, which
+    chooses iterates and restarts, has no ramp.
     """
 
     ramp: Ramp
@@ -390,8 +382,9 @@ class Times:
         return gradient * self.ramp(now)
 
 
+@delegates("prior")
 @dataclass(frozen=True)
-class Over:
+class Over(Prior):
     """A prior divided by a ramp; see `Times`."""
 
     prior: Prior
@@ -399,3 +392,6 @@ class Over:
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         return self.prior(batch, v, scene, now) / self.ramp(now)
+
+    def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
+        return self.prior.terms(batch, v, scene, now) / self.ramp(now).sqrt()

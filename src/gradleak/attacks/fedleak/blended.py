@@ -1,9 +1,8 @@
-"""An optimiser that steers another one towards flat places: its gradient is blended with the one a little uphill."""
+"""An optimiser that steers another one to flat places: it blends the gradient with the one a little uphill."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,24 +10,25 @@ from gradleak.core import tree
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import FirstOrder
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored, delegates
 from gradleak.parts.view import Step
 
 UNITS = ("norm", "rms")
 
 
+@delegates("inner")
 @dataclass(frozen=True)
-class Blended:
+class Blended(Optimiser):
     """(1 - lam) g(v) + lam g(v + phi) in place of the gradient g(v) of the objective, phi = gamma g / ||g||.
 
-    To first order in gamma this is the gradient of objective + beta ||g||, beta = lam ||phi||, which would take one
-    order of derivatives more: H g / ||g|| is (g(v + phi) - g(v)) / ||phi|| up to O(||phi||). phi is a constant; the
-    first graph is gone before the second is built, so a step holds what one of the inner optimiser does and takes twice
-    its time. lam = 1 is the step of sharpness-aware minimisation, lam = 0 the inner optimiser itself.
+    To first order in gamma this is the gradient of objective + beta ||g||, beta = lam ||phi||, which would need one
+    more order of derivatives: H g / ||g|| is (g(v + phi) - g(v)) / ||phi|| up to O(||phi||). phi is a constant. The
+    first graph is freed before the second is built, so a step needs the memory of the inner optimiser's, and twice its
+    time. lam = 1 is the step of sharpness-aware minimisation, lam = 0 the inner optimiser itself.
 
-    inner   what makes steps of the blended gradient: Adam and the like
+    inner   the optimiser that steps by the blended gradient: Adam and the like
     unit    of gamma. "norm": the length of phi; "rms": the root mean square of its entries, so that the length is
-            gamma sqrt(entries), and one value does for images of any number and size
+            gamma sqrt(entries), and one value fits images of any number and size
     of      the unknowns that phi moves, whose gradient is penalised. The blended gradient is that of all unknowns: the
             penalty depends on the others too
 
@@ -57,40 +57,22 @@ class Blended:
         if not self.of:
             raise ValueError("of names no unknown, so nothing would be moved. For no blending set lam=0.")
 
-    @property
-    def steps(self) -> int:
-        return self.inner.steps
+    def sized(self, evaluations: int) -> Blended:
+        return replace(self, inner=self.inner.sized(evaluations))  # type: ignore[arg-type]
 
-    @property
-    def graphable(self) -> bool:
-        return self.inner.graphable
-
-    @property
-    def rates(self) -> Mapping[str, float]:
-        return self.inner.rates
-
-    @property
-    def epsilons(self) -> Mapping[str, float]:
-        held: Mapping[str, float] = getattr(self.inner, "epsilons", {})
-        return held
-
-    @property
-    def every(self) -> Mapping[str, int]:
-        return self.inner.every
-
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         for name in self.of:
             if name not in v:
                 raise ValueError(f"{type(self).__name__} moves {name!r}, which is no unknown.{did_you_mean(name, v)}")
         return self.inner.init(problem, v)
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         if self.lam == 0:
             return self.inner.step(problem, v, state, now)
         direction, scored = self.direction(problem, v)
         return self.inner.step(_Steered(problem, direction, scored), v, state, now)
 
-    def direction(self, problem: Problem, v: Tree) -> tuple[Tree, Scored]:
+    def direction(self, problem: LaneObjective, v: Tree) -> tuple[Tree, Scored]:
         """The blended gradient, and the score of the point itself."""
         here, scored = problem.value_and_grad(v)
         beside, _ = problem.value_and_grad({**v, **tree.add({name: v[name] for name in self.of}, self.shift(here))})
@@ -101,30 +83,19 @@ class Blended:
         uphill = {name: gradient[name] for name in self.of}
         length = tree.norm(uphill)
         reach = self.gamma * (tree.size(uphill) ** 0.5 if self.unit == "rms" else 1.0)
-        # `isnan`: a gradient that is not a number must not pass for one of zero.
-        going = (length > 0) | length.isnan()
-        return tree.scale(uphill, torch.where(going, reach / torch.where(going, length, 1.0), 0.0))
+        # `isnan`: a gradient that is not a number must not count as zero.
+        nonzero = (length > 0) | length.isnan()
+        return tree.scale(uphill, torch.where(nonzero, reach / torch.where(nonzero, length, 1.0), 0.0))
 
 
+@delegates("problem")
 @dataclass(frozen=True, eq=False)
-class _Steered:
-    """A problem that answers the one question of a first-order step with a gradient made elsewhere."""
+class _Steered(LaneObjective):
+    """A problem whose gradient at this point was computed elsewhere."""
 
-    problem: Problem
+    problem: LaneObjective
     gradient: Tree
     scored: Scored
 
-    def value(self, v: Tree) -> Scored:
-        return self.problem.value(v)
-
     def value_and_grad(self, v: Tree) -> tuple[Tree, Scored]:
         return self.gradient, self.scored
-
-    def residual(self, v: Tree) -> Tree:
-        return self.problem.residual(v)
-
-    def project(self, v: Tree) -> Tree:
-        return self.problem.project(v)
-
-    def single(self) -> Problem:
-        return self.problem.single()

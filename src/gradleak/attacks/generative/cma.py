@@ -1,7 +1,7 @@
-"""Searches that need no derivative of the objective: a population of candidates is evaluated at once, every step.
+"""Searches without derivatives of the objective: every step evaluates a population of candidates at once.
 
-An evaluation of an attack's objective takes the client's gradient, but nothing is differentiated again: no second
-order, and a generator is only run forward. All candidates of all lanes are one tensor program.
+An evaluation takes the client's gradient, but does not differentiate it again: no second order, and a generator is only
+run forward. All candidates of all lanes are one tensor program.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.func import vmap
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
-from gradleak.parts.optimisers import lane_key, require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.optimisers import require_positive
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 
 STREAM = 2000  # of the lane's random numbers, apart from those of other parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Population:
-    """What both methods share: candidates evaluated together, and the one that matches best told to the engine."""
+class _Population(Optimiser):
+    """What both methods share: they evaluate candidates together and report the best match to the engine."""
 
     steps: int = 500
     population: int = 50
-    block: int | None = None  # candidates at once; None: what there is room for
+    block: int | None = None  # candidates at once; None: as many as there is room for
     graphable: bool = True
 
     def __post_init__(self) -> None:
@@ -38,15 +38,15 @@ class _Population:
 
     @property
     def evaluations(self) -> int:
-        """Gradients of the client's loss that a lane takes."""
+        """The number of gradients of the client's loss that a lane takes."""
         return self.steps * self.population
 
     def sized(self, evaluations: int) -> Any:
         """The same, for a lane that may make this many evaluations at once."""
         return self if self.block is not None else replace(self, block=min(evaluations, self.population))
 
-    def _evaluated(self, problem: Problem, points: Tensor, like: Tree) -> tuple[Tensor, Tensor, Scored]:
-        """Objective and match of (candidates, n), and the best by match of those that are finite."""
+    def _evaluated(self, problem: LaneObjective, points: Tensor, like: Tree) -> tuple[Tensor, Tensor, Scored]:
+        """Objective and match of (candidates, n), and the best match among those that are finite."""
 
         def one(point: Tensor) -> tuple[Tensor, Tensor]:
             scored = problem.value(problem.project(_shaped(point, like)))
@@ -65,10 +65,10 @@ class _Population:
 class RandomSearch(_Population):
     """Candidates from N(0, I), new ones in every step; nothing is learned. v itself never moves."""
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
-        return {"key": lane_key(problem)}
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
+        return {"key": problem.key}
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         like = tree.flatten(v)
         points = _normal(state["key"], (self.population, like.shape[0]), now)
         _, _, scored = self._evaluated(problem, points, v)
@@ -92,7 +92,7 @@ class CMAES(_Population):
 
     sigma: float = 1.0
     active: bool = True
-    # Steps are few and heavy, so that nothing is won by capturing; and who knows how a library factors matrices.
+    # Steps are few and heavy: capturing them would gain nothing, and factorisations may not be capturable.
     graphable: bool = False
 
     def __post_init__(self) -> None:
@@ -101,15 +101,15 @@ class CMAES(_Population):
             raise ValueError(f"A population needs at least 4 candidates; given {self.population}.")
 
     def entries(self, unknowns: int, equations: int) -> int:
-        """Numbers that a lane holds at the peak of a step: matrices in float64, and the candidates."""
+        """Peak memory of a lane's step in numbers: matrices in float64, and the candidates."""
         return 10 * unknowns * unknowns + 8 * self.population * unknowns
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         mean = tree.flatten(v).double()
         eye = torch.eye(mean.shape[0], dtype=torch.float64, device=mean.device)
         zeros = torch.zeros_like(mean)
         return {
-            "key": lane_key(problem),
+            "key": problem.key,
             "mean": mean,
             "sigma": torch.full_like(mean[0], self.sigma),
             "covariance": eye,
@@ -118,7 +118,7 @@ class CMAES(_Population):
             "path": zeros.clone(),  # of the mean, in units of sigma
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         n = state["mean"].shape[0]
         plan = Strategy.of(n, self.population, self.active)
         z = _normal(state["key"], (self.population, n), now)  # (candidates, n)
@@ -146,7 +146,7 @@ class CMAES(_Population):
         growth = (plan.c_sigma / plan.d_sigma) * (length / plan.expected - 1)
         sigma = state["sigma"] * growth.clamp(max=1.0).exp()  # at most by e at once, as pycma has it
         factor, failed = torch.linalg.cholesky_ex(covariance)
-        # A population without a finite value teaches nothing; a covariance that lost its definiteness is not taken.
+        # A population without a finite value changes nothing; a covariance that is not definite is not used.
         moved: Tree = {"mean": mean, "sigma": sigma, "path_length": path_length, "path": path}
         shape: Tree = {"covariance": covariance, "factor": factor}
         moved = tree.where(usable, moved, {name: state[name] for name in moved})
@@ -194,14 +194,14 @@ class Strategy:
 
 
 def _ramp(plan: Strategy, z: Tensor) -> Tensor:
-    """The weights of the ranks, best first, (candidates,): made of a range, so that a captured step can make them."""
+    """The weights of the ranks, best first, (candidates,): made from a range, which a captured step can do."""
     count = z.shape[0]
     raw = math.log((count + 1) / 2) - torch.arange(1, count + 1, device=z.device, dtype=z.dtype).log()
     return torch.where(raw > 0, plan.ranks[0] * raw, plan.ranks[1] * raw)
 
 
 def _shaped(point: Tensor, like: Tree) -> Tree:
-    first = next(tree.leaves(like))
+    first = tree.like(like)
     return tree.unflatten(point.to(first.dtype), like)
 
 

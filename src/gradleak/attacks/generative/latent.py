@@ -1,14 +1,14 @@
 """Images that a trained generator can make: the unknown is its latent, a feature inside it, or its weights.
 
-All go through `gradleak.generators.Generator`: begin, blocks, picture. Its images in [0, 1] are brought to the size of
-the task by area and into model-input space. A class-conditional generator is told the label that was found.
+All use `gradleak.generators.Generator`: begin, blocks, picture. Its images in [0, 1] are resized to the task by area
+and brought into model-input space. A class-conditional generator gets the label that was read off or given.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,47 +21,50 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.generators import Generator, with_weights
 from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
-from gradleak.parts.protocols import Needs
+from gradleak.parts.protocols import Needs, Space
 from gradleak.parts.spaces import from_unit
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.task import Batch
 
 Trained: TypeAlias = Any  # an nn.Module that follows `Generator`; no type says both
-CARRIED = "carried"  # in `before`: what enters a block, under the number of the block
+CARRIED = "carried"  # in `before`: the input of a block, under the number of the block
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class Generated(Space):
     """What all spaces of a generator share.
 
-    shift   added to the label (modulo the classes) before a conditional generator is told it. 0: the label that was
-            found; anything else is the wrong class, a condition to be measured
+    shift   added to the label (modulo the classes) of a conditional generator. 0: the label that was read off or given;
+            anything else is the wrong class, a condition to be measured
     """
 
     shift: int = 0
     field: str = "x"
-    needs: ClassVar[Needs] = frozenset({"generator"})
+
+    @property
+    def needs(self) -> Needs:
+        return frozenset({"generator"})
 
     def generator(self, scene: TargetView) -> Trained:
         """The generator, frozen, on the device and in the type of the search."""
-        given = scene.knows.generator
-        if not isinstance(given, nn.Module) or not isinstance(given, Generator):
+        generator = scene.knows.generator
+        if not isinstance(generator, nn.Module) or not isinstance(generator, Generator):
             raise MissingKnowledge(
                 "A search among the images of a generator needs Knowledge(generator=...), a network that has latent, "
                 "classes, shape, blocks, begin, block and picture (gradleak.generators.Generator); given "
-                f"{type(given).__name__}."
+                f"{type(generator).__name__}."
             )
-        wanted = scene.task.fields[self.field].shape
-        if len(wanted) != 3 or given.shape[0] != wanted[0]:
+        shape = scene.task.fields[self.field].shape
+        if len(shape) != 3 or generator.shape[0] != shape[0]:
             raise MissingKnowledge(
-                f"The generator makes images of shape {tuple(given.shape)} and the task's examples are {wanted}: their "
-                "colour channels must agree, sizes may differ. Train one on images like the client's."
+                f"The generator makes images of shape {tuple(generator.shape)} and the task's examples are {shape}: "
+                "their colour channels must agree, sizes may differ. Train one on images like the client's."
             )
-        return frozen(given, next(tree.leaves(scene.weights)))
+        return frozen(generator, scene.like)
 
     def classes(self, scene: TargetView, generator: Trained) -> Tensor | None:
-        """What a conditional generator is told: (B,) classes, or (B, classes) shares of them."""
+        """The classes for a conditional generator: (B,), or (B, classes) shares of them."""
         if generator.classes is None:
             return None
         y, field = scene.fields.get("y"), scene.task.fields.get("y")
@@ -79,11 +82,11 @@ class Generated:
 
     def drawn(self, scene: TargetView, draws: Draws) -> Tensor:
         """z ~ N(0, I), (B, latent)."""
-        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        like, generator = scene.like, self.generator(scene)
         return _own(scene, draws).normal((scene.num_examples, generator.latent), dtype=like.dtype)
 
     def entering(self, scene: TargetView, draws: Draws, before: Tree | None, stage: int) -> Tree:
-        """What enters block `stage`, from where the last stage ended; from a random latent where there was none."""
+        """The input of block `stage`, from the end of the last stage; from a random latent where there was none."""
         generator = self.generator(scene)
         if not 0 <= stage <= generator.blocks:
             raise ValueError(
@@ -107,24 +110,11 @@ class Generated:
             carried = generator.block(index, carried)
         return dict(carried)
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
-
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        raise NotImplementedError
-
-    def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        raise NotImplementedError
-
     def unknowns(self, scene: TargetView) -> int:
-        """Made once to be counted."""
         return tree.size(self.variables(scene, _anything(scene), None))
 
     def decoding(self, scene: TargetView) -> int:
-        """Numbers that autograd keeps of one pass through the whole generator."""
+        """Numbers that autograd holds for one pass through the whole generator."""
         return scene.num_examples * _graph(self.generator(scene))
 
     def batch(self, images: Tensor, scene: TargetView) -> Batch:
@@ -138,9 +128,9 @@ class Latent(Generated):
     """x = G(z): the unknown is the latent, from N(0, I).
 
     of        "z"; "w": the styles that `begin` makes of a random z, one for every layer (w+), where the generator
-              carries "w"; "auto": these where there are any, else z
-    squash    tanh(z) is what the generator gets, and z starts from U[0, 1] (GGL with CMA-ES)
-    sphere    keep the length of every latent (of every style) where it began, after each step
+              carries "w"; "auto": the styles if there are any, else z
+    squash    the generator gets tanh(z), and z starts from U[0, 1] (GGL with CMA-ES)
+    sphere    after each step give every latent (every style) its first length back
     """
 
     of: str = "auto"
@@ -160,7 +150,7 @@ class Latent(Generated):
             return {"z": before["z"]}
         if not self.squash:
             return {"z": self.drawn(scene, draws)}
-        like, generator = next(tree.leaves(scene.weights)), self.generator(scene)
+        like, generator = scene.like, self.generator(scene)
         return {"z": _own(scene, draws).uniform((scene.num_examples, generator.latent), dtype=like.dtype)}
 
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
@@ -179,7 +169,7 @@ class Latent(Generated):
         return {**v, "z": _on_sphere(v["z"], scene.constants["lengths"]["z"])} if self.sphere else v
 
     def left(self, v: Tree, scene: TargetView) -> Tree:
-        """What enters block 0."""
+        """The input of block 0."""
         if styles := self._styles(scene):
             return styles.left(v, scene)
         return {CARRIED: {"0": self._begun(v, scene)}}
@@ -189,26 +179,26 @@ class Latent(Generated):
         return dict(generator.begin(v["z"].tanh() if self.squash else v["z"], self.classes(scene, generator)))
 
     def _styles(self, scene: TargetView) -> Features | None:
-        """The same search among styles, where that is meant and the generator has them."""
+        """The same search among styles, if `of` asks for it and the generator has them."""
         if self.of == "z":
             return None
         if "w" in _names(self.generator(scene)):
             return Features(shift=self.shift, field=self.field, of=("w",), sphere=self.sphere)
         if self.of == "w":
-            found = ", ".join(sorted(_names(self.generator(scene))))
-            raise ValueError(f"This generator carries no styles 'w', only {found}: search its latent, of='z'.")
+            names = ", ".join(sorted(_names(self.generator(scene))))
+            raise ValueError(f"This generator carries no styles 'w', only {names}: search its latent, of='z'.")
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features(Generated):
-    """x = G_K ... G_stage(h): the unknown is what enters block `stage`, from where the last stage ended.
+    """x = G_K ... G_stage(h): the unknown is the input of block `stage`, from the end of the last stage.
 
-    of        names of what is carried between blocks: "h" is the feature, others are moved too where the generator has
-              them, such as its styles "w"
-    radius    every unknown stays in the l1 ball around where it began, example by example: this share of its l1 norm,
-              or this number itself where not `relative`; None: no ball
-    sphere    keep the length of every latent, style and noise map, all but the feature
+    of        the unknowns, by their names between blocks: "h" is the feature; others, such as styles "w", move with it
+              where the generator has them
+    radius    every unknown stays in the l1 ball around its start, example by example. The radius is this share of its
+              l1 norm, or this number itself if not `relative`; None: no ball
+    sphere    keep the length of every latent, style and noise map, but not of the feature
     """
 
     stage: int = 0
@@ -219,36 +209,36 @@ class Features(Generated):
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         carried = self.entering(scene, draws, before, self.stage)
-        found = {name: carried[name] for name in self.of if name in carried}
-        if not found:
+        unknowns = {name: carried[name] for name in self.of if name in carried}
+        if not unknowns:
             raise ValueError(f"The generator carries {', '.join(sorted(carried))}; none of {', '.join(self.of)}.")
-        return found
+        return unknowns
 
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         carried = self.entering(scene, draws, before, self.stage)
-        began = {name: value for name, value in carried.items() if name in self.of}
-        held: Tree = {CARRIED: {name: value for name, value in carried.items() if name not in began}}
+        start = {name: value for name, value in carried.items() if name in self.of}
+        constants: Tree = {CARRIED: {name: value for name, value in carried.items() if name not in start}}
         if self.radius is not None:
-            held["centre"] = began
+            constants["centre"] = start
         if self.sphere:
-            held["lengths"] = tree.map(_length, {name: value for name, value in began.items() if name != "h"})
-        return held
+            constants["lengths"] = tree.map(_length, {name: value for name, value in start.items() if name != "h"})
+        return constants
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         return self.batch(rest_of(self.generator(scene), self._whole(v, scene), self.stage), scene)
 
     def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        """On the sphere, then into the ball, as GIFD does."""
-        own = {name: v[name] for name in self.of if name in v}
+        """Onto the sphere, then into the ball, as GIFD does."""
+        unknowns = {name: v[name] for name in self.of if name in v}
         if self.sphere:
             lengths = scene.constants["lengths"]
-            own |= tree.map(_on_sphere, {name: own[name] for name in own if name != "h"}, lengths)
+            unknowns |= tree.map(_on_sphere, {name: unknowns[name] for name in unknowns if name != "h"}, lengths)
         if self.radius is not None:
-            own = tree.map(self._near, own, scene.constants["centre"])
-        return {**v, **own}
+            unknowns = tree.map(self._near, unknowns, scene.constants["centre"])
+        return {**v, **unknowns}
 
     def left(self, v: Tree, scene: TargetView) -> Tree:
-        """What enters this block, with the unknowns as they ended."""
+        """The input of this block, with the last values of the unknowns."""
         return {CARRIED: {str(self.stage): self._whole(v, scene)}}
 
     def _whole(self, v: Tree, scene: TargetView) -> Tree:
@@ -262,28 +252,28 @@ class Features(Generated):
 
 @dataclass(frozen=True, kw_only=True)
 class Weights(Generated):
-    """x_i = G(z_i; w_i): the unknown is a copy of the generator's weights for every image, z where it was left.
+    """x_i = G(z_i; w_i): the unknown is a copy of the generator's weights for every image; z stays fixed.
 
-    Those weights that the blocks and the picture use; what comes before (a mapping network) stays as it is. Unknown
+    Only weights that the blocks and the picture use; weights before them (a mapping network) stay fixed. Unknown
     `generator`: {parameter name: (B, ...)}.
 
-    jitter  each weight starts off by this share of its tensor's RMS, N(0, 1): restarts of a stage that begin at the
-            same latent would else be copies of one another
+    jitter  add N(0, 1) times this share of a tensor's RMS to its weights at the start: otherwise restarts of a stage
+            that begin at the same latent would be copies of each other
     """
 
     jitter: float = 0.0
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         generator, stage = self.generator(scene), self._stage(before)
-        held = dict(generator.named_parameters())
-        source, found = _own(scene, draws).child(1), Params()
+        trained = dict(generator.named_parameters())
+        source, weights = _own(scene, draws).child(1), Params()
         for stream, name in enumerate(moving(generator, stage)):
-            value = held[name].expand(scene.num_examples, *held[name].shape)
+            value = trained[name].expand(scene.num_examples, *trained[name].shape)
             if self.jitter:
-                size = held[name].square().mean().sqrt()
+                size = trained[name].square().mean().sqrt()
                 value = value + self.jitter * size * source.normal(tuple(value.shape), stream=stream, dtype=value.dtype)
-            found[name] = value.clone()
-        return {"generator": found}
+            weights[name] = value.clone()
+        return {"generator": weights}
 
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         stage = self._stage(before)
@@ -298,7 +288,7 @@ class Weights(Generated):
 
         if scene.num_examples == 1:  # no axis more than needed: convolutions with weights of their own are dear
             return self.batch(images({n: w[0] for n, w in v["generator"].items()}, carried), scene)
-        one_by_one = vmap(lambda weights, held: images(weights, tree.map(lambda value: value[None], held))[0])
+        one_by_one = vmap(lambda weights, inputs: images(weights, tree.map(lambda value: value[None], inputs))[0])
         return self.batch(one_by_one(v["generator"], carried), scene)
 
     def _stage(self, before: Tree | None) -> int:
@@ -310,7 +300,7 @@ class Weights(Generated):
 
 
 def rest_of(generator: Trained, carried: Tree, stage: int) -> Tensor:
-    """From what enters block `stage` to images in [0, 1]."""
+    """From the input of block `stage` to images in [0, 1]."""
     for index in range(stage, generator.blocks):
         carried = generator.block(index, carried)
     images: Tensor = generator.picture(carried)
@@ -335,12 +325,12 @@ def _overlap(old: int, new: int, like: Tensor) -> Tensor:
 
 
 def _own(scene: TargetView, draws: Draws) -> Draws:
-    """A source of its own, apart from those of the fields."""
+    """A source of random numbers apart from those of the fields."""
     return draws.child(len(scene.task.fields))
 
 
 def _anything(scene: TargetView) -> Draws:
-    return Draws(randomness.key("count").to(next(tree.leaves(scene.weights)).device))
+    return Draws(randomness.key("count").to(scene.like.device))
 
 
 def _axes(value: Tensor) -> tuple[int, ...]:
@@ -353,44 +343,44 @@ def _length(value: Tensor) -> Tensor:
 
 
 def _on_sphere(value: Tensor, length: Tensor) -> Tensor:
-    own = _length(value)
-    return torch.where(own > 0, value * (length / torch.where(own > 0, own, 1.0)), value)
+    current = _length(value)
+    return torch.where(current > 0, value * (length / torch.where(current > 0, current, 1.0)), value)
 
 
 def moving(generator: Trained, stage: int = 0) -> tuple[str, ...]:
-    """Names of the weights that the image depends on after block `stage` is entered."""
+    """Names of the weights that the image depends on from block `stage` on."""
     return _moving(generator, state_of(generator), stage)
 
 
 @lru_cache(maxsize=16)
 def _moving(generator: Trained, state: State, stage: int) -> tuple[str, ...]:
-    """Found by one backward pass of a single image: those that it does not reach have no gradient at all."""
+    """By one backward pass of a single image: weights that it does not reach have no gradient at all."""
 
-    def found() -> tuple[str, ...]:
-        own = {name: value.detach().clone().requires_grad_() for name, value in generator.named_parameters()}
+    def names() -> tuple[str, ...]:
+        weights = {name: value.detach().clone().requires_grad_() for name, value in generator.named_parameters()}
         with torch.no_grad():
             carried = _sample(generator)
             for index in range(stage):
                 carried = generator.block(index, carried)
-        image = with_weights(generator, own, lambda changed: rest_of(changed, carried, stage))
-        slopes = torch.autograd.grad(image.sum(), list(own.values()), allow_unused=True)
-        return tuple(name for name, slope in zip(own, slopes, strict=True) if slope is not None)
+        image = with_weights(generator, weights, lambda changed: rest_of(changed, carried, stage))
+        slopes = torch.autograd.grad(image.sum(), list(weights.values()), allow_unused=True)
+        return tuple(name for name, slope in zip(weights, slopes, strict=True) if slope is not None)
 
-    return aside(found)
+    return aside(names)
 
 
 def _names(generator: Trained) -> frozenset[str]:
-    """What is carried between the blocks of this generator."""
+    """The names of what this generator carries between blocks."""
     return _carried_names(generator, state_of(generator))
 
 
 @lru_cache(maxsize=8)
 def _carried_names(generator: Trained, state: State) -> frozenset[str]:
-    def found() -> frozenset[str]:
+    def names() -> frozenset[str]:
         with torch.no_grad():
             return frozenset(_sample(generator))
 
-    return aside(found)
+    return aside(names)
 
 
 def _graph(generator: Trained) -> int:
@@ -399,17 +389,14 @@ def _graph(generator: Trained) -> int:
 
 @lru_cache(maxsize=8)
 def _graph_of(generator: Trained, state: State) -> int:
-    def found() -> int:
-        def run() -> Tensor:
-            return rest_of(generator, _sample(generator, slope=True), 0)
+    def run() -> Tensor:
+        return rest_of(generator, _sample(generator, slope=True), 0)
 
-        return graph_entries(run, generator)
-
-    return aside(found)
+    return aside(lambda: graph_entries(run, generator))
 
 
 def _sample(generator: Trained, *, slope: bool = False) -> Tree:
-    """What enters block 0 for one latent, which is zero: for questions about shapes and names."""
+    """The input of block 0 for a latent of zero: for questions about shapes and names."""
     like = next(generator.parameters())
     z = torch.zeros(1, generator.latent, device=like.device, dtype=like.dtype, requires_grad=slope)
     y = None if generator.classes is None else torch.zeros(1, device=like.device, dtype=torch.long)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gradleak.attack import Attack, Composed, Reconstruction, require
 from gradleak.attacks.gidm.sampled import Refined, Sampled
 from gradleak.core.listeners import Share
 from gradleak.core.registry import did_you_mean, named
+from gradleak.core.settings import takes
 from gradleak.parts.coarse import Onwards, OnwardsWindow
 from gradleak.parts.fields import Nothing
 from gradleak.parts.matches import Cosine, Relative
@@ -43,13 +44,13 @@ DISTANCES: dict[str, Match] = {"l2": Relative(whole=True), "cosine": Cosine()}
 NOISES = ("given", "unknown", "random")
 STEPS = ("given", "analytic", "candidates", "soft", "straight-through", "grid", "random")
 PARAMETERS = ("x0_eps", "xt_q")
-TRIAL = 50  # steps of a first trial of a step; each round doubles them
-SETTLED = 0.2  # of a phase that searches for the step: the last part goes on with the best one
+TRIAL = 50  # search steps of the first round of trials; each round doubles them
+SETTLED = 0.2  # last share of a phase that searches for the step: it goes on with the best one
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Steps of both phases and of the sampler, rates (of the scores of t too), the last temperature, how t is found."""
+class Preset:
+    """Steps of both phases and of the sampler, rates (`t_lr`: of t's scores), the last temperature, how t is found."""
 
     generative: int
     fine: int
@@ -61,15 +62,15 @@ class Settings:
 
 
 PRESETS = {
-    "paper": Settings(5000, 1500, 16, 0.01, t_lr=0.01, last=1.0, t="soft"),
-    "fast32": Settings(2000, 1500, 16, 0.01, t_lr=0.1, last=0.1),
-    "smoke": Settings(40, 200, 4, 0.1, t_lr=0.1, last=0.1),
+    "paper": Preset(5000, 1500, 16, 0.01, t_lr=0.01, last=1.0, t="soft"),
+    "fast32": Preset(2000, 1500, 16, 0.01, t_lr=0.1, last=0.1),
+    "smoke": Preset(40, 200, 4, 0.1, t_lr=0.1, last=0.1),
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known, what is searched for, and how: from it come the stages of a phase and what the attack needs."""
+    """What is known, what is searched for, and how. It makes the stages of a phase and says what the attack needs."""
 
     noise: str
     t: str
@@ -87,9 +88,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, known in (("noise", NOISES), ("t", STEPS), ("param", PARAMETERS), ("distance", tuple(DISTANCES))):
-            given = getattr(self, name)
-            if given not in known:
-                raise ValueError(f"{name} cannot be {given!r}.{did_you_mean(given, known)}")
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} cannot be {value!r}.{did_you_mean(value, known)}")
         if self.param == "xt_q" and self.noise != "unknown":
             raise ValueError(
                 f"param='xt_q' has the noise among its unknowns: use it with noise='unknown'; given {self.noise!r}."
@@ -110,7 +111,7 @@ class Plan:
         return Granted(frozenset({*needs, *also}), ReadSteps() if self.t == "analytic" else Nothing())
 
     def phase(self, image: Space, steps: int, begin: Space | None = None) -> tuple[Stage, ...]:
-        """The stages of one phase; with the step among the unknowns two, of which the last has settled it.
+        """The stages of one phase: two where the step is an unknown, the second with the step settled.
 
         Rates fall and blocks are counted over the phase as a whole.
         """
@@ -125,7 +126,7 @@ class Plan:
         )
 
     def space(self, image: Space, steps: Space) -> JointSpace:
-        """Image, noise and step, each where it is to be found."""
+        """The joint space of image, noise and step."""
         noise: dict[str, tuple[Space, ...]] = {"given": (), "unknown": (FreeNoise(),), "random": (Drawn("noise"),)}
         return JointSpace((image, *noise[self.noise], steps))
 
@@ -150,8 +151,14 @@ class Plan:
         return Stage(space, Replay(), DISTANCES[self.distance], tuple(priors), optimiser)
 
 
+def _plan(settings: BaselineSettings | GIDMSettings, **other: Any) -> Plan:
+    """The plan of these settings, field by field; `other` replaces or adds to them."""
+    names, values = {field.name for field in fields(Plan)}, {**asdict(settings), **other}
+    return Plan(**{name: value for name, value in values.items() if name in names})
+
+
 def _attack(name: str, plan: Plan, stages: Sequence[Stage], restarts: int, keep: str, *also: str) -> Attack:
-    """The composition; where the step is tried out first, behind the trials."""
+    """The composition; where steps are tried out, a search for the step comes first."""
     if plan.t not in ("grid", "candidates"):
         return Composed(name, tuple(stages), plan.fields(*also), restarts=restarts, keep=keep)
     known = replace(plan, t="given")
@@ -160,52 +167,61 @@ def _attack(name: str, plan: Plan, stages: Sequence[Stage], restarts: int, keep:
     return StepSearch(whole, trial, read=plan.t == "candidates")
 
 
+@dataclass(frozen=True)
+class BaselineSettings:
+    """Steps and rate, what is known of noise and step, and when unknown noise moves."""
+
+    steps: int = 6500
+    lr: float = 0.01
+    noise: str = "given"
+    t: str = "given"
+    interval: int = 50
+    decay: bool = False
+    _: KW_ONLY
+    restarts: int = 1
+    keep: str = "best_match"
+
+
+@dataclass(frozen=True)
+class DLGDMSettings(BaselineSettings):
+    """As `BaselineSettings`, with the choice of unknowns and distance, and the weight of the noise's length."""
+
+    param: str = "x0_eps"
+    shell: float = 0.0
+    distance: str = "l2"
+
+
 @named("dlg-dm", kind="attack", paper=PAPER)
-def dlg_dm(
-    *,
-    steps: int = 6500,
-    lr: float = 0.01,
-    noise: str = "given",
-    t: str = "given",
-    param: str = "x0_eps",
-    interval: int = 50,
-    shell: float = 0.0,
-    decay: bool = False,
-    distance: str = "l2",
-    restarts: int = 1,
-    keep: str = "best_match",
-) -> Attack:
+@takes(DLGDMSettings)
+def dlg_dm(settings: DLGDMSettings) -> Attack:
     """DLG on a denoiser: the pixels whose gradient, at the client's noise and step, is the observed one.
 
     min over x of ||grad(x, noise, t) - observed||^2 / ||observed||^2, Adam, x from U[-1, 1], no box. What is `given`
-    comes from Knowledge.given; an attacker without it has noise="random", t="random" (drawn once: the floor), or looks
-    for them, as `gidm` does and with its settings.
+    comes from Knowledge.given. An attacker without it has noise="random", t="random" (drawn once: the floor), or
+    searches for them as `gidm` does, with its settings.
 
     param       "xt_q": with noise="unknown", search for the noised image and the residual instead of image and noise
     interval    unknown noise moves only in every second block of so many steps; 0: always
     shell       weight of (||noise||^2 / m - 1)^2
 
-    Differs: 6,500 steps, the sum of GIDM's phases, since the paper says no number. It gives its baselines the true
+    Differs: 6,500 steps, the sum of GIDM's phases, since the paper gives no number. It gives its baselines the true
     noise and step in one sentence and random ones in another; these are the two modes.
     """
-    plan = Plan(noise, t, param, interval, shell, lr, decay, distance=distance)
-    return _attack("dlg-dm", plan, plan.phase(Pixels(Uniform()), steps), restarts, keep)
+    plan = _plan(settings)
+    return _attack("dlg-dm", plan, plan.phase(Pixels(Uniform()), settings.steps), settings.restarts, settings.keep)
+
+
+@dataclass(frozen=True)
+class InvGDMSettings(BaselineSettings):
+    """As `BaselineSettings`, with the weight of the total variation and signed steps."""
+
+    tv: float = 1e-4
+    signed: bool = False
 
 
 @named("invg-dm", kind="attack", paper=PAPER)
-def invg_dm(
-    *,
-    steps: int = 6500,
-    lr: float = 0.01,
-    tv: float = 1e-4,
-    signed: bool = False,
-    noise: str = "given",
-    t: str = "given",
-    interval: int = 50,
-    decay: bool = False,
-    restarts: int = 1,
-    keep: str = "best_match",
-) -> Attack:
+@takes(InvGDMSettings)
+def invg_dm(settings: InvGDMSettings) -> Attack:
     """Inverting Gradients on a denoiser: the direction of the gradient, total variation, pixels in their box.
 
     min over x of 1 - cos(grad(x, noise, t), observed) + tv * TV(x), Adam on the raw gradient (`signed`: on its sign),
@@ -213,65 +229,77 @@ def invg_dm(
 
     Differs: the paper states cosine and Adam alone; tv and clamp are IG's, and steps as in `dlg-dm`.
     """
-    plan = Plan(noise, t, interval=interval, lr=lr, decay=decay, signed=signed, distance="cosine", tv=tv)
-    return _attack("invg-dm", plan, plan.phase(Pixels(Uniform(), boxed=True), steps), restarts, keep)
+    plan = _plan(settings, distance="cosine")
+    stages = plan.phase(Pixels(Uniform(), boxed=True), settings.steps)
+    return _attack("invg-dm", plan, stages, settings.restarts, settings.keep)
+
+
+@dataclass(frozen=True)
+class GIDMSettings:
+    """The preset and what replaces its parts, the sampler, what is known, the objective, and the restarts."""
+
+    preset: str = "fast32"
+    steps: int | None = None
+    fine_steps: int | None = None
+    sampler_steps: int | None = None
+    sampler_start: float = 1.0
+    sampler_last: int | None = None
+    recompute: bool = True
+    lr: float | None = None
+    noise: str = "unknown"
+    t: str | None = None
+    param: str = "x0_eps"
+    interval: int = 50
+    shell: float = 0.0
+    distance: str = "l2"
+    tv: float = 0.0
+    decay: bool = False
+    restarts: int | None = None
+    keep: str = "best_match"
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ValueError(f"There is no preset {self.preset!r}.{did_you_mean(self.preset, PRESETS)}")
+        if self.chosen.generative <= 0 and self.chosen.fine <= 0:
+            raise ValueError("steps and fine_steps are both 0: there is nothing to search.")
+
+    @property
+    def chosen(self) -> Preset:
+        """The preset, with the parts that other settings replace."""
+        steps = {"generative": self.steps, "fine": self.fine_steps, "sampler": self.sampler_steps}
+        parts: dict[str, Any] = {**steps, "lr": self.lr, "t": self.t}
+        return replace(PRESETS[self.preset], **{name: value for name, value in parts.items() if value is not None})
 
 
 @named("gidm", kind="attack", paper=PAPER)
-def gidm(
-    *,
-    preset: str = "fast32",
-    steps: int | None = None,
-    fine_steps: int | None = None,
-    sampler_steps: int | None = None,
-    sampler_start: float = 1.0,
-    sampler_last: int | None = None,
-    recompute: bool = True,
-    lr: float | None = None,
-    noise: str = "unknown",
-    t: str | None = None,
-    param: str = "x0_eps",
-    interval: int = 50,
-    shell: float = 0.0,
-    distance: str = "l2",
-    tv: float = 0.0,
-    decay: bool = False,
-    restarts: int | None = None,
-    keep: str = "best_match",
-) -> Attack:
+@takes(GIDMSettings)
+def gidm(settings: GIDMSettings) -> Attack:
     """First an image that the trained model can produce, then its pixels; image, noise and step found together.
 
     Phase 1: min over z (noise, t) of ||grad(D(z), noise, t) - observed||^2 / ||observed||^2, D the deterministic
-    sampler of `Knowledge.generator`, the model as trained in the end. Phase 2: pixels, from D(z), clamped, with noise
-    and step as phase 1 left them. One Adam moves all; noise only in every second block of `interval` steps.
+    sampler of `Knowledge.generator`, the model at the end of its training. Phase 2: pixels, from D(z), clamped, with
+    noise and step from phase 1. One Adam moves all; noise only in every second block of `interval` steps.
 
     preset          "fast32", "paper" (5,000 + 1,500 steps, one rate for all, t="soft" without annealing) or "smoke" for
                     toys; steps (of phase 1; 0: none), fine_steps (0: none), sampler_steps, lr and t replace single ones
     noise           "unknown", "given" (Knowledge.given) or "random" (drawn once, never moved)
     t               "analytic", read off the time MLP; "candidates", the ten best of these tried out; "soft", shares of
                     all steps that sharpen; "straight-through"; "grid", tried out; "given"; "random". None: the
-                    preset's, "analytic" but for "paper"
+                    preset's, "analytic" except for "paper"
     param           "xt_q": phase 2 searches for noised image and residual, and so for the noise, given or not
     sampler_start   below 1: a shorter sampler, from an image noised to that share of the schedule. Not the paper's
-    sampler_last    differentiate the network in the last so many steps of the sampler only. Not the paper's either
+    sampler_last    differentiate the network only in this many last steps of the sampler. Not the paper's either
     recompute       hold no graph of the sampler: memory of one step instead of all, for a third more time
     restarts        None: four where the noise is unknown, which has many minima, else one
 
-    Where Knowledge gives noise or step, they are used and not searched for, unless "random".
+    Noise and step that Knowledge gives are used, not searched for, unless "random".
 
     Differs: a sampler of 16 steps, where the paper writes of all 1,000 in every iteration, which cannot have been run;
     it does not depend on t. The paper's argmax over scores passes no gradient: shares do. Errors are relative.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"There is no preset {preset!r}.{did_you_mean(preset, PRESETS)}")
-    chosen = PRESETS[preset]
-    given = {"generative": steps, "fine": fine_steps, "sampler": sampler_steps, "lr": lr, "t": t}
-    chosen = replace(chosen, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    if chosen.generative <= 0 and chosen.fine <= 0:
-        raise ValueError("steps and fine_steps are both 0: there is nothing to search.")
-    rates = {"t_lr": chosen.t_lr, "last": chosen.last}
-    plan = Plan(noise, chosen.t, param, interval, shell, chosen.lr, decay, False, distance, tv, **rates)
-    sampled = Sampled(chosen.sampler, recompute, sampler_start, sampler_last)
+    chosen = settings.chosen
+    plan = _plan(settings, t=chosen.t, lr=chosen.lr, t_lr=chosen.t_lr, last=chosen.last)
+    sampled = Sampled(chosen.sampler, settings.recompute, settings.sampler_start, settings.sampler_last)
     stages: tuple[Stage, ...] = ()
     if chosen.generative > 0:
         stages = replace(plan, param="x0_eps").phase(sampled, chosen.generative)
@@ -279,17 +307,17 @@ def gidm(
         begin = plan.space(sampled, SettledSteps(plan.speed)) if stages else None
         warm = replace(plan, first=plan.last) if stages else plan  # scores are carried over: no second annealing
         stages += warm.phase(Refined(sampler=sampled), chosen.fine, begin)
-    count = restarts if restarts is not None else 4 if noise == "unknown" else 1
-    return _attack("gidm", plan, stages, count, keep, "generator")
+    restarts = settings.restarts if settings.restarts is not None else 4 if settings.noise == "unknown" else 1
+    return _attack("gidm", plan, stages, restarts, settings.keep, "generator")
 
 
 @dataclass(frozen=True)
 class StepSearch:
     """Try out steps in short searches, keep those that match best, and attack with the winner. One example a target.
 
-    Candidates are 32 steps at growing distances, of which the neighbourhood of the best is searched more finely
-    (`read` off: for networks whose time MLP tells nothing), or the ten that explain the time MLP's gradient best.
-    Rounds of trials, each as long as all before it, leave a quarter and then halves. All trials of a round are lanes.
+    Candidates are the ten steps that explain the time MLP's gradient best (`read`), or, for networks whose time MLP
+    tells nothing, 32 steps at growing distances, then finer grids around the best. Each round of trials is as long as
+    all before it; a quarter of the candidates goes on, later half of them. All trials of a round are lanes.
     """
 
     whole: Composed
@@ -327,14 +355,13 @@ class StepSearch:
             )
         count = step_count(task)
         if self.read:
-            found = [evidence(TargetView.of(task, target, knows)) for target in targets]
-            best = torch.stack([each.topk(min(self.read_width, count)).indices for each in found])
-            chosen = self._winner(best, task, targets, knows, seed, engine)
+            scores = [evidence(TargetView.of(task, target, knows)) for target in targets]
+            tried = torch.stack([each.topk(min(self.read_width, count)).indices for each in scores])
+            chosen = self._winner(tried, task, targets, knows, seed, engine)
         else:
-            spread = (
-                torch.logspace(0, math.log10(count), min(self.width, count), dtype=torch.float64).round().long() - 1
-            )
-            chosen = self._narrowed(spread.unique().expand(len(targets), -1), count, task, targets, knows, seed, engine)
+            powers = torch.logspace(0, math.log10(count), min(self.width, count), dtype=torch.float64)
+            tried = (powers.round().long() - 1).unique().expand(len(targets), -1)
+            chosen = self._narrowed(tried, count, task, targets, knows, seed, engine)
         given = {**knows.given, "t": chosen[:, None]}
         result = self.whole.run(task, targets, replace(knows, given=given), seed, engine=engine, progress=progress)
         return replace(result, settings={**result.settings, "attack": repr(self)})
@@ -363,17 +390,17 @@ class StepSearch:
             given["t"] = tried.reshape(-1, 1)
             match = trial.run(task, lanes, replace(knows, given=given), seed, engine=engine).match
             match = torch.where(match.isnan(), torch.inf, match).amin(1).reshape(len(targets), width)
-            kept = max(1, width // 4 if width > 16 else width // 2)
-            tried, length = tried.gather(1, match.argsort(1)[:, :kept]), 2 * length
+            best = match.argsort(1)[:, : max(1, width // 4 if width > 16 else width // 2)]
+            tried, length = tried.gather(1, best), 2 * length
         return tried[:, 0]
 
 
 def _renamed(target: Track, place: int) -> Track:
-    """The same target under another key: lanes of their own."""
+    """The same target under another key, so that its lanes are separate."""
     return Track(tuple(replace(seen, key=f"{seen.key}/{place}") for seen in target.observations))
 
 
 def _each(value: Tensor, task: Task, name: str, targets: int, width: int) -> Tensor:
-    """A given field, of all targets or one each, as one for every trial: (targets * width, examples, ...)."""
-    own = value if value.dim() == 2 + len(task.fields[name].shape) else value.expand(targets, *value.shape)
-    return own.repeat_interleave(width, dim=0)
+    """A given field, shared or one for each target, as one for every trial: (targets * width, examples, ...)."""
+    values = value if value.dim() == 2 + len(task.fields[name].shape) else value.expand(targets, *value.shape)
+    return values.repeat_interleave(width, dim=0)

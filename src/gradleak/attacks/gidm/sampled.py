@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.diffusion import ddim
 from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
+from gradleak.parts.protocols import Needs, Space
 from gradleak.parts.spaces import Pixels, Uniform
 from gradleak.parts.steps import denoising
 from gradleak.parts.view import Step, TargetView
@@ -23,15 +23,15 @@ from gradleak.scenario.task import Batch
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Sampled(Space):
     """x = D(z): DDIM from z ~ N(0, I) through the denoiser in `Knowledge.generator`, under the client's own schedule.
 
     steps       of the sampler
     recompute   hold each step's input instead of its graph: the memory of one step, for 4 evaluations each instead of 3
     start       where the chain begins, as a share of the schedule. Below 1 the sampler is shorter than the model's and
-                z stands for an image noised to that step; with steps=1 x is the one-step estimate. A cheaper prior, and
-                a weaker one
-    last        differentiate the network in the last so many steps only (`ddim`); None: in all
+                z stands for an image noised to that step; with steps=1 x is the one-step estimate. This prior is
+                cheaper and weaker
+    last        differentiate the network only in this many last steps (`ddim`); None: in all
     """
 
     steps: int = 16
@@ -49,15 +49,12 @@ class Sampled:
         _prior(scene)
         if before is not None and "z" in before:
             return {"z": before["z"]}
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
         return {"z": draws.child(len(scene.task.fields)).normal(shape, dtype=like.dtype)}
 
-    def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def decoding(self, scene: TargetView) -> int:
-        """Numbers kept for the derivative: the graph of every step, or of one and the points between them."""
+        """Numbers that the backward pass holds: the graph of every step, or of one step and all points between."""
         shape = scene.task.fields["x"].shape
         one, image = _graph(_prior(scene), tuple(shape)), math.prod(shape)
         steps = self.steps if self.last is None else min(self.last, self.steps)
@@ -77,17 +74,18 @@ class Sampled:
         )
         return {"x": image}
 
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
-
 
 @dataclass(frozen=True)
 class Refined(Pixels):
-    """Pixels that go on from the image which the last stage's sampler made; from `start` where there was none."""
+    """Pixels that begin at the image of the last stage's sampler; at `start` where there was none."""
 
     start: Any = Uniform()
     boxed: bool = True
     sampler: Sampled = Sampled()
+
+    @property
+    def needs(self) -> Needs:
+        return self.sampler.needs
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is None or "z" not in before:
@@ -106,7 +104,7 @@ def _prior(scene: TargetView) -> nn.Module:
             "A search among the images of a diffusion model needs Knowledge(generator=denoiser), a trained network "
             f"called as denoiser(x, t); given {type(generator).__name__}."
         )
-    return frozen(generator, next(tree.leaves(scene.weights)))
+    return frozen(generator, scene.like)
 
 
 def _graph(denoiser: nn.Module, shape: tuple[int, ...]) -> int:
@@ -115,11 +113,11 @@ def _graph(denoiser: nn.Module, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=8)
 def _graph_of(denoiser: nn.Module, state: State, shape: tuple[int, ...]) -> int:
-    """Numbers that autograd keeps of one evaluation of one image."""
+    """Numbers that autograd holds for one evaluation of one image."""
 
-    def found() -> int:
+    def entries() -> int:
         like = next(denoiser.parameters())
         image = torch.zeros(1, *shape, device=like.device, dtype=like.dtype, requires_grad=True)
         return graph_entries(lambda: denoiser(image, torch.zeros(1, dtype=torch.long, device=like.device)), denoiser)
 
-    return aside(found)
+    return aside(entries)

@@ -38,14 +38,14 @@ from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Task
 
 GREY = Normal(0.5, 0.02, unit=True)
-NOISY = Normal(0.5, 0.25, unit=True)  # where restarts must differ
-SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # of the smoothed networks that lead to one with kinks
-FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian tells the units
+NOISY = Normal(0.5, 0.25, unit=True)  # for restarts, which must differ
+SHARPER = (1.0, 4.0, 16.0, 64.0, 256.0)  # sharpness of the smoothed networks that lead to one with kinks
+FADING = (1.0, 1e-2, 1e-4)  # weights of the prior where no Jacobian gives the units
 MOST_DENSE = 12_288  # unknowns: four colour images of 32 x 32
 SKETCH = 4  # rows for every unknown, where a network has many times as many parameters
 REFINING = 15  # steps with all equations, after those with a sketch of them
-RESTARTS = 4  # along the smoothed networks: which solution the path ends in is a matter of where it began
-SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches were seen down to 4e-9
+RESTARTS = 4  # along the smoothed networks: the start decides in which solution the path ends
+SOLVED = 1e-10  # a match at the rounding of float32 weights, or better; stuck searches reached 4e-9
 TRIAL = 25  # steps for one of several orders: the right one is solved in ten
 MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
 
@@ -57,23 +57,22 @@ class SecondOrder:
 
     min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * roughness of x (`parts.priors.roughness`), f the
     client's own rule with the defence as far as it is known, mu falling to the level of the noise (`Homotopy`). Where a
-    known defence adds noise, all are measured in the RMS of the whole update.
+    known defence adds noise, the unit is the RMS of the whole update.
 
-    Where the unknowns are few the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
+    With few unknowns the Jacobian is dense (`LevenbergMarquardt`), else only products with it are taken
     (`GaussNewtonKrylov`); `method` forces one. A smooth network is solved from a grey image. A chain of layers that has
-    kinks, or that this does not solve, is peeled off from the top (`Peeled`); what is left of networks with kinks is
-    followed from smoothed ones (`Smoothed`) in four restarts. A dearer way counts only where it solves the update to
-    rounding: on the way there a lower match does not mean a better image. A client that shuffles its minibatches is
-    tried in every order, up to 16, and where it takes several steps over several examples their labels are unknowns
-    beside them.
+    kinks, or that is not solved so, is peeled from the top (`Peeled`). Other networks with kinks are followed from
+    smoothed ones (`Smoothed`) in four restarts. A costlier way counts only where it solves the update to rounding:
+    before that a lower match does not mean a better image. For a client that shuffles its minibatches every order is
+    tried, up to 16; where it takes several steps over several examples, their labels are unknowns too.
 
-    steps       of the final search at most; a lane that is solved stops
-    restarts    None: one, and four along smoothed networks, where the end of the path depends on its beginning
-    prior       first weight of the roughness, in units of the data's own
-    after       an attack whose result is polished instead of starting anew, such as "ig:steps=500"; its own labels and
+    steps       the most steps of the final search; a lane that is solved stops
+    restarts    None: one, and four along smoothed networks, where the end of the path depends on its start
+    prior       first weight of the roughness, relative to the data term
+    after       an attack whose result is polished instead of a new start, such as "ig:steps=500"; its own labels and
                 restarts then count
-    certify     say for each target whether the update determines it (`gradleak.analysis.certify`), where its Jacobian
-                fits in memory and it was seen in one round
+    certify     say for each target whether the update determines it (`identify.certificates`), if its Jacobian fits in
+                memory and it was seen in one round
     """
 
     steps: int = 60
@@ -128,23 +127,24 @@ class SecondOrder:
         orders = orders_of(knows, {target.num_examples for target in targets}, engine)
         one = self if len(orders) == 1 else replace(self, steps=min(self.steps, TRIAL))
         best = one._cascade(task, targets, knows, seed, engine, orders[0], part(progress, 0, len(orders)))
-        walked = [orders[0]] * len(targets)
+        winning = [orders[0]] * len(targets)
         for done, order in enumerate(orders[1:], start=1):
             rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
-                found = one._cascade(task, some, own, seed, engine, order, part(progress, done, len(orders)))
-                lower = matches(found) < matches(best)[rows]
-                best = taken(best, found, rows, lower)
-                walked = [order if row in rows and lower[rows.index(row)] else held for row, held in enumerate(walked)]
+                some, granted = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+                result = one._cascade(task, some, granted, seed, engine, order, part(progress, done, len(orders)))
+                lower = matches(result) < matches(best)[rows]
+                best = taken(best, result, rows, lower)
+                for row, better in zip(rows, lower, strict=True):
+                    winning[row] = order if better else winning[row]
         if progress is not None:
             progress(1.0)
         best = replace(best, settings={**best.settings, "attack": repr(self)})
         if not self.certify or not _room(engine, task, targets) or any(len(each.observations) > 1 for each in targets):
             return best
-        # At the images as found, in the order that won; labels are the attack's own.
+        # At the reconstruction, with its own labels, in the order that won.
         certificates = [
-            certify(task, target.last, best.target(row), knows, engine=engine, order=walked[row])
+            certify(task, target.last, best.target(row), knows, engine=engine, order=winning[row])
             for row, target in enumerate(targets)
         ]
         return replace(best, certificates=tuple(certificates))
@@ -159,15 +159,15 @@ class SecondOrder:
         order: Order | None,
         progress: Share | None,
     ) -> Reconstruction:
-        """One way after the other, each on the targets that none before has solved."""
+        """One way after the other, each on the targets that no earlier one solved."""
         ways = self.ways(task, knows, targets, engine, order)
         best = ways[0].run(task, targets, knows, seed, engine=engine, progress=part(progress, 0, len(ways)))
         for done, way in enumerate(ways[1:], start=1):
             rows = unsolved(best, SOLVED)
             if rows:
-                some, own = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
-                found = way.run(task, some, own, seed, engine=engine, progress=part(progress, done, len(ways)))
-                best = taken(best, found, rows, matches(found) < SOLVED)
+                some, granted = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+                result = way.run(task, some, granted, seed, engine=engine, progress=part(progress, done, len(ways)))
+                best = taken(best, result, rows, matches(result) < SOLVED)
         if progress is not None:
             progress(1.0)
         return best
@@ -203,15 +203,15 @@ class SecondOrder:
             return [self._attack(self._matrix_free(polish, task), fields)]
         bent, chain = kinked(task), not diffusion and applies(task, knows, largest.num_examples)
         peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
-        # Without the prior to the last digit, where there is no noise that it would fit.
+        # Without the prior, to the last digit, if there is no noise to fit.
         sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
         if self._joint(task, knows, targets):
             both = JointSpace((stage.space, FreeCategories()))
             stage, sharpened = replace(stage, space=both), replace(sharpened, space=both)
         smooth = [stage, sharpened]
         if large and room(equations):
-            # Against noise every equation counts, and a sketch has only some: a few steps with all of them. They begin
-            # with a strong prior, which would undo what is solved.
+            # Against noise every equation counts, and a sketch has only some: a few steps with all of them. Lanes that
+            # are solved skip these steps: their strong prior would undo the solution.
             refining = replace(dense, steps=REFINING, solved=SOLVED)
             smooth.insert(1, replace(stage, match=every, optimiser=refining))
         several = self.restarts or RESTARTS
@@ -223,7 +223,7 @@ class SecondOrder:
         return ways
 
     def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
-        """Are labels unknowns beside the images? After several steps no rule reads those of several examples well.
+        """Are labels unknowns beside the images? After several steps no rule reads the labels of several examples well.
 
         On 50 pairs of CIFAR-10 images, an untrained LeNet and four steps of lr 0.1, the best rule was right on 26.
         """
@@ -245,9 +245,9 @@ class SecondOrder:
         return Composed(self.name, tuple(stages), fields, restarts=restarts or self.restarts or 1, keep="last")
 
     def _path(self, stage: Stage, dense: LevenbergMarquardt, task: Task) -> Iterator[Stage]:
-        """Networks ever less smooth, each solved as far as it can explain the update, and the real one."""
-        # Plain smoothness: of 12 restarts on four 8 x 8 images and one small ReLU ResNet 10 arrived, with the roughness
-        # of photographs 4. It is made for images; other fields keep the roughness.
+        """Less and less smooth networks, each solved as far as it can explain the update, and the real one."""
+        # Plain smoothness: of 12 restarts on four 8 x 8 images and one small ReLU ResNet 10 converged, with the
+        # roughness of photographs 4. It is made for images; other fields keep the roughness.
         image = len(task.fields["x"].shape) == 3
         stage = replace(stage, space=Pixels(NOISY), priors=(Smoothness(),) if image else stage.priors)
         brief = replace(dense, steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
@@ -256,7 +256,7 @@ class SecondOrder:
         yield replace(stage, optimiser=replace(dense, homotopy=Homotopy(start=1e-2)))
 
     def _matrix_free(self, whole: Stage, task: Task) -> Iterator[Stage]:
-        """The same in stages of fixed weights: a Krylov space is of one objective."""
+        """The same in stages of fixed weights: a Krylov space belongs to one objective."""
         for sharpness in SHARPER if kinked(task) else ():
             yield replace(whole, priors=(NaturalImage(FADING[0]),), optimiser=self._krylov(3), view=Smoothed(sharpness))
         for weight in FADING:
@@ -268,7 +268,7 @@ class SecondOrder:
 
 
 def _noisy(task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
-    """Does the defence, as far as it is known, add noise of a known size to what it leaves?"""
+    """Does the defence, as far as it is known, add noise of a known size?"""
     if knows.defence is None or not overrides(knows.defence, "noise_variance"):
         return False
     scene = TargetView.of(task, targets[0].last, knows)
@@ -284,10 +284,10 @@ def _room(engine: Engine, task: Task, targets: Sequence[Track]) -> bool:
 
 
 def orders_of(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order | None]:
-    """The orders in which a client may have walked through its minibatches; its own shuffle is its secret.
+    """The possible orders of a client's minibatches; its shuffle is its secret.
 
-    [None] stands for the examples as they are: where every step takes all of them, targets differ in their number, or
-    there are more orders than can be tried.
+    [None] is the order of the examples themselves: if every step takes all of them, targets differ in their number, or
+    there are too many orders to try.
     """
     training, [examples, *others] = knows.training, counts
     size = None if training is None else training.batch_size
@@ -297,8 +297,8 @@ def orders_of(knows: Knowledge, counts: set[int], engine: Engine) -> list[Order 
     epochs = -(-steps // -(-examples // size))
     if math.factorial(examples) ** epochs > MOST_ORDERS:
         return [None]
-    # All of them, although labels may be unknowns as well and examples then have no names: two examples that have
-    # changed places are a deep local minimum (match 1e-4 where the right ones give 1e-28).
+    # All of them, although labels may be unknowns too and examples are then interchangeable: two examples in each
+    # other's place are a deep local minimum (match 1e-4 where the right order gives 1e-28).
     walks = product(permutations(range(examples)), repeat=epochs)
     rows = lambda walk: torch.tensor(walk, device=engine.where).split(size)  # noqa: E731
     return [[part for walk in each for part in rows(walk)][:steps] for each in walks]

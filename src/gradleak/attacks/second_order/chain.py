@@ -20,7 +20,7 @@ AFFINE: tuple[type[nn.Module], ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Dropout, nn.ZeroPad2d),
 )
 LIVELY = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.Dropout)
-RANGES: dict[type[nn.Module], tuple[float, float]] = {  # what an activation can put out
+RANGES: dict[type[nn.Module], tuple[float, float]] = {  # the possible outputs of an activation
     nn.ReLU: (0.0, math.inf),
     nn.Sigmoid: (0.0, 1.0),
     nn.Softplus: (0.0, math.inf),
@@ -30,8 +30,8 @@ RANGES: dict[type[nn.Module], tuple[float, float]] = {  # what an activation can
     nn.GELU: (-0.171, math.inf),
     nn.SiLU: (-0.279, math.inf),
 }
-FOLDED = (nn.GELU, nn.SiLU)  # fall before they rise: two inputs for one output
-FARTHEST = 64.0  # preactivations are looked for in +-FARTHEST
+FOLDED = (nn.GELU, nn.SiLU)  # these fall before they rise: two inputs for one output
+FARTHEST = 64.0  # preactivations are searched for in +-FARTHEST
 BISECTIONS = 80
 OFF = 1e-6  # a ReLU is off below this share of the layer's largest value
 
@@ -48,15 +48,13 @@ class Block:
     def __call__(self, state: Params, a: Tensor) -> Tensor:
         value = a.reshape(1, *self.inputs)
         for name, layer in self.layers:
-            value = functional_call(layer, _own(state, name), (value,))
+            value = functional_call(layer, _tensors_of(state, name), (value,))
         return value.flatten()
 
     def weights(self, weights: Params) -> Params:
         """The trained tensors of this block, by their names in the model."""
-        own: Params = {}
-        for name, _ in self.layers:
-            own |= {key: value for key, value in weights.items() if key.rpartition(".")[0] == name}
-        return own
+        names = [name for name, _ in self.layers]
+        return {key: weights[key] for name in names for key in weights if key.rpartition(".")[0] == name}
 
     @property
     def size(self) -> int:
@@ -73,9 +71,9 @@ class Chain:
 
 
 def chain_of(task: Task) -> Chain | None:
-    """The model as a chain of blocks that ends in a linear classifier with bias, or None where it is no such chain.
+    """The model as a chain of blocks that ends in a linear classifier with bias, or None if it is no such chain.
 
-    Found by running it once: every layer must receive the very tensor that the layer before returned.
+    One run shows it: every layer must receive the very tensor that the layer before returned.
     """
     if not isinstance(task.objective, Supervised) or task.fields.keys() != {"x", "y"}:
         return None
@@ -98,11 +96,8 @@ def chain_of(task: Task) -> Chain | None:
         return None
     if not calls or any(_lively(module) for _, module, _, _ in calls):
         return None
-    received = [x, *(after for _, _, _, after in calls)]
-    if (
-        any(given is not call[2] for given, call in zip(received[:-1], calls, strict=True))
-        or output is not received[-1]
-    ):
+    values = [x, *(after for _, _, _, after in calls)]
+    if any(value is not call[2] for value, call in zip(values[:-1], calls, strict=True)) or output is not values[-1]:
         return None
     parametric = [name for name, module, _, _ in calls if any(True for _ in module.parameters())]
     name, last, _, _ = calls[-1]
@@ -129,11 +124,11 @@ def chain_of(task: Task) -> Chain | None:
 
 
 def _lively(module: nn.Module) -> bool:
-    """BatchNorm and dropout are affine in evaluation mode alone, BatchNorm only with statistics to use."""
+    """BatchNorm and dropout are affine in evaluation mode only, BatchNorm only with running statistics."""
     return isinstance(module, LIVELY) and (module.training or getattr(module, "running_mean", module) is None)
 
 
-def _own(state: Params, name: str) -> Params:
+def _tensors_of(state: Params, name: str) -> Params:
     return {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == name}
 
 
@@ -142,10 +137,10 @@ def _own(state: Params, name: str) -> Params:
 
 @dataclass(frozen=True, eq=False)
 class Above:
-    """What is known of a block's output: the value, how far it can be trusted, and the cotangent.
+    """What is known of a block's output: the value, the trust in it, and the cotangent.
 
-    `trust` is the slope of the activation: an error e of what it put out is an error e / slope of what went in, and
-    where a ReLU is off, or a sigmoid full, nothing is known.
+    `trust` is the slope of the activation: an error e of its output is an error e / slope of its input, and where a
+    ReLU is off, or a sigmoid saturated, nothing is known.
     """
 
     z: Tensor
@@ -154,7 +149,7 @@ class Above:
 
 
 def through(activation: nn.Module | None, h: Tensor, cotangent: Tensor, falling: Tensor | None = None) -> Above:
-    """Back through an activation whose output is h: what went in, and the cotangent there.
+    """Back through an activation whose output is h: its input, and the cotangent there.
 
     Where the activation folds, two inputs have this output; `falling` takes the lower one, before the minimum.
     """
@@ -181,7 +176,7 @@ def activated(activation: nn.Module | None, z: Tensor) -> Tensor:
 
 
 def bottom(activation: nn.Module) -> float:
-    """From where on the activation rises: its minimum (GELU, SiLU), or as far down as values are looked for."""
+    """Where the activation begins to rise: its minimum (GELU, SiLU), or the lowest value that is searched."""
     one = torch.ones((), dtype=torch.float64)
     slope = lambda at: vjp(lambda z: activated(activation, z), at * one)[1](one)[0]  # noqa: E731
     low, high = -3.0, 0.0

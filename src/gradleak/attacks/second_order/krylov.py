@@ -1,8 +1,8 @@
-"""Levenberg-Marquardt for large inputs and networks: no Jacobian is formed, lanes are independent.
+"""Levenberg-Marquardt for large inputs and networks: without a Jacobian matrix, for independent lanes.
 
 At a point x, Golub-Kahan bidiagonalisation of the Jacobian J of the residual r gives J V_k = U_{k+1} B_k with
-orthonormal V_k, U_{k+1} and r = beta_1 u_1, at the price of one product with J and one with J^T for every vector. B_k
-does not know the damping, so that for ANY lambda the damped step is the small problem
+orthonormal V_k, U_{k+1} and r = beta_1 u_1, at the cost of one product with J and one with J^T for every vector. B_k
+does not depend on the damping, so for ANY lambda the damped step is the small problem
 
     dx = -V_k y,   y = argmin ||beta_1 e_1 - B_k y||^2 + lambda ||B_k||^2 ||y||^2
 
@@ -30,7 +30,7 @@ from torch.func import jvp, vjp
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.optimisers import require_positive
-from gradleak.parts.protocols import Problem, Scored
+from gradleak.parts.protocols import LaneObjective, Optimiser, Scored
 from gradleak.parts.view import Step
 from gradleak.scenario.task import float32_products
 
@@ -38,11 +38,11 @@ LEAST_DAMPING = 1e-13  # relative: below it the small normal equations have no d
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussNewtonKrylov:
+class GaussNewtonKrylov(Optimiser):
     """Matrix-free Levenberg-Marquardt with a Krylov space per lane. The objective must not change during the stage.
 
-    steps       vectors, and evaluations, in all
-    vectors     of one space at most
+    steps       vectors, and evaluations, in total
+    vectors     the most vectors of one space
     damping     lambda at the start, relative to the largest Ritz value
     fall, rise  lambda is divided by `fall` after an accepted step, multiplied by `rise` after a rejected one
     tries       rejected steps from one point before lambda and the space start over
@@ -62,11 +62,11 @@ class GaussNewtonKrylov:
         require_positive(self, whole=("steps", "vectors", "tries"), real=("damping", "fall", "rise", "forcing"))
 
     def entries(self, unknowns: int, equations: int) -> int:
-        """Numbers that a lane holds at the peak of a step: the space and the left vector, old and new."""
+        """Peak memory of a lane's step in numbers: the space and the left vector, old and new."""
         small = 12 * self.vectors**2  # matrices in float64
         return (3 * self.vectors + 10) * unknowns + 4 * equations + small
 
-    def init(self, problem: Problem, v: Tree) -> Tree:
+    def init(self, problem: LaneObjective, v: Tree) -> Tree:
         x = tree.flatten(v)
         count, scalar = min(self.vectors, x.shape[0]), x.new_zeros(())
         no = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -78,8 +78,8 @@ class GaussNewtonKrylov:
             "tries": scalar,
             "ready": no,  # v is the step of a space that is large enough
             "rest": scalar + torch.inf,  # beta_{k+1} |y_k|
-            "full": no.clone(),  # no further vector: as many as there may be, or no direction is left
-            # The space of J at x: V, the last u, and B. Slots from `held` on are empty, whatever stands in them.
+            "full": no.clone(),  # no further vector: the most are there, or no direction remains
+            # The space of J at x: V, the last u, and B. Slots from `held` on are empty, whatever their values.
             "held": torch.zeros((), dtype=torch.long, device=x.device),
             "right": x.new_zeros((count, x.shape[0])),  # V
             "left": tree.zeros_like(problem.residual(v)),  # u_{k+1}
@@ -88,10 +88,10 @@ class GaussNewtonKrylov:
             "below": x.new_zeros(count),  # beta_2 ... beta_{k+1}
         }
 
-    def step(self, problem: Problem, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
+    def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:
         trial, scored = tree.flatten(v), problem.value(v)
         sound = scored.objective.isfinite() & scored.match.isfinite()
-        begin = torch.isinf(state["value"])  # nothing to compare with
+        begin = torch.isinf(state["value"])  # there is nothing to compare with yet
         lower = sound & (scored.objective < state["value"])
         accept = lower & (state["ready"] | begin)
         reject = state["ready"] & ~lower & ~begin
@@ -107,12 +107,12 @@ class GaussNewtonKrylov:
 
         space = self._expanded(problem, v, x, state, accept)
         move, rest = self._damped(space, damping)
-        # What the last vector left of the normal equations is alpha_{k+1} beta_{k+1} |y_k| long, which only this vector
-        # tells: it was the last that was needed. Having tried once, a lane tries again at every step.
+        # After the last vector the residual of the normal equations is alpha_{k+1} beta_{k+1} |y_k|, which only this
+        # vector shows: the space was large enough. Having tried once, a lane tries again at every step.
         remains, gradient = _newest(space, "diagonal") * state["rest"], space["first"] * space["diagonal"][0]
         solved = ~accept & (state["ready"] | (remains <= self.forcing * gradient))
-        # A step that is not finite is the last point itself: rejected like any other, and no diverged lane.
-        # Out of tries, the last point is evaluated anew, and taken as a beginning.
+        # A step that is not finite becomes the last point itself: rejected like any other, and no diverged lane.
+        # Out of tries, the last point is evaluated again as a new beginning.
         stay = exhausted | ~move.isfinite().all()
         state = {
             "x": x,
@@ -124,19 +124,19 @@ class GaussNewtonKrylov:
             "rest": rest,
             **space,
         }
-        told = Scored(
+        reported = Scored(
             tree.where(sound, v, tree.unflatten(x, v)),
             torch.where(sound, scored.objective, value),
             torch.where(sound, scored.match, match),
         )
-        return problem.project(tree.unflatten(torch.where(stay, x, x + move), v)), state, told
+        return problem.project(tree.unflatten(torch.where(stay, x, x + move), v)), state, reported
 
     def final(self, v: Tree, state: Tree) -> Tree:
-        """The last accepted point: what stands in v is the next trial."""
+        """The last accepted point: v is the next trial."""
         return tree.unflatten(state["x"], v)
 
-    def _expanded(self, problem: Problem, like: Tree, x: Tensor, state: Tree, fresh: Tensor) -> Tree:
-        """The space with one more vector where there is room, and begun anew at a fresh point."""
+    def _expanded(self, problem: LaneObjective, like: Tree, x: Tensor, state: Tree, fresh: Tensor) -> Tree:
+        """The space with one more vector if there is room; a new space at a fresh point."""
 
         def residual(x: Tensor) -> Tree:
             return problem.residual(tree.unflatten(x, like))
@@ -151,7 +151,7 @@ class GaussNewtonKrylov:
         left = tree.where(held == 0, tree.scale(at, tree.safe_inverse(first)), state["left"])
         w = pull(left)[0]
         with float32_products():
-            for _ in range(2):  # what once leaves behind is rounding; beta_k v_{k-1} goes with the rest
+            for _ in range(2):  # the second pass removes rounding; beta_k v_{k-1} goes with the rest
                 w = w - torch.where(used, right @ w, 0.0) @ right
         alpha = _norm({"": w})
         w = w * tree.safe_inverse(alpha)
@@ -210,5 +210,5 @@ def _newest(space: Tree, name: str) -> Tensor:
 
 
 def _norm(a: Tree) -> Tensor:
-    """Not a number where an entry is not, other than `tree.norm`, which is made to be differentiated."""
+    """NaN where an entry is NaN, unlike `tree.norm`, which is made to be differentiated."""
     return tree.squared_norm(a).sqrt()

@@ -7,20 +7,20 @@ its cotangent g, the block's unknown input a obeys equations that are LINEAR in 
     dL/dW = vjp_W(block at a)(g),    block(a) = z as far as z can be trusted,
 
 and linear inequalities: the range of the activation that made a, block(a) <= 0 where a ReLU is off, and at the bottom
-the bounds of the image. Solved, they give z and g of the block below, down to the image.
+the bounds of the image. The solution gives z and g of the block below, down to the image.
 
 A layer of ReLUs at the bottom hides which of them are on. Image x and its layer a >= max(0, block(x)) are then solved
-together: sum(a - max(0, block(x))) is a concave function that is zero exactly at the solutions, and is minimised over
-the polytope by a few quadratic programs, each with the product a (a - block(x)) linearised at the last one's solution.
-The gradient of the lowest block then decides which units are on where the image leaves that in doubt. A vertex that
-was found is solved for again with its zeros fixed, to all digits; what stays undetermined is chosen as smooth as
-natural images are. Where an activation folds (GELU) a negative output has two inputs: which of them is read off the
-solution of the equations, in rounds; the two lowest blocks, where equations are few, go to a nonlinear solver together.
+together: sum(a - max(0, block(x))) is a concave function that is zero exactly at the solutions. A few quadratic
+programs minimise it over the polytope, each with the product a (a - block(x)) linearised at the solution before. Where
+the image leaves in doubt which units are on, the gradient of the lowest block decides. A vertex is solved for again
+with its zeros fixed, to all digits; what stays undetermined is chosen as smooth as natural images. Where an activation
+folds (GELU) a negative output has two inputs: the solution of the equations shows which, in rounds. The two lowest
+blocks, which have few equations, go to a nonlinear solver together.
 
-Published relative: R-GAP (Zhu and Blaschko, ICLR 2021), which solves each layer by a pseudo-inverse. Differs: the
-inequalities, the joint solution of the two lowest layers, activations that are not injective.
+Related: R-GAP (Zhu and Blaschko, ICLR 2021), which solves each layer by a pseudo-inverse. New here: the inequalities,
+the joint solution of the two lowest layers, activations that are not injective.
 
-It needs float64 (`Engine(precision="double")`): ranks are read off singular values.
+It needs float64 (`Engine(precision="double")`): ranks come from singular values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.predictions import gradient
 from gradleak.parts.priors import roughness
-from gradleak.parts.spaces import Start
+from gradleak.parts.spaces import AnyStart, Start
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge
 from gradleak.scenario.rules import SGD
@@ -62,12 +62,12 @@ UNFOLDING = 40  # steps of the nonlinear solver, the last fifth without roughnes
 LARGEST = 4096  # inputs of a layer: the matrices are square in them
 BASIS = 64  # basis vectors pushed through a block at a time
 COLUMNS = 256  # of a nonlinear solver's Jacobian, likewise
-BRANCHES = 10  # rounds in which the units of an activation that folds are told apart
+BRANCHES = 10  # rounds that decide on the branches of an activation that folds
 AMBIGUOUS = 0.05  # weight of a unit whose branch is not known yet
 ZERO = 1e-5  # values of a hidden layer, in units of its RMS, that a program pushed to its boundary
 SMOOTH = 1e-6  # weight of the roughness where the equations of one block choose the image
 MARGIN = 1e-4  # of the layer's RMS, by which a ReLU that is off is kept off
-ANCHOR = 1e-4  # beside the roughness, which says nothing about the mean
+ANCHOR = 1e-4  # added to the roughness, which says nothing about the mean
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Round:
     """Weights of one convex program for image and lowest layer, against the layer's equations; the layer has RMS 1.
 
     roughness    of the image
-    price        of a unit that is neither off nor what the image makes of it
+    price        of a unit that is neither off nor equal to its value from the image
     own          the lowest block's own equations, given the units that are on (0: not yet)
     doubt        preactivations below this say little about their unit: the equations decide (0: not yet)
     """
@@ -86,8 +86,8 @@ class Round:
     doubt: float = 0.0
 
 
-# Chosen among seven schedules on a few CIFAR-10 training images and one untrained ReLU LeNet: their scores there are no
-# figures.
+# Chosen among seven schedules on a few CIFAR-10 training images and one untrained ReLU LeNet; scores on these are not
+# reported.
 ROUNDS = (
     *(Round(1e-2, 4e-4), Round(1e-3, 4e-3)),
     *(Round(1e-4, 4e-4, 0.01, 0.05), Round(1e-5, 4e-5, 0.1, 0.05), Round(1e-5, 4e-5, 0.1, 0.05)),
@@ -110,20 +110,20 @@ def applies(task: Task, knows: Knowledge, examples: int, largest: int = LARGEST)
 
 
 @dataclass(frozen=True)
-class Peeled:
+class Peeled(Start):
     """The image peeled off the update, or `otherwise` where that does not apply or explains the update better.
 
     `tolerance`: singular values below this share of the largest count as zero; raise it where the update was rounded.
     `largest`: see `applies`. `rounds`: the programs for the two lowest blocks of a ReLU network.
     """
 
-    otherwise: Start
+    otherwise: AnyStart
     tolerance: float = 1e-6
     largest: int = LARGEST
     rounds: tuple[Round, ...] = ROUNDS
 
     def entries(self, task: Task) -> int:
-        """Numbers that one lane holds at the peak: a few square matrices of the largest system."""
+        """Peak memory of a lane in numbers: a few square matrices of the largest system."""
         chain = chain_of(task)
         if chain is None:
             return 0
@@ -139,17 +139,17 @@ class Peeled:
         assert chain is not None
         low, high = scene.limits[name]
         best, least = other, _misfit(scene, chain, other)
-        for found in _Peeling(scene, chain, name, self.tolerance, self.rounds).images():
-            image = (low + (high - low) * found.reshape(other.shape)).clamp(low, high)
+        for candidate in _Peeling(scene, chain, name, self.tolerance, self.rounds).images():
+            image = (low + (high - low) * candidate.reshape(other.shape)).clamp(low, high)
             misfit = _misfit(scene, chain, image)
             best, least = torch.where(misfit < least, image, best), torch.minimum(misfit, least)
         return best
 
 
 def _misfit(scene: TargetView, chain: Chain, x: Tensor) -> Tensor:
-    """Distance of the unit vectors along observed and predicted gradient, squared; infinite where not finite.
+    """Squared distance between the directions of observed and predicted gradient; infinite where not finite.
 
-    The prediction pulls the OBSERVED cotangent of the logits back, so that no label is needed.
+    The prediction pulls back the OBSERVED cotangent of the logits, so no label is needed.
     """
     observed = gradient(scene)
     model = lambda weights: scene.task.call(weights, scene.buffers)(x)  # noqa: E731
@@ -190,7 +190,7 @@ class Equations:
         free = torch.where(zeros, 0.0, 1.0)
         gram = free[:, None] * self.share * free  # share is a projection: its own Gram matrix
         factor, _ = torch.linalg.cholesky_ex(gram + 1e-9 * torch.eye(len(a), device=a.device, dtype=a.dtype))
-        for _ in range(4):  # each takes off what the small ridge left
+        for _ in range(4):  # each removes the error of the small ridge
             a = a + free * solved(factor, point - self.share @ a)
         return a
 
@@ -207,15 +207,15 @@ class _Peeling:
         """Candidates for the image in [0, 1], flat."""
         observed = tree.map(lambda value: torch.nan_to_num(value, 0.0, 0.0, 0.0), gradient(self.scene))
         delta = observed[self.chain.bias]  # (classes,)
-        # The equations are homogeneous: any scale will do.
+        # The equations are homogeneous: the scale is free.
         observed = tree.scale(observed, tree.safe_inverse(delta.norm()))
         delta = observed[self.chain.bias]
         h = delta @ observed[self.chain.weight]  # the classifier's input, (features,)
         cotangent = self.scene.weights[self.chain.weight].T @ delta
         blocks = self.chain.blocks
-        lowest = min(1, len(blocks) - 1)  # of these two, or the only one, an activation that folds leaves too much open
+        lowest = min(1, len(blocks) - 1)  # in these two blocks, or the only one, folds leave too much undetermined
         folded = any(isinstance(block.activation, FOLDED) for block in blocks[: lowest + 1])
-        found: list[Tensor] = []
+        images: list[Tensor] = []
         for position in reversed(range(len(blocks))):
             block = blocks[position]
             if position == lowest and folded:
@@ -227,16 +227,16 @@ class _Peeling:
             equations = self._equations(block, above, observed)
             if position == 1 and _together(self.chain):
                 x, a = self._lowest_two(equations, above, observed)
-                found.append(x)
+                images.append(x)
             elif position:
                 a = self._input(position, equations, above)
             else:
                 a = self._picture(equations, above)
             h, cotangent = a, self._pulled(block, above.cotangent)
-        return [*found, h]
+        return [*images, h]
 
     def _block(self, block: Block) -> Callable[[Params, Tensor], Tensor]:
-        """The block as a function of weights and of its input; the lowest one's is an image in [0, 1]."""
+        """The block as a function of weights and input; the input of the lowest is an image in [0, 1]."""
         state = {**(self.scene.buffers or {}), **self.scene.weights}
         if block is not self.chain.blocks[0]:
             return lambda own, a: block({**state, **own}, a)
@@ -254,23 +254,23 @@ class _Peeling:
     def _matrix(self, block: Block) -> tuple[Tensor, Tensor]:
         """block(a) = matrix a + offset"""
         function = self._block(block)
-        zero = next(iter(self.scene.weights.values())).new_zeros(block.size)
+        zero = self.scene.like.new_zeros(block.size)
         offset = function({}, zero)
         return _columns(lambda a: function({}, a) - offset, zero).T, offset
 
     def _rows(
         self, function: Callable[[Params, Tensor], Tensor], own: Params, above: Above, observed: Params
     ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """What an input a makes of everything that is known behind `function`, and what it should make.
+        """The known quantities behind `function` as a function of its input a, and their known values.
 
-        Tensor by tensor the gradients of the weights `own`, then the output.
+        These are the gradients of the weights `own`, tensor by tensor, then the output.
         """
         share = {name: tree.safe_inverse(observed[name].norm()) for name in own}
-        seen = above.trust * tree.safe_inverse((above.trust * above.z).norm())
+        trust = above.trust * tree.safe_inverse((above.trust * above.z).norm())
 
         def side(gradients: Params, output: Tensor) -> Tensor:
             parts = [(gradients[name] * share[name]).flatten() for name in own]
-            return torch.cat([*parts, seen * output])
+            return torch.cat([*parts, trust * output])
 
         def rows(a: Tensor) -> Tensor:
             if not own:
@@ -290,16 +290,15 @@ class _Peeling:
     def _unfolded(self, block: Block, h: Tensor, cotangent: Tensor, observed: Params) -> tuple[Tensor, Tensor]:
         """The input of a block whose activation folds, and the cotangent there.
 
-        Each unit whose output is negative lies on one of two branches. They are guessed, the equations solved, and the
-        branches read off the solution, again and again; the equations by far outnumber the unknowns, so that wrong
-        guesses are outvoted.
+        Each unit with a negative output lies on one of two branches. Each round guesses them, solves the equations and
+        reads the branches off the solution. The equations by far outnumber the unknowns, so wrong guesses are outvoted.
         """
         assert block.activation is not None
         minimum, falling = bottom(block.activation), torch.zeros_like(h, dtype=torch.bool)
         a = h.new_zeros(block.size)
         for step in range(BRANCHES):
             above = through(block.activation, h, cotangent, falling)
-            if step == 0:  # what goes in is unknown there until a first solution tells
+            if step == 0:  # these inputs are unknown before the first solution
                 above = replace(above, trust=torch.where(h < 0, AMBIGUOUS * above.trust, above.trust))
             a = self._equations(block, above, observed).point
             falling = (h < 0) & (self._block(block)({}, a) < minimum)
@@ -308,7 +307,7 @@ class _Peeling:
         return a, self._pulled(block, cotangent)
 
     def _joined(self, blocks: Sequence[Block], h: Tensor, cotangent: Tensor, observed: Params) -> Tensor:
-        """The image below blocks whose activations fold, by all their equations at once: of a shallow network."""
+        """The image below blocks whose activations fold, from all their equations at once: for a shallow network."""
         grey = h.new_full((blocks[0].size,), 0.5)
         return self._solved(blocks, h, cotangent, observed, (grey,), _roughness(blocks[0].inputs, h))
 
@@ -321,7 +320,7 @@ class _Peeling:
         starts: Sequence[Tensor],
         form: Tensor | None = None,
     ) -> Tensor:
-        """What goes into these blocks, of which h comes out: the best of nonlinear least squares from `starts`.
+        """The input of these blocks, whose output is h: the best of nonlinear least squares from `starts`.
 
         `form` is a quadratic form about the last start, which fades.
         """
@@ -345,18 +344,18 @@ class _Peeling:
         counts = squares > self.tolerance**2 * squares[-1]
         inverse = torch.where(counts, 1 / torch.where(counts, squares, 1.0), 0.0)
         point = torch.zeros_like(squares)
-        for _ in range(3):  # the first solves, the others take off what rounding left
+        for _ in range(3):  # the first solves, the others remove rounding errors
             point = point + vectors @ (inverse * (vectors.T @ system.pulled(point)))
         return Equations((vectors * counts) @ vectors.T, point)
 
     def _inactive(self, block: Block, above: Above, margin: float = 0.0) -> Rows:
-        """block(a) <= 0 where a ReLU is off, and by how much, in shares of the RMS."""
+        """block(a) <= 0 where a ReLU is off, by `margin` shares of the RMS."""
         matrix, offset = self._matrix(block)
         size = (above.trust * above.z).square().mean().sqrt()
         return Rows(matrix, torch.where(above.trust > 0, torch.inf, -offset - margin * size))
 
     def _input(self, position: int, equations: Equations, above: Above) -> Tensor:
-        """The hidden input of a block: the point of the solution set that keeps to the inequalities."""
+        """The hidden input of a block: a solution of the equations that obeys the inequalities."""
         blocks = self.chain.blocks
         block, below = blocks[position], blocks[position - 1].activation
         assert below is not None  # only the topmost block may lack an activation
@@ -372,11 +371,10 @@ class _Peeling:
             constraints.append(self._inactive(block, above))
         if not constraints:
             return equations.point
-        found = minimise(equations.share, -equations.point, constraints, equations.point)
-        return equations.corrected(found.x)
+        return equations.corrected(minimise(equations.share, -equations.point, constraints, equations.point).x)
 
     def _plenty(self, block: Block, above: Above) -> bool:
-        """Whether the equations outnumber the unknowns, whatever their values."""
+        """Do the equations outnumber the unknowns, whatever their values?"""
         count = tree.size(block.weights(self.scene.weights))
         return (0 if isinstance(block.activation, nn.ReLU) else above.z.numel()) + count >= block.size
 
@@ -388,13 +386,13 @@ class _Peeling:
         grey = torch.full_like(equations.point, 0.5)
         constraints: list[Constraint] = [AtLeast(torch.zeros_like(grey)), AtMost(torch.ones_like(grey))]
         if isinstance(block.activation, nn.ReLU):
-            # The smoothest image turns many units off by a hair: rounding must not turn them on.
+            # The smoothest image turns many units off by very little: rounding must not turn them on.
             constraints.append(self._inactive(block, above, MARGIN))
-        found = minimise(hessian, -equations.point - weight * (smooth @ grey), constraints, grey)
-        return equations.corrected(found.x)
+        image = minimise(hessian, -equations.point - weight * (smooth @ grey), constraints, grey).x
+        return equations.corrected(image)
 
     def _lowest_two(self, equations: Equations, above: Above, observed: Params) -> tuple[Tensor, Tensor]:
-        """The image below a layer of ReLUs, and that layer: rounds of one convex program, see the head of the file."""
+        """The image below a layer of ReLUs, and that layer: rounds of one convex program, see the module docstring."""
         image, layer = self.chain.blocks[:2]
         scale = equations.point.square().mean().sqrt().clamp_min(torch.finfo(above.z.dtype).tiny)
         target = equations.point / scale
@@ -429,13 +427,13 @@ class _Peeling:
             on = a / (a + spare)
             if step.doubt and trained:
                 on = self._doubted(a - spare, v[:n], cotangent, observed, step.doubt)
-        # Zeros that the image vouches for determine more, where they are right: then the equations still hold.
+        # Zeros that the image shows determine more; they are right if the equations still hold.
         sure, careful = (equations.with_zeros(v[n:], zeros, target) for zeros in (on < 0.5, v[n:] < ZERO))
         lack = (equations.share @ sure - target).norm() / target.norm()
         return v[:n], scale * torch.where(lack < OFF, sure, careful)
 
     def _doubted(self, z: Tensor, x: Tensor, cotangent: Tensor, observed: Params, doubt: float) -> Tensor:
-        """How far each ReLU is on: the lowest block's gradient is linear in that, and decides where z is near 0."""
+        """How far each ReLU is on, in [0, 1]: the lowest block's gradient is linear in it, and decides near z = 0."""
         block = self.chain.blocks[0]
         function, own = self._block(block), block.weights(self.scene.weights)
         pull = vjp(lambda weights: function(weights, x), own)[1]
@@ -450,14 +448,14 @@ class _Peeling:
         lack = wanted - rows(believed)
         back = vjp(rows, believed)[1]
         gram = _columns(lambda on: back(rows(on))[0], believed)
-        trust = lack.numel() / (1.2 * doubt) ** 2  # the image's error shows in both
+        trust = lack.numel() / (1.2 * doubt) ** 2  # the error of the image affects both
         bounds: list[Constraint] = [AtLeast(-believed), AtMost(1 - believed)]
         change = minimise(trust * gram + torch.diag_embed(sure), -trust * back(lack)[0], bounds).x
         return (believed + change).clamp(0, 1)
 
 
 def _least_squares(residual: Callable[[Tensor], Tensor], a: Tensor, form: Tensor | None, middle: Tensor) -> Tensor:
-    """Levenberg and Marquardt, dense, with a quadratic form about `middle` that fades; a fixed number of steps."""
+    """Dense Levenberg-Marquardt with a quadratic form about `middle` that fades; a fixed number of steps."""
     damping = a.new_full((), 1e-2)
     form = torch.zeros(len(a), len(a), device=a.device, dtype=a.dtype) if form is None else form
     for step in range(UNFOLDING):
@@ -487,7 +485,7 @@ def _columns(function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
 
 
 def _roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The quadratic form of `roughness` on one flat image, and a touch of the distance from any value."""
+    """The quadratic form of `roughness` on one flat image, plus a small multiple of the identity."""
     zero = like.new_zeros(math.prod(shape))
     terms = _columns(lambda x: roughness(x.reshape(1, *shape)), zero)
     return gram(terms) + ANCHOR * torch.eye(len(zero), device=like.device, dtype=like.dtype)

@@ -2,9 +2,9 @@
 
     minimise 1/2 x'Hx + f'x   subject to   C x <= limit, for every constraint C
 
-Mehrotra's predictor and corrector (SIAM J. Optim. 2, 1992). Nothing is read on the host, so it runs under vmap; a lane
-that has converged, or whose factorisation fails, keeps its last iterate. It needs float64: the matrix that is
-factorised loses its conditioning as the gap closes.
+Mehrotra's predictor and corrector (SIAM J. Optim. 2, 1992). The host reads no value, so it runs under vmap; a lane that
+has converged, or whose factorisation fails, keeps its last iterate. It needs float64: the condition of the factorised
+matrix worsens as the gap closes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHORTEN = 0.995  # of the step to the nearest boundary
 
 
 class Constraint(Protocol):
-    """C x <= limit. An infinite limit is no constraint, so that lanes with other constraints have one shape."""
+    """C x <= limit. An infinite limit is no constraint, so that lanes with different constraints have one shape."""
 
     @property
     def limit(self) -> Tensor: ...
@@ -128,14 +128,14 @@ class Solution:
 
 
 def minimise(hessian: Tensor, linear: Tensor, constraints: Sequence[Constraint], x: Tensor | None = None) -> Solution:
-    """`x` is a guess that need not be feasible. The hessian must be positive semidefinite."""
+    """The minimum. `x` is a guess that need not be feasible. The hessian must be positive semidefinite."""
     if x is None:
         x = torch.zeros_like(linear)
     tiny = torch.finfo(linear.dtype).eps
     scale = hessian.diagonal().abs().mean() + tiny
     if not constraints:
         return Solution(x + solved(_factor(hessian, tiny * scale)[0], -linear - hessian @ x), ())
-    # All constraints as one vector; those that are off have slack 1 and multiplier 0 for ever.
+    # All constraints as one vector; those that are off always have slack 1 and multiplier 0.
     sizes = [constraint.limit.shape[0] for constraint in constraints]
     limit = torch.cat([constraint.limit for constraint in constraints])
     on = torch.isfinite(limit)

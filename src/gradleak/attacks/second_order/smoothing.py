@@ -1,12 +1,12 @@
-"""The attacker's smoothed view of a network with kinks: where continuation starts from.
+"""The attacker's smoothed view of a network with kinks: the start of a continuation.
 
-The gradient of a ReLU network jumps wherever a unit switches, and a second-order step sees no further than the next
+The gradient of a ReLU network jumps wherever a unit switches, and a second-order step is valid only up to the next
 jump. As the sharpness beta grows, log(1 + exp(beta a)) / beta tends to max(a, 0), and log(mean exp(beta a)) / beta over
-a window to its maximum; both have all derivatives. Stages that see the network like this, then sharper, then as it is,
-follow the solution there.
+a window to its maximum; both have all derivatives. Stages with smoothed networks, then sharper ones, then the real one,
+follow the solution.
 
-`SmoothActivations` swaps functions while it is active, whether modules or the user's own code call them; the model is
-not touched. ELU and its kin stay as they are: at alpha = 1 their first derivative has no jump.
+`SmoothActivations` swaps functions while it is active, whether modules or the user's own code call them. It does not
+change the model. ELU and similar functions are not swapped: at alpha = 1 their first derivative has no jump.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Batch, Objective, Task
 
 Smooth: TypeAlias = Callable[..., Tensor]
-"""(sharpness, and the arguments of the function it stands for) -> its smooth value."""
+"""(sharpness, and the arguments of the function it replaces) -> the smooth value."""
 
 LINEAR_FROM = 40.0  # softplus(z) = z there, to the last digit of float64 (exp(-40) < 2^-57); exp(40) fits float32
 
@@ -65,7 +65,7 @@ class SmoothObjective:
 
 
 class SmoothActivations(TorchFunctionMode):
-    """While active, functions with kinks are replaced by smooth ones; all others are left alone."""
+    """While active, smooth functions replace those with kinks; no other function changes."""
 
     def __init__(self, sharpness: float) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SmoothActivations(TorchFunctionMode):
 
 
 class _Watch(TorchFunctionMode):
-    """Changes nothing, and notes whether `SmoothActivations` would have."""
+    """Notes whether `SmoothActivations` would replace a function, and replaces none."""
 
     met = False
 
@@ -136,7 +136,7 @@ def _from_zero(input: Tensor, min: Any = None, max: Any = None) -> bool:
 
 
 def _new(smooth: Smooth) -> Smooth:
-    """The function with the `inplace` that torch's own has."""
+    """The function with torch's argument `inplace`."""
 
     def run(beta: float, input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
         return (_written(smooth) if inplace else smooth)(beta, input, *args, **kwargs)
@@ -145,7 +145,7 @@ def _new(smooth: Smooth) -> Smooth:
 
 
 def _written(smooth: Smooth) -> Smooth:
-    """The function in place: a model may call it for the effect alone."""
+    """The function in place: a model may call it only for this effect."""
 
     def run(beta: float, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.copy_(smooth(beta, input.clone(), *args, **kwargs))  # a clone: backward needs what was here before
@@ -154,34 +154,40 @@ def _written(smooth: Smooth) -> Smooth:
 
 
 # --- pools ----------------------------------------------------------------------------------------------------------
-# A mean over the entries that are there, not a sum. Both tend to the maximum, a mean from below, a sum from above, by
-# at most log(size) / beta; but a mean keeps equal entries as they are, and becomes an average pool where beta is small.
-# A sum's shift adds up over layers: at beta = 1 it leaves the gradient of a CNN with three 2x2 pools (`cnn-lewis`) off
-# by 11 times its norm, a mean by 2; from beta = 16 on they are alike. Sums of exponentials are separable, so windows
-# are walked axis by axis.
+# A mean over the entries of a window, not a sum. Both tend to the maximum, a mean from below, a sum from above, by at
+# most log(size) / beta; but a mean does not change equal entries, and becomes an average pool for small beta. A sum's
+# shift adds up over layers: at beta = 1 the error of the gradient of a CNN with three 2x2 pools (`cnn-lewis`) is 11
+# times its norm, with a mean 2 times; from beta = 16 on they agree. Sums of exponentials are separable, so windows are
+# processed axis by axis.
 
 
-def _max_pool(
-    axes: int,
-    beta: float,
-    input: Tensor,
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor:
-    sizes, strides = _each(kernel_size, axes), _each(stride or kernel_size, axes)
-    paddings, dilations = _each(padding, axes), _each(dilation, axes)
+@dataclass(frozen=True)
+class _MaxPool:
+    """A smooth max-pool over the last `axes` axes, called as torch's own."""
 
-    def log_sums(value: Tensor) -> Tensor:
-        for axis in range(-axes, 0):
-            value = _pool_axis(value, axis, sizes[axis], strides[axis], paddings[axis], dilations[axis], ceil_mode)
-        return value
+    axes: int
 
-    entries = log_sums(input.new_zeros(input.shape[-axes:]))  # the logarithm of how many are there, fewer at a border
-    return (log_sums(beta * input) - entries) / beta
+    def __call__(
+        self,
+        beta: float,
+        input: Tensor,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] | None = None,
+        padding: int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Tensor:
+        sizes, strides = _each(kernel_size, self.axes), _each(stride or kernel_size, self.axes)
+        paddings, dilations = _each(padding, self.axes), _each(dilation, self.axes)
+
+        def log_sums(value: Tensor) -> Tensor:
+            for axis in range(-self.axes, 0):
+                value = _pool_axis(value, axis, sizes[axis], strides[axis], paddings[axis], dilations[axis], ceil_mode)
+            return value
+
+        entries = log_sums(input.new_zeros(input.shape[-self.axes :]))  # log of the entries; fewer at a border
+        return (log_sums(beta * input) - entries) / beta
 
 
 def _pool_axis(value: Tensor, axis: int, size: int, stride: int, padding: int, dilation: int, ceil: bool) -> Tensor:
@@ -222,7 +228,7 @@ def _each(value: Any, axes: int) -> tuple[Any, ...]:
     return several * axes if len(several) == 1 else several
 
 
-# --- what stands for what -------------------------------------------------------------------------------------------
+# --- which function replaces which ----------------------------------------------------------------------------------
 
 _CLAMPS = (torch.clamp, torch.clip, torch.clamp_min, Tensor.clamp, Tensor.clip, Tensor.clamp_min)
 _CLAMPS_ = (torch.clamp_, torch.clip_, torch.clamp_min_, Tensor.clamp_, Tensor.clip_, Tensor.clamp_min_)
@@ -243,14 +249,14 @@ _IN_PLACE: dict[Smooth, tuple[Any, ...]] = {
     _hardtanh: (F.hardtanh_,),
     _clamp: _CLAMPS_,
 }
-# F.max_pool2d chooses between two functions by return_indices, and each is seen under a name of its own.
+# F.max_pool2d calls one of two functions, depending on return_indices; each has its own name.
 _POOLS: dict[Any, Smooth] = {
-    F.max_pool1d: partial(_max_pool, 1),
-    F.max_pool2d: partial(_max_pool, 2),
-    F.max_pool3d: partial(_max_pool, 3),
-    torch.max_pool1d: partial(_max_pool, 1),
-    torch.max_pool2d: partial(_max_pool, 2),
-    torch.max_pool3d: partial(_max_pool, 3),
+    F.max_pool1d: _MaxPool(1),
+    F.max_pool2d: _MaxPool(2),
+    F.max_pool3d: _MaxPool(3),
+    torch.max_pool1d: _MaxPool(1),
+    torch.max_pool2d: _MaxPool(2),
+    torch.max_pool3d: _MaxPool(3),
     F.adaptive_max_pool1d: partial(_adaptive_max_pool, 1),
     F.adaptive_max_pool2d: partial(_adaptive_max_pool, 2),
     F.adaptive_max_pool3d: partial(_adaptive_max_pool, 3),
@@ -270,7 +276,7 @@ _ONLY_FROM_ZERO = frozenset(chain(_CLAMPS, _CLAMPS_))
 
 
 def _instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Smooth | None:
-    """The smooth function for this call, or None. A clamp is a ReLU from zero on; others guard divisions or indices."""
+    """The smooth function for this call, or None. A clamp at zero is a ReLU; others guard divisions or indices."""
     smooth = _INSTEAD.get(func)
     if smooth is None or (func in _ONLY_FROM_ZERO and not _from_zero(*args, **kwargs)):
         return None

@@ -1,12 +1,14 @@
-"""Matching signs and ratios: what SecAdam and SecLion let a server see, followed from a soft sign to a sharp one."""
+"""Matching the signs and ratios that SecAdam and SecLion let a server see: a soft sign first, then a sharp one."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from gradleak.attack import Attack, Composed
+from gradleak.attacks.settings import SearchSettings
 from gradleak.attacks.sign_matching.cohorts import SignHinge, Sums
 from gradleak.core.registry import did_you_mean, named
+from gradleak.core.settings import takes
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.parts.matches import Cosine, Relative
@@ -20,52 +22,62 @@ WAYS = ("hinge", "soft", "both")
 WIDTHS = (1.0, 0.3, 0.1)
 
 
+@dataclass(frozen=True)
+class SignMatchingSettings(SearchSettings):
+    """Steps, rate and prior; how signs are matched; and the cohort behind the server's view."""
+
+    steps: int = 4800
+    lr: float = 0.1
+    tv: float = 1e-3
+    match: str = "hinge"
+    widths: tuple[float, ...] = WIDTHS
+    clients: int = 1
+    tracked: bool = False
+    _: KW_ONLY
+    keep: str = "last"
+
+    def __post_init__(self) -> None:
+        if self.match not in WAYS:
+            raise ValueError(f"Unknown match {self.match!r}.{did_you_mean(self.match, WAYS)}")
+        if self.match != "hinge" and (not self.widths or any(width < 0 for width in self.widths)):
+            raise ValueError(f"widths must be at least one number, none below 0; given {self.widths}.")
+
+    @property
+    def ways(self) -> list[tuple[Sums, Match]]:
+        """Prediction and match of every stage."""
+        sums = Sums(clients=self.clients, tracked=self.tracked)
+        hinge: list[tuple[Sums, Match]] = [(replace(sums, signs=True), SignHinge())] if self.match != "soft" else []
+        return hinge + [(replace(sums, width=width), Cosine()) for width in self.widths if self.match != "hinge"]
+
+
 @named("sign-matching", kind="attack", paper="gradleak's own; Boufounos and Baraniuk, 1-bit compressive sensing, 2008")
-def sign_matching(
-    *,
-    steps: int = 4800,
-    lr: float = 0.1,
-    tv: float = 1e-3,
-    match: str = "hinge",
-    widths: tuple[float, ...] = WIDTHS,
-    clients: int = 1,
-    tracked: bool = False,
-    restarts: int = 1,
-    labels: str = "auto",
-    keep: str = "last",
-) -> Attack:
+@takes(SignMatchingSettings)
+def sign_matching(settings: SignMatchingSettings) -> Attack:
     """Find images whose gradient has the signs, or the ratios, that an optimiser like Adam or Lion lets through.
 
     match     "hinge": min over u of mean_j max(0, -sign_j g_j(u) / RMS of g's tensor)^2 + tv * TV(u), which asks for
               the right signs and for no sizes; `tv` then chooses among the many images that have them. "soft": 1 - cos
               of g / sqrt(g^2 + width^2) and what was seen, the widest sign first, one stage for every width.
-              "both": the hinge, then the soft stages from where it ended, for ratios that have sizes (several clients)
-    steps     of all stages together, of signed Adam in the box of valid images, its rate falling in every stage
-    clients, tracked     see `parts.cohorts.Sums`
+              "both": the hinge, then the soft stages from its result, for ratios that have sizes (several clients)
+    steps     of all stages together: signed Adam in the box of valid images, its rate falling in every stage
+    clients, tracked     see `cohorts.Sums`
 
-    With the defence known (A2) its clip, moments and cohort are replayed; without (A0) g is the plain gradient, and
-    "soft" then only a gradient match. The last iterate is kept: once all signs are right no match tells images apart.
+    With the defence known (A2) its clip, moments and cohort are replayed. Without it (A0) g is the plain gradient, and
+    "soft" is only a gradient match. The last iterate is kept: once all signs are right no match tells images apart.
     """
-    if match not in WAYS:
-        raise ValueError(f"Unknown match {match!r}.{did_you_mean(match, WAYS)}")
-    if match != "hinge" and (not widths or any(width < 0 for width in widths)):
-        raise ValueError(f"widths must be at least one number, none below 0; given {widths}.")
-    ways: list[tuple[Sums, Match]] = []
-    if match != "soft":
-        ways.append((Sums(clients=clients, tracked=tracked, signs=True), SignHinge()))
-    if match != "hinge":
-        ways += [(Sums(clients=clients, tracked=tracked, width=width), Cosine()) for width in widths]
-    stages = tuple(
+    ways = settings.ways
+    steps = max(1, settings.steps // len(ways))
+    stages = (
         Stage(
             Pixels(Normal(0.5, 0.25, unit=True), boxed=True),
             predict,
-            measure,
-            (TotalVariation(tv),),
-            SignedAdam(lr=lr * 0.5**number, steps=max(1, steps // len(ways)), schedule=CosineDecay()),
+            match,
+            (TotalVariation(settings.tv),),
+            SignedAdam(lr=settings.lr * 0.5**number, steps=steps, schedule=CosineDecay()),
         )
-        for number, (predict, measure) in enumerate(ways)
+        for number, (predict, match) in enumerate(ways)
     )
-    return Composed("sign-matching", stages, Labels(label_rule(labels)), restarts=restarts, keep=keep)
+    return settings.attack("sign-matching", *stages)
 
 
 @named("ratio-second-order", kind="attack", paper="gradleak's own; Levenberg 1944, Marquardt 1963")

@@ -15,8 +15,8 @@ from torch.func import vmap
 
 from gradleak.core import tree
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import Replay, all_rounds, assumed_in
+from gradleak.parts.protocols import Match
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.defence import Chain, Defence, Upload
@@ -25,25 +25,25 @@ from gradleak.scenario.task import Batch
 
 @runtime_checkable
 class Soft(Protocol):
-    """A defence that reveals something almost without a slope, and can say what it would be with one."""
+    """A defence whose revealed view has almost no slope, and that can make a view with one."""
 
     def soft(self, uploads: Sequence[Upload], sizes: Sequence[int], width: float | Tensor) -> Params: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Sums(Replay):
-    """Every client trains on its part of the guess, and the server's view of their uploads is what is compared.
+    """Every client trains on its part of the guess; the prediction is the server's view of their uploads.
 
-    clients   among whom the examples are divided, in order, equally many each. The server knows how many there are
-    width     of the slope that ratios and signs are given (`Soft`), in units of each tensor's RMS; 0: none. A ratio of
-              one client's first moments is a sign: without a slope nothing can be searched for. Defences that reveal
-              something smooth are left as they are
-    tracked   of a target seen in several rounds: what clients remember from one is what they begin the next with, from
-              the first on. Else every round begins anew, as `Replay` has it
-    signs     predict mean first moments instead of what is made of them: their signs are those of the view, and they
-              have a slope everywhere. For `SignHinge`; of defences that send an update, the view itself
+    clients   the number of clients, known to the server. Examples are divided among them in order, equally many each
+    width     of the slope of ratios and signs (`Soft`), in units of each tensor's RMS; 0: none. The ratio of one
+              client's first moments is a sign: without a slope there is nothing to search by. Smooth views stay the
+              same
+    tracked   for a target seen in several rounds: clients remember their state from round to round, from the first on.
+              Otherwise every round starts afresh, as in `Replay`
+    signs     predict mean first moments instead of the view: they have its signs, and a slope everywhere. For
+              `SignHinge`; for defences that send an update, the view itself
 
-    An update of one client, width 0 and not tracked, is `Replay`.
+    With one client, width 0 and not tracked, it is `Replay`.
     """
 
     clients: int = 1
@@ -60,14 +60,14 @@ class Sums(Replay):
             raise ValueError(f"{scene.num_examples} examples cannot be divided equally among {self.clients} clients.")
         training = (self.training or scene.knows.training or LocalTraining(lr=1.0)).public
         memory: Tree = {}
-        seen = []
+        views = []
         for each in scene.rounds:
             uploads, after = self._uploads(batch, each, training, memory)
             memory = after if self.tracked else {}
             sizes = [upload.num_examples for upload in uploads]
             defence = assumed_in(each)
-            seen.append(defence.visible(self._view(defence, uploads, sizes), each))
-        return all_rounds(seen)
+            views.append(defence.visible(self._view(defence, uploads, sizes), each))
+        return all_rounds(views)
 
     def _view(self, defence: Defence, uploads: Sequence[Upload], sizes: Sequence[int]) -> Params:
         if self.signs and "first" in uploads[0].payload:
@@ -78,27 +78,27 @@ class Sums(Replay):
     def _uploads(
         self, batch: Batch, scene: TargetView, training: LocalTraining, memory: Tree
     ) -> tuple[list[Upload], Tree]:
-        """Of every client, and what they remember, stacked."""
+        """The uploads of all clients, and their memories, stacked."""
         defence = assumed_in(scene)
-        told: list[Upload] = []
+        uploads: list[Upload] = []
 
-        def one(own: Batch, memory: Tree) -> tuple[Tree, Tree]:
+        def one(batch: Batch, memory: Tree) -> tuple[Tree, Tree]:
             state = ClientState(memory=memory, buffers=scene.buffers, extras=scene.extras)
-            upload, after = training.run(scene.task, scene.weights, own, defence, state, self.order)
-            told.append(upload)
+            upload, after = training.run(scene.task, scene.weights, batch, defence, state, self.order)
+            uploads.append(upload)
             return upload.payload, after.memory
 
         if self.clients == 1:
             _, after = one(batch, memory)
-            return told, after
-        own = {name: value.unflatten(0, (self.clients, -1)) for name, value in batch.items()}
-        sent, after = vmap(one)(own, memory)
-        examples = told[0].num_examples
+            return uploads, after
+        batches = {name: value.unflatten(0, (self.clients, -1)) for name, value in batch.items()}
+        sent, after = vmap(one)(batches, memory)
+        examples = uploads[0].num_examples
         return [Upload(tree.map(lambda x, i=i: x[i], sent), examples) for i in range(self.clients)], after
 
 
 def revealing(defence: Defence, width: float) -> Callable[[Sequence[Upload], Sequence[int]], Params]:
-    """What the server computes of the uploads, with a slope where the defence knows how and a width is given."""
+    """The server's view of uploads, with a slope where the defence can make one and a width is given."""
     members = defence.members if isinstance(defence, Chain) else (defence,)
     for member in members:
         if width and isinstance(member, Soft):
@@ -107,12 +107,12 @@ def revealing(defence: Defence, width: float) -> Callable[[Sequence[Upload], Seq
 
 
 @dataclass(frozen=True)
-class SignHinge(Difference):
+class SignHinge(Match):
     """Mean over entries of max(0, -s p / RMS(p))^2: only entries of the wrong sign count, the further off the more.
 
-    s: the observed sign; entries that were seen as 0 count with their square. For predictions that have sizes (a plain
-    gradient: A0 on signs). Blind to the scale of both. It is 0 wherever all signs agree: what is found then fits, and
-    so may much else.
+    s: the observed sign; entries observed as 0 count with their square. For predictions that have sizes (a plain
+    gradient: A0 on signs). It does not depend on the scale of either. It is 0 wherever all signs agree, which may hold
+    for many other images.
     """
 
     scale_free: ClassVar[bool] = True

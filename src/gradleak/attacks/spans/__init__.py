@@ -1,4 +1,7 @@
-"""Attacks that read which inputs span the gradient of a layer."""
+"""Attacks on the span of a layer's inputs, which its gradient gives: a module for each kind of model.
+
+`layers` finds the layers and their spans; `denoisers` attacks diffusion models.
+"""
 
 from gradleak.attacks.spans.denoisers import SpanDM
 

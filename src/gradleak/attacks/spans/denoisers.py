@@ -10,7 +10,7 @@ import torch
 from gradleak.attack import Composed, Reconstruction, require, scenes_of
 from gradleak.attack.cascade import EscalatingRestarts, matches, part
 from gradleak.attacks.gidm import Plan
-from gradleak.attacks.spans.span import Layer, Outside, Spans, shown, telling
+from gradleak.attacks.spans.layers import Layer, Outside, Spans, as_sent, spanning_layers
 from gradleak.attacks.spectral import Spectral, SpectralPair, frequencies, pixels
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
@@ -36,12 +36,12 @@ SHELL = 1e-4  # weight of the length of the noise
 
 
 @dataclass(frozen=True)
-class NoiseBehind:
-    """The noise as the unknown, by its coefficients, behind an x_t that is known; the image is what x_t leaves then.
+class NoiseBehind(Space):
+    """The unknown is the noise, by its coefficients, at a known x_t; image and noise together make x_t.
 
-    The noise is only what the network should have said there: the gradient is linear in it.
+    The noise is only the network's training target there: the gradient is linear in it.
 
-    power   a coefficient is measured in its frequency to this power: the gradient tells the coarse ones best
+    power   the unit of a coefficient is its frequency to this power: the gradient determines the coarse ones best
     """
 
     power: float = 0.4
@@ -59,17 +59,14 @@ class NoiseBehind:
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         x_t, guess = scene.constants["x_t"], scene.constants["noise"]
         image, noise = denoising(scene.task).schedule.scales(scene.fields["t"], x_t)
-        own = guess + pixels(frequencies(x_t).pow(self.power) * v["e"])
-        return {"x": (x_t - noise * own) / image, "noise": own, "x_t": x_t}
-
-    def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
-        return v
+        drawn = guess + pixels(frequencies(x_t).pow(self.power) * v["e"])
+        return {"x": (x_t - noise * drawn) / image, "noise": drawn, "x_t": x_t}
 
 
-def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engine) -> tuple[list[Track], Batch]:
+def _one_by_one(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engine) -> tuple[list[Track], Batch]:
     """Each example of each target as a target of its own; and their fields, read off or given.
 
-    A layer's rows of one example lie in the span of those of all.
+    This is possible since the rows of one example lie in the span of all.
     """
     with engine.settings():
         scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, FIELDS)
@@ -79,31 +76,31 @@ def _alone(task: Task, targets: Sequence[Track], knows: Knowledge, engine: Engin
         key = seen.key if seen.num_examples == 1 else f"{seen.key}, example {example}"
         return replace(seen, num_examples=1, key=key)
 
-    alone = [
+    single = [
         Track(tuple(one(seen, example) for seen in target.observations))
         for target in targets
         for example in range(target.num_examples)
     ]
-    return alone, given
+    return single, given
 
 
 @named("span-dm", kind="attack", paper="gradleak's own")
 @dataclass(frozen=True)
 class SpanDM:
-    """A denoiser's x_t from the span of a layer's inputs, which the gradient tells whatever the noise; then the noise.
+    """A denoiser's x_t from the span of a layer's inputs, which the gradient gives for any noise; then the noise.
 
-    At the lowest resolution of a U-Net a convolution has no more places than outputs, and its gradient tells the span
-    of its inputs (`parts.spans`). The x_t of each example is sought there by itself, by passes through the first layers
-    alone. Behind all of these the gradient is linear in the noise, which is found last, and the images with it. Steps
-    are read off. What Knowledge grants of steps and noise is used (noise of several examples with their steps only).
+    At the lowest resolution of a U-Net a convolution has no more places than outputs, and its gradient gives the span
+    of its inputs (`spans.layers`). The x_t of each example is searched for by itself, with passes through the first
+    layers only. Once all x_t are known the gradient is linear in the noise, which is found last, and the images with
+    it. Steps are read off. Steps and noise that Knowledge grants are used (noise of several examples only with steps).
 
     Of two examples at the same step one may be found twice. Where one x_t of a batch is not found, the noise of all is
-    wrong, and with it the images: the match stays high. `outside` tells of early layers which; of deeper ones it may be
-    below `solved` all the same. Of several rounds (`Track`) x_t is sought in the last.
+    wrong, and so are the images: the match stays high. For early layers `outside` tells which x_t it is; for deeper
+    ones it may be below `solved` all the same. In a track of several rounds (`Track`) x_t is that of the last.
 
-    steps        evaluations of a start of the search for x_t: passes forward and back up to the last of the layers
+    steps        evaluations of one start of the search for x_t: passes forward and back up to the last of the layers
     fine_steps   evaluations of the search for the noise
-    layers       how many of those that tell, from the first on
+    layers       how many of the layers that give a span are used, from the first on
     start, power, chroma   of the unknowns (`Spectral`)
     restarts, waves, solved   starts of the search for x_t: again, from twice as many, where no match is below `solved`
     """
@@ -142,34 +139,34 @@ class SpanDM:
         engine: Engine | None = None,
         progress: Share | None = None,
     ) -> Reconstruction:
-        """`settings`: the layers; of one example after the other, its starts and the match of its x_t (`Outside`)."""
+        """`settings` of the result hold the layers, and for each example its starts and its match (`Outside`)."""
         require(self, knows)
         targets = as_targets(seen)
         fits(task, [seen for target in targets for seen in target.observations])
-        layers = self._telling(task, targets, knows)
-        alone, given = _alone(task, targets, knows, engine or Engine())
-        own = replace(knows, given=given)
-        first = self._shown(layers).run(task, alone, own, seed, engine=engine, progress=part(progress, 0, 2))
+        layers = self._layers(task, targets, knows)
+        single, given = _one_by_one(task, targets, knows, engine or Engine())
+        granted = replace(knows, given=given)
+        first = self._noised(layers).run(task, single, granted, seed, engine=engine, progress=part(progress, 0, 2))
         begin = {name: first.batch[name].unflatten(0, (len(targets), -1)).squeeze(2) for name in ("x", "noise")}
         last = self._image if "noise" in knows.given else self._behind(shell=knows.defence is not None)
-        found = last.run(task, targets, knows, seed, engine=engine, progress=part(progress, 1, 2), begin=begin)
-        told = {
+        result = last.run(task, targets, knows, seed, engine=engine, progress=part(progress, 1, 2), begin=begin)
+        settings = {
             "attack": repr(self),
             "layers": [layer.name for layer in layers],
             "starts": first.settings["starts"],
             "outside": matches(first).tolist(),
         }
         return replace(
-            found,
-            batch={name: found.batch[name] for name in task.fields},
-            candidates={name: found.candidates[name] for name in task.fields},
-            settings={**found.settings, **told},
-            seconds=first.seconds + found.seconds,
-            evaluations=first.evaluations + found.evaluations,
+            result,
+            batch={name: result.batch[name] for name in task.fields},
+            candidates={name: result.candidates[name] for name in task.fields},
+            settings={**result.settings, **settings},
+            seconds=first.seconds + result.seconds,
+            evaluations=first.evaluations + result.evaluations,
         )
 
-    def _telling(self, task: Task, targets: Sequence[Track], knows: Knowledge) -> tuple[Layer, ...]:
-        """The first layers that tell, of those whose gradient was sent."""
+    def _layers(self, task: Task, targets: Sequence[Track], knows: Knowledge) -> tuple[Layer, ...]:
+        """The first layers that give a span, of those whose gradient was sent."""
         denoising(task)
         if knows.training is not None and not isinstance(knows.training.optimiser, SGD):
             raise TaskError(
@@ -180,19 +177,19 @@ class SpanDM:
         if len(counts) > 1:
             raise TaskError(f"span-dm attacks targets of as many examples each; given {sorted(counts)}. Split them.")
         [examples] = counts
-        sent = TargetView.of(task, targets[0].last, knows)
-        told = telling(task, examples, sent.weights, sent.buffers)
-        found = [own for layer in told if (own := shown(layer, [target.last.update for target in targets]))]
-        if not found:
+        view, updates = TargetView.of(task, targets[0].last, knows), [target.last.update for target in targets]
+        candidates = spanning_layers(task, examples, view.weights, view.buffers)
+        layers = [sent for layer in candidates if (sent := as_sent(layer, updates))]
+        if not layers:
             raise TaskError(
                 f"No layer of this network tells the span of its inputs (examples in an update: {examples}): all that "
                 "see the images have more places than outputs, or see fewer numbers than these have, or their gradient "
                 "was not sent. Use spectral-dm with noise='unknown'."
             )
-        return tuple(found[: self.layers])
+        return tuple(layers[: self.layers])
 
-    def _shown(self, layers: tuple[Layer, ...]) -> EscalatingRestarts:
-        """The search for x_t. What that leaves open of image and noise stays at the best guess, w = 0."""
+    def _noised(self, layers: tuple[Layer, ...]) -> EscalatingRestarts:
+        """The search for x_t. What x_t does not determine of image and noise stays at the best guess, w = 0."""
         search = Stage(self._pair, Spans(layers), Outside(), (), self._lbfgs(self.steps))
         return EscalatingRestarts(
             Composed(self.name, (search,), FIELDS, restarts=self.restarts), self.waves, self.solved
@@ -201,15 +198,15 @@ class SpanDM:
     def _behind(self, shell: bool = False) -> Composed:
         """The search for the noise behind that x_t.
 
-        shell   a defence may have taken the gradient's length (clipping), and with it that of the residual: then the
-                noise is the one of the length that noise has. Where the length is known so small a weight hardly counts
+        shell   prefer noise of the usual length. A defence such as clipping may hide the gradient's length, and with it
+                that of the residual. Where the length is known this small weight hardly counts
         """
         priors = (NoiseShell(SHELL),) if shell else ()
         return self._whole(NoiseBehind(), *priors)
 
     @property
     def _image(self) -> Composed:
-        """Where the noise is given the image is there already: the search goes on from it, with the whole gradient."""
+        """With given noise x_t is the image already: the search goes on from it, with the whole gradient."""
         return self._whole(self._pair)
 
     def _whole(self, space: Space, *priors: Prior) -> Composed:

@@ -4,8 +4,8 @@ With logits W h + b, mean cross-entropy over B examples and p_i the softmax of e
 
     dL/db_c = 1/B sum_i (p_ic - [y_i = c])            dL/dW_c = 1/B sum_i (p_ic - [y_i = c]) h_i
 
-so an example pulls the row of its own class down and pushes every other row up a little. The rules read off how many
-examples each of the C classes has, never which example has which label: a batch has no order.
+so an example lowers the row of its own class and raises every other row a little. The rules read off how many examples
+each of the C classes has, never which example has which label: a batch has no order.
 
 Share of labels found (LeNet-5, 64 images of CIFAR-100) on the untrained network, and on one trained to 13, 43 and 97 %
 accuracy on these images: iLRG 1.00, 0.70, 0.61, 0.18; bias-counts 1.00, 0.98, 0.86, 0.55; bias-corrected 0.98, 0.94,
@@ -219,7 +219,7 @@ class Auto(Rule):
     """The strongest rule that applies, by what the observation and the threat model offer.
 
     One example: bias-minimum; without a bias row-products (row-sum for two classes). Several, and several steps by a
-    recipe that is known: path-bias (`label_counts.path_rule`). Several otherwise: iLRG where the scale is known and its
+    recipe that is known: path-bias (`counts.path_rule`). Several otherwise: iLRG where the scale is known and its
     solution makes sense, with a ridge; else bias-counts; without a bias LLG.
 
     iLRG makes sense where hardly any of its real counts are negative. They sum to less than 0.002 B on untrained

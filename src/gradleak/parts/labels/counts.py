@@ -5,8 +5,8 @@ Along local training from w0 to wT the mean prediction p moves, so that the aver
     dL/db_c = p_c - n_c / N            sum_m dL/dW_cm = (p_c - n_c / N) O
 
 (n_c of N examples have class c; O is the mean sum of the classifier's inputs; the second line takes p and O to be
-independent), asks for p and O on the way. The attacker has neither the images nor the way, but both ends of it: it
-measures p and O at w0 and at wT on dummy images and takes what lies between them for a straight line. Then
+independent), depends on p and O along the path. The attacker knows neither the images nor the path, but both of its
+ends: it measures p and O at w0 and at wT on dummy images, and interpolates linearly. Then
 
     n_c = N p_c - N dL/db_c             or             n_c = N p_c - N sum_m dL/dW_cm / O.
 
@@ -57,7 +57,7 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean, named
 from gradleak.core.tree import Params
 from gradleak.parts.fields import LastLayer, RuleDoesNotApply, last_layer
-from gradleak.parts.labels.readings import Reading, Rule
+from gradleak.parts.labels.readings import Reading, Rule, demand_training
 from gradleak.parts.protocols import Needs
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import MissingKnowledge
@@ -66,7 +66,7 @@ from gradleak.scenario.task import Batch
 
 COUNTS = "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022, after Geng et al., 2021"
 AT_ONCE = 250  # dummy images in a forward pass
-POINTS = 41  # of the way, among which `at="fit"` chooses
+POINTS = 41  # points of the path, among which `at="fit"` chooses
 
 
 @named("given", kind="labels", status="")
@@ -117,7 +117,7 @@ def real_counts(slopes: Tensor, predicted: Tensor, sums: Tensor | float, example
 def _nearest_whole(away: Tensor) -> int:
     """The last minimum, along the way, of the distance to whole counts (points,) that is within twice the lowest.
 
-    Where a client lacks many classes, their counts fall together, and pass 1 before they come to 0: the last one is it.
+    If a client lacks many classes, their counts fall together, and pass 1 before they reach 0: so the last minimum.
     """
     beside = torch.full_like(away[:1], torch.inf)
     before, after = torch.cat([beside, away[:-1]]), torch.cat([away[1:], beside])
@@ -142,9 +142,9 @@ DRAWN = {"normal": _normal, "uniform": _uniform}
 
 @dataclass(frozen=True)
 class Path(Rule):
-    """What the rules share that look along the way.
+    """What the rules share that look along the path.
 
-    at        "fit": the point of the way whose counts come close to whole ones; "average": the mean over as many
+    at        "fit": the point of the path whose counts are nearest to whole ones; "average": the mean over as many
               points as there were steps; "start" or "end": that point alone
     dummy     "normal": N(0, 1) in model-input space, as DLFA; "uniform" within the bounds; "public": the images of
               Knowledge(public=...), x (N, ...) in [0, 1]
@@ -175,17 +175,17 @@ class Path(Rule):
         return self.read_all([scene])[0]
 
     def read_all(self, scenes: Sequence[TargetView]) -> list[Reading]:
-        """The readings of many targets of one task: weights that they share are measured once, those returned together.
+        """The readings of many targets of one task: shared weights are measured once, returned ones together.
 
-        All must know the same images, where those are public.
+        If the images are public, they must be the same for all.
         """
         slopes = [self.slopes(_mean_layer(scene, self.rule)) for scene in scenes]
         predicted, sums = self._ends(scenes)
-        found = zip(scenes, slopes, predicted.unbind(1), sums.unbind(1))
-        return [self._reading(scene, slope, *ends) for scene, slope, *ends in found]
+        targets = zip(scenes, slopes, predicted.unbind(1), sums.unbind(1))
+        return [self._reading(scene, slope, *ends) for scene, slope, *ends in targets]
 
     def _reading(self, scene: TargetView, slopes: Tensor, predicted: Tensor, sums: Tensor) -> Reading:
-        """Of one target: p (2, classes) and O (2, 1) at the ends."""
+        """The reading of one target, from p (2, classes) and O (2, 1) at the ends."""
         points = self._points(scene)[:, None]
         between = lambda ends: (1 - points) * ends[0] + points * ends[1]  # noqa: E731  (points, classes or 1)
         real = real_counts(slopes, between(predicted), self.divisor(between(sums)), scene.num_examples).nan_to_num(0.0)
@@ -209,19 +209,20 @@ class Path(Rule):
     def _ends(self, scenes: Sequence[TargetView]) -> tuple[Tensor, Tensor]:
         """p (2, targets, classes) and O (2, targets, 1) at w0 and wT, on the CPU in double precision.
 
-        Forward passes only; those at the returned weights, of which every target has its own, under vmap.
+        Forward passes only. Returned weights differ between targets: their passes run under vmap.
         """
         images, first = self._images(scenes[0]), scenes[0]
         known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         starts = []
         for scene in scenes:
-            which = tuple(value.data_ptr() for held in (scene.weights, scene.buffers or {}) for value in held.values())
-            if which not in known:
-                known[which] = _measured(scene, scene.weights, scene.buffers or {}, images)
-            starts.append(known[which])
+            sent = (*scene.weights.values(), *(scene.buffers or {}).values())
+            addresses = tuple(value.data_ptr() for value in sent)
+            if addresses not in known:
+                known[addresses] = _measured(scene, scene.weights, scene.buffers or {}, images)
+            starts.append(known[addresses])
         after = [tree.subtract(scene.weights, scene.update) for scene in scenes]
         buffers = [{**(scene.buffers or {}), **(scene.returned_buffers or {})} for scene in scenes]
-        stacked = (tree.map(lambda *values: torch.stack(values), *held) for held in (after, buffers))
+        stacked = (tree.map(lambda *values: torch.stack(values), *each) for each in (after, buffers))
         entries = sum(value.numel() for value in after[0].values())
         at_once = max(1, 2**26 // max(entries, 2**20))  # targets: the activations of each count like a million weights
         ends = vmap(lambda weights, buffers: _measured(first, weights, buffers, images), chunk_size=at_once)(*stacked)
@@ -243,7 +244,7 @@ class Path(Rule):
             low, high = scene.limits["x"]
             parts = public.x[: self.dummies].to(low).split(AT_ONCE)
             return [{**scene.task.blank(len(part)), "x": low + part * (high - low)} for part in parts]
-        device = next(tree.leaves(scene.weights)).device
+        device = scene.like.device
         source, batches = Draws(randomness.key("label counts").to(device)), []
         for stream, size in enumerate(sizes):
             batch = scene.task.blank(size)
@@ -269,13 +270,8 @@ def _measured(scene: TargetView, weights: Params, buffers: Params, images: Seque
 
 
 def _mean_layer(scene: TargetView, rule: str) -> LastLayer:
-    """The classifier with the gradient averaged over the client's steps; momentum and weight decay are taken off."""
-    training = scene.knows.training
-    if training is None:
-        raise MissingKnowledge(
-            f"Label rule {rule!r} compares absolute values, and an update is lr times a sum of gradients: pass "
-            "Knowledge(training=LocalTraining(lr=...)), or use 'bias-counts', 'bias-corrected' or 'llg'."
-        )
+    """The classifier with the mean gradient of the client's steps, without momentum and weight decay."""
+    training = demand_training(scene, rule)
     if not isinstance(training.optimiser, SGD):
         raise RuleDoesNotApply(
             f"Label rule {rule!r} needs a client whose update is a sum of gradients; this one uses "
@@ -320,8 +316,8 @@ class PathRows(Path):
 class PathBias(Path):
     """Counts from the classifier's bias, with p measured on noise at both ends of the training; needs no O.
 
-    Where between the ends p stands for the average depends on how soon the client fits its examples: the counts say it
-    themselves, since they are whole only there (`at="fit"`).
+    Which point between the ends has the average p depends on how soon the client fits its examples. The counts
+    themselves tell: they are whole only there (`at="fit"`).
     """
 
     rule: ClassVar[str] = "path-bias"
@@ -340,11 +336,11 @@ class PathBias(Path):
 
 
 def path_rule(scene: TargetView) -> Path | None:
-    """The rule for an update of several steps whose recipe is known, by the bias.
+    """The rule for an update of several steps of a known recipe, by the bias.
 
-    None where a rule of single gradients has to do: one step, an update that is no sum of gradients in absolute terms
-    (another optimiser than SGD, a defence), or no bias, where the table above is undecided. Dummies are the attacker's
-    own images, where it has some.
+    None if a rule for single gradients has to do: for one step, for an update that is no sum of gradients of known
+    scale (an optimiser other than SGD, a defence), or without a bias, where the table above is undecided. Dummies are
+    the attacker's public images, if there are any.
     """
     training = scene.knows.training
     if training is None or scene.knows.defence is not None or not isinstance(training.optimiser, SGD):

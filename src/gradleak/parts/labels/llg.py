@@ -1,4 +1,4 @@
-"""Label leakage from gradients: row sums, and what one example is worth in them, assumed or measured.
+"""Label leakage from gradients: row sums, and how much one example adds to them, assumed or measured.
 
 Reference: Wainakh et al., PoPETs 2022.
 """
@@ -134,12 +134,12 @@ def _row_sums(scene: TargetView, batch: Batch) -> Tensor:
 def _calibrated(scene: TargetView, labels: Tensor, sums: Tensor) -> Reading:
     """LLG with impact and offset measured by the attacker; sums (labels, classes), one row per batch of one label.
 
-    m = (1 + 1/C) mean_c s_c(batch of c) / B and o_c = mean of s_c over the batches of other labels; scores are s - o,
-    while the first step still looks at the sign of s itself. m and o are absolute: the client's scale must be known.
+    m = (1 + 1/C) mean_c s_c(batch of c) / B and o_c = mean of s_c over the batches of other labels. Scores are s - o;
+    the first step still looks at the sign of s. m and o are absolute: the client's scale must be known.
     """
-    own = last_layer(scene).rows.sum(1)
+    observed = last_layer(scene).rows.sum(1)
     sums = sums.to("cpu", torch.float64)
-    same = labels.cpu()[:, None] == torch.arange(len(own))
-    impact = sums[same].mean() / scene.num_examples * (1 + 1 / len(own))
+    same = labels.cpu()[:, None] == torch.arange(len(observed))
+    impact = sums[same].mean() / scene.num_examples * (1 + 1 / len(observed))
     offset = sums.masked_fill(same, 0).sum(0) / (~same).sum(0).clamp_min(1)
-    return greedy(own - offset, own, impact, scene.num_examples)
+    return greedy(observed - offset, observed, impact, scene.num_examples)

@@ -1,4 +1,4 @@
-"""What every label rule is: its premises, and the ways from scores of classes to whole counts."""
+"""The base class of label rules, their premises, and the ways from scores of classes to whole counts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradleak.core import tree
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
 from gradleak.parts.protocols import Needs
 from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.rules import SGD
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a rule found, and how far it is from finding something else.
+    """The counts that a rule reads off, and how clear they are.
 
-    `margin`: 1 is what clients that meet the rule's premises give, 0 is a toss-up. Label smoothing, mixup, noise, and
+    `margin`: 1 for clients that meet the premises of the rule, 0 for a toss-up. Label smoothing, mixup, noise, and
     clipping with noise lower it.
     """
 
@@ -30,7 +30,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Rule:
-    """What all rules share. Each implements `read`; `counts` is what a `LabelRule` promises."""
+    """A label rule: each implements `read`, from which `counts` (see `LabelRule`) and `margin` follow."""
 
     needs: ClassVar[Needs] = frozenset()
 
@@ -38,7 +38,7 @@ class Rule:
         raise NotImplementedError
 
     def counts(self, scene: TargetView) -> Tensor:
-        return self.read(scene).counts.to(next(tree.leaves(scene.weights)).device)
+        return self.read(scene).counts.to(scene.like.device)
 
     def margin(self, scene: TargetView) -> Tensor:
         return self.read(scene).margin
@@ -69,17 +69,18 @@ def demand_one_example(scene: TargetView, rule: str) -> None:
         )
 
 
-def demand_training(scene: TargetView, rule: str) -> None:
-    """Refuse to read without the recipe, for a rule that compares absolute values."""
+def demand_training(scene: TargetView, rule: str) -> LocalTraining:
+    """The recipe, without which a rule that compares absolute values refuses to read."""
     if scene.knows.training is None:
         raise MissingKnowledge(
             f"Label rule {rule!r} compares absolute values, and an update is lr times a gradient: pass "
             "Knowledge(training=LocalTraining(lr=...)), or use 'bias-counts', 'bias-corrected' or 'llg'."
         )
+    return scene.knows.training
 
 
 def scale_is_known(scene: TargetView) -> bool:
-    """Whether `gradient(scene)` is a mean gradient in absolute terms, as far as the attacker can tell."""
+    """Is `gradient(scene)` a mean gradient of the right length, as far as the attacker can tell?"""
     training = scene.knows.training
     if training is None or scene.knows.defence is not None or not isinstance(training.optimiser, SGD):
         return False
@@ -90,9 +91,9 @@ def scale_is_known(scene: TargetView) -> bool:
 
 
 def in_turn(scores: Tensor, candidates: int, examples: int) -> Reading:
-    """One label each to the lowest-scored `candidates` classes, lowest first, and again from the start until B.
+    """One label for each of the `candidates` classes of lowest score, lowest first, and again from the start until B.
 
-    Margin: from the last class named to the first not named, in units of the former; 1 where the latter is positive.
+    Margin: from the last class named to the first not named, in units of the former; 1 if the latter is positive.
     """
     lowest, order = scores.sort(stable=True)
     counts = torch.zeros_like(order)
@@ -108,24 +109,24 @@ def in_turn(scores: Tensor, candidates: int, examples: int) -> Reading:
 def greedy(scores: Tensor, raw: Tensor, impact: Tensor, examples: int) -> Reading:
     """LLG's two steps: every class with raw < 0 once, most negative first; then, until B, always the lowest score.
 
-    Each label raises the score of its class by -impact > 0, so the t-th one of class c is worth scores_c - t * impact,
-    and taking the lowest score B times is taking the B lowest entries of that table.
-    Margin: from the last label named to the next one, in shares of one example.
+    Each label raises the score of its class by -impact > 0, so the t-th label of class c has the score
+    scores_c - t * impact, and taking the lowest score B times gives the B lowest entries of that table.
+    Margin: from the last label named to the next one, in units of one example.
     """
     step = -impact.clamp(max=0)
     first = raw.argsort(stable=True)[: min(examples, int((raw < 0).sum()))]
     counts = torch.zeros_like(raw, dtype=torch.long)
     counts[first] = 1
-    left = examples - len(first)
-    table = (scores + counts * step)[:, None] + torch.arange(left + 1) * step  # (classes, left + 1)
+    rest = examples - len(first)
+    table = (scores + counts * step)[:, None] + torch.arange(rest + 1) * step  # (classes, rest + 1)
     values, entries = table.flatten().sort(stable=True)
-    counts += torch.bincount(entries[:left] // (left + 1), minlength=len(raw))
-    last = values[left - 1] if left else scores[first].max()
-    return Reading(counts, torch.where(step > 0, (values[left] - last) / step, 0.0).nan_to_num().clamp(0, 1))
+    counts += torch.bincount(entries[:rest] // (rest + 1), minlength=len(raw))
+    last = values[rest - 1] if rest else scores[first].max()
+    return Reading(counts, torch.where(step > 0, (values[rest] - last) / step, 0.0).nan_to_num().clamp(0, 1))
 
 
 def rounded_counts(real: Tensor, examples: int) -> Reading:
-    """Margin: 1 where the real counts are whole, 0 where one of them is half a label or more away from its whole."""
+    """`whole_counts`. Margin: 1 if the real counts are whole, 0 if one is half a label or more away."""
     counts = whole_counts(real, examples)
     return Reading(counts, (1 - 2 * (real - counts).abs().max()).clamp(0, 1))
 
@@ -133,8 +134,8 @@ def rounded_counts(real: Tensor, examples: int) -> Reading:
 def whole_counts(real: Tensor, examples: int) -> Tensor:
     """iLRG's whole numbers: negatives are 0; round; more than B is 0; then repair the sum to B. (classes,)
 
-    The repair takes from the entries that were rounded up furthest, or gives to those rounded down furthest, one unit
-    at a time: the t-th unit moves the error of an entry to rounded +- t - real, and the best units are moved.
+    The repair takes units from the entries that were rounded up furthest, or gives units to those rounded down
+    furthest: the t-th unit changes the error of an entry to rounded +- t - real, and the best units are moved.
     """
     rounded = real.clamp_min(0).round()
     rounded = torch.where(rounded > examples, 0.0, rounded)

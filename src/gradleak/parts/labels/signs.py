@@ -1,4 +1,4 @@
-"""Which labels clients had, read off signs and ratios, as SecAdam and SecLion let a server see them.
+"""The labels of clients, read off the signs and ratios that SecAdam and SecLion show a server.
 
 For mean cross-entropy dL/db_c = mean_i p_ic - n_c / B: only classes that are present can be negative, and of one
 example the true class is the only one. A sign keeps that. A ratio over n clients with one example each,
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from gradleak.core import random as randomness
-from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.parts.fields import RuleDoesNotApply, last_layer
-from gradleak.parts.labels.readings import Reading, Rule
+from gradleak.parts.labels.readings import Reading, Rule, in_turn
 from gradleak.parts.view import TargetView
 
 
@@ -31,20 +30,20 @@ class Sign(Rule):
 
     One example: the only negative class, always right for a hard label. Without a bias its row is the only one whose
     signs are opposite to those of all the others, whatever signs the features have (from three classes on). Several:
-    every negative class once, most negative row first, and again in turn until B: a sign says that a class is there,
-    not how often. Where fewer than B are negative a class may be there all the same, below its mean prediction. Several
-    examples without a bias need features that are not negative (ReLU, sigmoid).
+    every negative class once, most negative row first, and again in turn until B: a sign shows that a class is there,
+    not how often. If fewer than B are negative, a class may be there without a negative sign, below its mean
+    prediction. Several examples without a bias need features that are not negative (ReLU, sigmoid).
 
     Margin: of the share of negative entries, from the last class named to the first not named.
     """
 
     def read(self, scene: TargetView) -> Reading:
         layer, examples = last_layer(scene), scene.num_examples
-        rows, seen = layer.rows.sign(), layer.deltas
+        rows, deltas = layer.rows.sign(), layer.deltas
         share = (rows < 0).double().mean(1)  # rows are sign(delta_c h): for h >= 0 all negative or 0, or none
-        if seen is not None:
-            negative = seen < 0
-            score = torch.where(negative, -1 - share, torch.where(seen > 0, 1 - share, -share))
+        if deltas is not None:
+            negative = deltas < 0
+            score = torch.where(negative, -1 - share, torch.where(deltas > 0, 1 - share, -share))
         elif examples == 1 and len(rows) > 2:
             alike = rows @ rows.sum(0) - rows.square().sum(1)  # with all other rows together: below 0 for one of them
             score = alike / alike.abs().amax().clamp_min(1.0)
@@ -52,12 +51,8 @@ class Sign(Rule):
         else:
             score = rows.mean(1)
             negative = score < 0
-        lowest, order = score.sort(stable=True)
-        present = min(max(1, int(negative.sum())), examples)
-        counts = torch.zeros_like(order)
-        counts[order[:present]] = examples // present
-        counts[order[: examples % present]] += 1
-        named_ = int((counts > 0).sum())
+        counts = in_turn(score, min(max(1, int(negative.sum())), examples), examples).counts
+        lowest, named_ = score.sort(stable=True).values, int((counts > 0).sum())
         gap = lowest[named_] - lowest[named_ - 1] if named_ < len(lowest) else lowest.new_ones(())
         return Reading(counts, gap.clamp(0, 1))
 
@@ -68,10 +63,10 @@ class RatioCounts(Rule):
     """How many of n clients, with one example each, have each class: SecAdam's ratio of the bias, solved for k.
 
     With a prediction p_c that all share, ratio(k) = (p_c - k/n) / sqrt((k/n) (1 - p_c)^2 + (1 - k/n) p_c^2 + eps^2).
-    The counts are those with the least sum of squared differences that add up to n. p_c is the mean over `dummies`
-    images of noise at the weights that were sent: good for untrained networks. First rounds only: later moments are of
-    several batches. The ratio's unit is the rate of a known defence, else the largest entry of the update; eps is that
-    of a known defence in units of the gradient, else 1e-8. A class that the network rules out is seen as 0 by it.
+    The counts add up to n with the least sum of squared differences. p_c is the mean over `dummies` images of noise at
+    the weights that were sent: good for untrained networks. First rounds only: later moments are those of several
+    batches. The unit of the ratio is the rate of a known defence, else the largest entry of the update; eps is that of
+    a known defence in units of the gradient, else 1e-8. A class that the network rules out counts as 0.
     """
 
     dummies: int = 100
@@ -86,10 +81,10 @@ class RatioCounts(Rule):
         known, training = scene.knows.defence, scene.knows.training
         unit = getattr(known, "rate", None) or max(float(u.abs().max()) for u in scene.update.values())
         eps = getattr(known, "eps", 1e-8) / (1.0 if training is None else training.lr)
-        seen = scene.update[name].detach().to("cpu", torch.float64) / unit
+        observed = scene.update[name].detach().to("cpu", torch.float64) / unit
         p, k = self._predicted(scene)[:, None], torch.arange(n + 1).double() / n
         ratio = (p - k) / (k * (1 - p) ** 2 + (1 - k) * p**2 + eps**2).sqrt()  # (classes, n + 1): 1 at k = 0, -1 at n
-        cost = (seen[:, None] - ratio).square()
+        cost = (observed[:, None] - ratio).square()
         counts, total = _cheapest(cost, n)
         second = cost.topk(2, dim=1, largest=False).values[:, 1].sum()
         return Reading(counts, (1 - total / second.clamp_min(1e-30)).clamp(0, 1))
@@ -98,7 +93,7 @@ class RatioCounts(Rule):
     def _predicted(self, scene: TargetView) -> Tensor:
         """The mean prediction for noise, (classes,)."""
         layer, batch = scene.task.classifier, scene.task.blank(self.dummies)
-        like = next(tree.leaves(scene.weights))
+        like = scene.like
         for number, (name, (low, high)) in enumerate(scene.limits.items()):
             source = Draws(randomness.key("ratio counts", number).to(like.device))
             batch[name] = low + source.uniform(tuple(batch[name].shape), dtype=like.dtype) * (high - low)
@@ -115,12 +110,12 @@ def _cheapest(cost: Tensor, n: int) -> tuple[Tensor, Tensor]:
     chosen = []
     place = torch.arange(n + 1)
     for row in cost:
-        before = place[:, None] - place  # (sum so far, own count) -> sum before
+        before = place[:, None] - place  # (sum so far, count of this class) -> sum before
         tried = torch.where(before >= 0, best[before.clamp_min(0)] + row, torch.inf)
-        best, own = tried.min(1)
-        chosen.append(own)
-    left, counts = n, torch.zeros(len(cost), dtype=torch.long)
+        best, count = tried.min(1)
+        chosen.append(count)
+    rest, counts = n, torch.zeros(len(cost), dtype=torch.long)
     for number in range(len(cost) - 1, -1, -1):
-        counts[number] = chosen[number][left]
-        left -= int(counts[number])
+        counts[number] = chosen[number][rest]
+        rest -= int(counts[number])
     return counts, best[n]

@@ -1,12 +1,12 @@
-"""Where a layer's gradient tells which inputs it had: few rows of input, many outputs.
+"""Layers whose gradient gives the span of their inputs: few rows of input, many outputs.
 
 A layer that sees rows a_p (the places of a convolution, the tokens of a linear layer) has dL/dW = sum_p delta_p a_p^T
-and dL/db = sum_p delta_p. With no more rows than outputs and independent delta_p, the rows of dL/dW span what the a_p
-span, whatever the delta_p are: whatever the loss, the labels, or the noise of a denoiser. An image is then sought whose
-own rows lie there, by passes through the part of the network before that layer alone. The rows of several examples lie
-in one span, and each of them can be sought there by itself.
+and dL/db = sum_p delta_p. With no more rows than outputs and independent delta_p, the rows of dL/dW span the same space
+as the a_p, whatever the delta_p are: for any loss, any labels, any noise of a denoiser. An attack then searches for an
+image whose rows lie in that space, with passes through the network up to that layer only. The rows of several examples
+lie in one span, and each example can be searched for by itself.
 
-For tokens of language models: Petrov et al., "DAGER", NeurIPS 2024. The same of a denoiser's steps: `steps.ReadSteps`.
+For tokens of language models: Petrov et al., "DAGER", NeurIPS 2024. The same for a denoiser's steps: `steps.ReadSteps`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.parts.matches import Difference
 from gradleak.parts.predictions import assumed_in, gradient
+from gradleak.parts.protocols import Match, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task
 
@@ -35,10 +35,10 @@ ROUNDING = 1e-6  # a share of a gradient below this is the rounding of float32
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose gradient tells the span of its inputs.
+    """A layer whose gradient gives the span of its inputs.
 
-    rows   of the inputs of all examples together
-    bias   does it have one whose gradient is known?
+    rows   number of input rows of all examples together
+    bias   has it a bias with a known gradient?
     """
 
     name: str
@@ -46,42 +46,43 @@ class Layer:
     bias: bool
 
 
-def telling(
+def spanning_layers(
     task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None
 ) -> tuple[Layer, ...]:
-    """The layers whose gradient tells the span of their inputs, in the order of the forward pass.
+    """The layers whose gradient gives the span of their inputs, in the order of the forward pass.
 
-    Convolutions (one group, padded with zeros) and linear layers, trained, with a weight of their own, run once, whose
-    input moves with the image, with at most as many rows as outputs: else the span is only a part of that of the
-    inputs. With an input of no fewer numbers than the image has, and as many equations: rows may move in a flat, and
-    only what is outside of that is told. (Both are necessary; patches that overlap make equations depend on others.)
+    These are trained convolutions (one group, zero padding) and linear layers with a weight of their own that run once,
+    whose input depends on the image. They have at most as many rows as outputs: with more rows, the gradient spans only
+    a part of the inputs' span. Their input has no fewer numbers than the image, and so do the equations: rows may move
+    within the span, and only what lies outside of it is measured. (Both conditions are necessary, not sufficient:
+    equations of overlapping patches depend on each other.)
 
     weights, buffers   those that were sent, where they are not the task's own
     """
     entries = math.prod(task.fields["x"].shape)
     first, second = (_inputs(task, examples, number, weights, buffers) for number in (0, 1))
-    holders = Counter(id(held) for _, held in task.model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(value) for _, value in task.model.named_parameters(remove_duplicate=False))
 
-    found = []
-    for name, own in first.items():
+    layers = []
+    for name, inputs in first.items():
         layer: Any = task.model.get_submodule(name)
-        if len(own) > 1 or not _plain(layer) or torch.equal(own[0], second[name][0]):
+        if len(inputs) > 1 or not _plain(layer) or torch.equal(inputs[0], second[name][0]):
             continue
-        if not layer.weight.requires_grad or holders[id(layer.weight)] > 1 or own[0].numel() < examples * entries:
+        if not layer.weight.requires_grad or uses[id(layer.weight)] > 1 or inputs[0].numel() < examples * entries:
             continue
-        bias = layer.bias is not None and layer.bias.requires_grad and holders[id(layer.bias)] == 1
-        count, inputs = rows(layer, own[0]).shape
-        equations = count // examples * (inputs - (count - bias))
+        bias = layer.bias is not None and layer.bias.requires_grad and uses[id(layer.bias)] == 1
+        count, width = rows(layer, inputs[0]).shape
+        equations = count // examples * (width - (count - bias))
         if count <= layer.weight.shape[0] and equations >= entries:
-            found.append(Layer(name, count, bias))
-    return tuple(found)
+            layers.append(Layer(name, count, bias))
+    return tuple(layers)
 
 
-def shown(layer: Layer, updates: Sequence[Params]) -> Layer | None:
-    """The layer as it is told by these updates: without its bias where that was not sent; None: it is not told.
+def as_sent(layer: Layer, updates: Sequence[Params]) -> Layer | None:
+    """The layer as these updates show it: without its bias where that was not sent; None: they do not give its span.
 
-    Where a norm of each channel follows, the delta_p add up to zero: dL/db is rounding, and the rows of dL/dW span no
-    more than differences of inputs.
+    Where a norm of each channel follows, the delta_p add up to zero: dL/db is rounding, and the rows of dL/dW span only
+    differences of inputs.
     """
     weights = [update[f"{layer.name}.weight"] for update in updates]
     if not all(bool(weight.any()) for weight in weights):
@@ -89,15 +90,15 @@ def shown(layer: Layer, updates: Sequence[Params]) -> Layer | None:
     if layer.bias and all(bool(update[f"{layer.name}.bias"].any()) for update in updates):
         pairs = zip(weights, (update[f"{layer.name}.bias"] for update in updates), strict=True)
         return layer if all(float(bias.norm()) > ROUNDING * float(weight.norm()) for weight, bias in pairs) else None
-    spread = [torch.linalg.svdvals(weight.flatten(1).double()) for weight in weights]
-    full = all(float(values[layer.rows - 1]) > ROUNDING * float(values[0]) for values in spread)
+    spectra = [torch.linalg.svdvals(weight.flatten(1).double()) for weight in weights]
+    full = all(float(values[layer.rows - 1]) > ROUNDING * float(values[0]) for values in spectra)
     return replace(layer, bias=False) if full else None
 
 
 def _inputs(
     task: Task, examples: int, number: int, weights: Params | None, buffers: Params | None
 ) -> dict[str, list[Tensor]]:
-    """What every convolution and linear layer is given in one pass over images of noise, in the order of the calls."""
+    """The inputs of every convolution and linear layer in one pass over images of noise, in the order of the calls."""
     names = {module: name for name, module in task.model.named_modules()}
     caught: dict[str, list[Tensor]] = {}
 
@@ -106,27 +107,27 @@ def _inputs(
             caught.setdefault(names[module], []).append(args[0])
 
     batch = task.blank(examples)
-    moved = Draws(randomness.key("spans", number).to(batch["x"].device)).normal(tuple(batch["x"].shape))
+    noise = Draws(randomness.key("spans", number).to(batch["x"].device)).normal(tuple(batch["x"].shape))
     handle = register_module_forward_pre_hook(note)
     try:
         with torch.no_grad():
-            task.loss(weights or task.weights(), {**batch, "x": batch["x"] + moved.to(batch["x"].dtype)}, buffers)
+            task.loss(weights or task.weights(), {**batch, "x": batch["x"] + noise.to(batch["x"].dtype)}, buffers)
     finally:
         handle.remove()
     return caught
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Is it a linear layer, or a convolution whose rows are patches as `unfold` cuts them, with a weight of its own?"""
+    """Is it a linear layer, or a convolution whose rows are the patches of `unfold`, with a weight of its own?"""
     if type(layer).forward not in (nn.Conv2d.forward, nn.Linear.forward) or "weight" not in layer._parameters:
-        return False  # a weight that is made of others, or used in another way, has another gradient
+        return False  # a weight computed from others, or used in another way, has another gradient
     if not isinstance(layer, nn.Conv2d):
         return True
     return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
-    """What the outputs of a layer are made from, (rows, inputs): patches of a convolution, tokens of a linear layer."""
+    """The inputs of a layer as rows, (rows, inputs): patches of a convolution, tokens of a linear layer."""
     if isinstance(layer, nn.Conv2d):
         assert not isinstance(layer.padding, str)
         patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
@@ -135,22 +136,19 @@ def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Spans:
-    """The rows that layers see, to be compared with where their observed gradients say that these lie (`Outside`).
+class Spans(Prediction):
+    """The input rows of some layers, to be compared with the spans that the observed gradients give (`Outside`).
 
-    Of a layer with a bias not only the span is known but the flat through the a_p: rows of dL/dW in combinations for
-    which dL/db vanishes span the differences of the a_p, and dL/dW^T dL/db / |dL/db|^2 is a point of the flat.
+    For a layer with a bias the flat (affine space) through the a_p is known, not only their span: combinations of rows
+    of dL/dW for which dL/db vanishes span the differences of the a_p, and dL/dW^T dL/db / |dL/db|^2 is a point of it.
     """
 
     layers: tuple[Layer, ...]
 
-    def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
-        return {}
-
     def target(self, scene: TargetView) -> Params:
-        """For each layer (1 + rows, inputs): a point, and orthonormal directions from it, at right angles to it.
+        """For each layer (1 + rows, inputs): a point, and orthonormal directions from it, orthogonal to it.
 
-        Without a bias the point is zero; with one there is one direction fewer, and the last is zero.
+        Without a bias the point is zero. With one there is one direction fewer, and the last row is zero.
         """
         update = assumed_in(scene).visible(gradient(scene), scene)
         return {layer.name: _flat(layer, update) for layer in self.layers}
@@ -177,15 +175,15 @@ def _flat(layer: Layer, update: Params) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Outside(Difference):
-    """sum over layers of the share of the rows' energy that lies outside of where their gradient says they are."""
+class Outside(Match):
+    """sum over layers of the share of the rows' energy outside of the flat that the layer's gradient gives."""
 
     scale_free: ClassVar[bool] = True
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        def outside(seen: Tensor, flat: Tensor) -> Tensor:
+        def outside(rows: Tensor, flat: Tensor) -> Tensor:
             point, directions = flat[:1], flat[1:]
-            beside = seen - (seen @ directions.T) @ directions - point
-            return beside / torch.linalg.vector_norm(seen)
+            distances = rows - (rows @ directions.T) @ directions - point
+            return distances / torch.linalg.vector_norm(rows)
 
-        return {name: outside(seen, observed[name]) for name, seen in predicted.items()}
+        return {name: outside(rows, observed[name]) for name, rows in predicted.items()}
