@@ -7,12 +7,10 @@ another one: the inner part answers for every member that the outer one does not
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
 from operator import attrgetter
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -277,7 +275,7 @@ Wrapper = TypeVar("Wrapper", bound=type)
 def members(base: type) -> list[str]:
     """The names that a base class defines, those of `Part` included."""
     classes = [each for each in base.__mro__ if each is not object]
-    named = [name for each in classes for name in (*inspect.get_annotations(each), *vars(each))]
+    named = [name for each in classes for name in (*each.__annotations__, *vars(each))]
     return [name for name in dict.fromkeys(named) if name == "__call__" or not name.startswith("_")]
 
 
@@ -302,20 +300,7 @@ def delegates(field: str) -> Callable[[Wrapper], Wrapper]:
     def decorate(part: Wrapper) -> Wrapper:
         for name in members(base_of(part)):
             if not defines(part, name):
-                setattr(part, name, _passed_on(part, name, attrgetter(f"{field}.{name}")))
+                setattr(part, name, property(attrgetter(f"{field}.{name}")))  # a method is read bound
         return part
 
     return decorate
-
-
-def _passed_on(part: type, name: str, inner: Callable[[Any], Any]) -> Any:
-    """The member as the inner part has it: a method calls it, anything else is read."""
-    default = inspect.getattr_static(part, name, None)
-    if not inspect.isfunction(default):
-        return property(inner)
-
-    @wraps(default)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        return inner(self)(*given, **named)
-
-    return method
