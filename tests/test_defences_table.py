@@ -16,6 +16,7 @@ from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.defence import Defence, overrides
+from gradleak.scenario.forms import AttackerForm
 from test_engine import gate, searches
 
 TRAINING = LocalTraining(lr=0.5)
@@ -38,7 +39,7 @@ def observed(name: str, *, examples: int = 2, seed: int = 0) -> gl.Observation:
 
 def knowing(name: str, form: str) -> gl.Knowledge:
     given = {"y": private(2)["y"]}
-    return gl.Knowledge(given=given, training=TRAINING, defence=FORMS[form](made(name)))
+    return gl.Knowledge(given=given, training=TRAINING, defence=AttackerForm(form).known(made(name)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -172,7 +172,7 @@ def _run(request: Any, planned: Any, out: Path | None, plain: bool, workers: Any
 
 def _ablated(planned: Any, result: Any, plain: bool) -> None:
     """The same audit without each capability of the attacker, and what that changes."""
-    from gradleak.audit.ablation import ablation
+    from gradleak.audit.assumptions import ablation
     from gradleak.cli.progress import shown
 
     with shown(plain) as progress:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradleak.audit import default_attacks
 from gradleak.audit.cells import defence_of
-from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replays, told
+from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replay_text, replays
 from gradleak.cli.loading import LoadError, counted, images, kept_in, task
 from gradleak.core.listeners import Progress
 from gradleak.engine import Engine
@@ -67,7 +67,7 @@ class RecordedRequest:
         lines = [f"{counted(len(recorded), 'observation')} in {self.observations}, {known} with their examples."]
         lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.observations)]
         if self.training is not None and known:
-            lines.append(told(replays(task, recorded, self.training, self._defence), recorded, self.training))
+            lines.append(replay_text(replays(task, recorded, self.training, self._defence), recorded, self.training))
         return lines
 
     @property
@@ -85,18 +85,17 @@ class RecordedRequest:
     def audit(self, task: Task, recorded: Sequence[Recorded]) -> RecordedAudit:
         """Of the observations whose examples are known."""
         assert self.training is not None
-        return RecordedAudit.of(
+        planned = RecordedAudit.of(
             task,
             recorded,
             self.methods(task, recorded),
             self.training,
             images(self.data),
             defence=self.defences[0] if self.defences else None,
-            seeds=self.seeds or (0,),
             engine=self.engine,
-            given=self.given,
-            origin={"task": self.reference, "observations": str(self.observations), "gallery": self.data},
         )
+        origin = {"task": self.reference, "observations": str(self.observations), "gallery": self.data}
+        return replace(planned, seeds=self.seeds or (0,), given=self.given, origin=origin)
 
     def blind(self, task: Task, recorded: Sequence[Recorded], out: Path | None, progress: Progress) -> Any:
         """Of observations without examples: findings, and the folder they are in."""

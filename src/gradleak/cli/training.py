@@ -13,13 +13,14 @@ from gradleak.audit.cells import defence_of
 from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.cli.loading import LoadError, is_reference, kept_in, training_data
 from gradleak.cli.request import BUILTIN, task_of
+from gradleak.core.durations import Estimate
 from gradleak.core.listeners import Progress
 from gradleak.diffusion import Denoising, SharedDraws
 from gradleak.engine import Engine
 from gradleak.federation import ExcludedClient, Federation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.samples import Samples
-from gradleak.federation.training import Estimate, Trained, demand_rounds, estimate, train
+from gradleak.federation.training import Trained, demand_rounds, estimate, train
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.task import Task
 

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.audit.summary import RESAMPLES, SMALL
+from gradleak.audit.intervals import RESAMPLES
+from gradleak.audit.summary import SMALL
 from gradleak.curvature.gradcam import rank_correlation
 
 Series: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any] | Tensor"
@@ -41,7 +42,7 @@ class NoAssociation(ValueError):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A figure with its 95 % interval.
 
     statistic   what it is
@@ -79,7 +80,7 @@ class Estimate:
 
 def spearman(
     first: Series, second: Series, *, block: int | None = None, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+) -> IntervalEstimate:
     """Spearman's correlation of two curves, (rounds,) or (runs, rounds); ties share their mean rank.
 
     `block`: rounds in a block, for one run; 1 takes rounds as independent. Of several runs it is the mean of each run's
@@ -96,7 +97,7 @@ def partial_spearman(
     block: int | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Estimate:
+) -> IntervalEstimate:
     """The same of what is left of both once the controls are known: the partial correlation of the ranks.
 
     Ranks of each curve minus their best linear prediction from the ranks of the controls, correlated. Pass at least
@@ -107,7 +108,7 @@ def partial_spearman(
     return _estimate("partial Spearman correlation", [first, second, *controls], block, resamples, seed)
 
 
-def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> IntervalEstimate:
     """Mean of first minus second over the same targets, (targets,) or (targets, repeats), with whole targets resampled.
 
     As in an audit, seeds and examples of one target stay together: they are not independent.
@@ -117,15 +118,15 @@ def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPL
     if len(gaps) < 2:
         raise ValueError(f"One target has no interval: pass two or more; given {len(gaps)}.")
     low, high = _quantiles(gaps[_drawn(len(gaps), 1, resamples, seed)].mean(1))
-    return Estimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
+    return IntervalEstimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
 
 
 @dataclass(frozen=True)
 class Association:
     """One curve against the outcome: plainly, and once the controls are known. None: not defined, `reason` says why."""
 
-    plain: Estimate | None
-    partial: Estimate | None
+    plain: IntervalEstimate | None
+    partial: IntervalEstimate | None
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def associations(
         others = [curves[other] for other in controls if other not in (name, outcome)]
         reasons: list[str] = []
 
-        def tried(compute: Callable[[], Estimate]) -> Estimate | None:
+        def tried(compute: Callable[[], IntervalEstimate]) -> IntervalEstimate | None:
             try:
                 return compute()
             except NoAssociation as problem:
@@ -175,7 +176,9 @@ def associations(
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _estimate(statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int) -> Estimate:
+def _estimate(
+    statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int
+) -> IntervalEstimate:
     curves = _curves(series)  # (curves, runs, rounds)
     _, runs, rounds = curves.shape
     if rounds < (fewest := max(FEWEST, len(curves) + 2)):
@@ -194,7 +197,7 @@ def _estimate(statistic: str, series: Sequence[Series], block: int | None, resam
         if block is not None:
             raise ValueError(f"block is for a single run: of the {runs} runs given whole runs are resampled.")
         low, high = _quantiles(own[_drawn(runs, 1, resamples, seed)].mean(1))
-        return Estimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
+        return IntervalEstimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
     length = math.ceil(rounds ** (1 / 3)) if block is None else block
     if not 1 <= length <= rounds // 2:
         raise ValueError(f"block goes from 1 to half of the {rounds} rounds; given {length}.")
@@ -207,7 +210,7 @@ def _estimate(statistic: str, series: Sequence[Series], block: int | None, resam
         )
     low, high = _quantiles(kept)
     unit = "rounds" if length == 1 else f"rounds in blocks of {length}"
-    return Estimate(statistic, value, low, high, rounds, unit, undefined=1 - len(kept) / resamples)
+    return IntervalEstimate(statistic, value, low, high, rounds, unit, undefined=1 - len(kept) / resamples)
 
 
 def _curves(series: Sequence[Series]) -> Tensor:
