@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from gradleak import report
 from gradleak.audit.result import Control, Rate, Summary, Verdict
 from gradleak.audit.rows import Trained
 from gradleak.audit.summary import Certified
@@ -25,7 +26,7 @@ from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
 from gradleak.report import evidence, gallery, render, repeat
 from gradleak.report.limits import untested
 from gradleak.report.matrix import matrix
-from gradleak.report.page import Page
+from gradleak.report.page import SECTIONS, Page, Section
 from gradleak.report.rounds import rounds, scatter
 from gradleak.scenario.guarantee import Exposure, Guarantee
 
@@ -179,6 +180,19 @@ def test_every_section_of_the_report_card_is_there_in_order() -> None:
 def contents(result: Any) -> dict[str, Any]:
     """What each section of the report draws, by its anchor."""
     return {section.anchor: content for section, content in Page(result).sections}
+
+
+def test_a_section_is_one_line_of_the_table_and_one_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = '<h2 id="seeds">Seeds</h2><p>{{ content | join(", ") }}</p>'
+    read = report.text
+    more = Section("seeds", "Seeds of the run", lambda page: sorted({row["seed"] for row in page.rows}))
+    monkeypatch.setattr(report.page, "SECTIONS", (*SECTIONS, more))
+    monkeypatch.setattr(report, "text", lambda name: drawn if name == "sections/seeds.html.j2" else read(name))
+    report.template.cache_clear()
+    text = render(sample())
+    report.template.cache_clear()
+    assert '<a href="#seeds">Seeds of the run</a>' in text
+    assert '<h2 id="seeds">Seeds</h2><p>0</p>' in text
 
 
 def test_the_threat_model_is_one_sentence() -> None:
@@ -494,7 +508,7 @@ def test_many_large_images_stay_a_modest_file() -> None:
     true = torch.rand(300, 1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     rows = [row("a" * 16, target, 10.0 + target / 10) for target in range(300)]
     text = render(sample(images={"a" * 16: {"true": true, "found": true}}, rows=rows))
-    found = re.search(r"(\d+) images that were recovered less well", text)
+    found = re.search(r"(\d+) less well recovered images", text)
     assert found is not None
     assert len(Reader(text).cards) == 300 - int(found[1]) + 3
     assert 0.9 * gallery.ROOM < len(text) < 15e6

@@ -5,7 +5,7 @@ resampled or counted, never single images. The random numbers are fixed, so ever
 
 share         Jeffreys' interval, Beta(k + 1/2, n - k + 1/2) (Brown, Cai and DasGupta, Statistical Science 16, 2001),
               with n the number of independent results that the spread between targets amounts to, p (1 - p) / variance
-              of p, less a little where that variance is estimated, and k = p n (Korn and Graubard, Survey Methodology
+              of p, less a little if that variance is estimated, and k = p n (Korn and Graubard, Survey Methodology
               24, 1998). If all agree on 0 or 1, the exact bound (Clopper and Pearson, Biometrika 26, 1934): 0 of n
               still allows 1 - 0.025^(1/n)
 difference    Student's t over targets

@@ -1,11 +1,11 @@
 """A row: what one cell found out about one target. `rows.jsonl` has one per line; numbers are finite or null.
 
 Here rows are checked when they are read, and `ROW` is their JSON Schema (draft 2020-12), from which docs/rows.md is
-written. Two entries are objects with classes of their own:
+written. Two entries are objects of a class:
 
-guarantee   {"text": as printed, and the fields of `Guarantee`}: an epsilon only where the defence gave one
+guarantee   {"text": as printed, and the fields of `Guarantee`}: an epsilon only if the defence proves one
 trained     {"rounds": of the training so far, "defence": that it ran with, "test_loss", "test_accuracy": of the model
-            that was attacked, null where they were not measured}
+            that was attacked, null if not measured}
 
 Version. New entries may come within a version: a reader must ignore entries that it does not know. An entry that goes
 away or changes its meaning makes a new version, and a step in `UPGRADES` from the version before.

@@ -158,7 +158,7 @@ def summaries_of(rows: Iterable[Row]) -> list[Summary]:
     for row in rows:
         if not row["control"]:
             lines.setdefault(name_of(row), []).append(row)
-    return [_summary(name, own) for name, own in lines.items()]
+    return [_summary(name, of_line) for name, of_line in lines.items()]
 
 
 def _summary(name: Name, rows: Sequence[Row]) -> Summary:
@@ -231,7 +231,7 @@ def _against(rows: Sequence[Row]) -> list[float]:
     for row in rows:
         blind = row["baselines"].get(UNRELATED, {}).get("psnr") or ()
         pairs = zip(row["scores"]["psnr"], blind, strict=False)
-        differences = [own - other for own, other in pairs if own is not None and other is not None]
+        differences = [value - other for value, other in pairs if value is not None and other is not None]
         targets.setdefault(row["target"], []).extend(differences)
     return [fmean(differences) for differences in targets.values() if differences]
 
@@ -239,7 +239,7 @@ def _against(rows: Sequence[Row]) -> list[float]:
 def _beyond(row: Row, hit: str) -> list[int]:
     """Per example: hit by the attack, minus hit by the same attack on an unrelated update."""
     blind = row["baselines"].get(UNRELATED, {}).get(hit) or [0] * row["examples"]
-    return [int(own) - int(other or 0) for own, other in zip(row["hits"][hit], blind, strict=True)]
+    return [int(hits) - int(other or 0) for hits, other in zip(row["hits"][hit], blind, strict=True)]
 
 
 def _numbers(lists: Iterable[Sequence[Any] | None]) -> list[float]:

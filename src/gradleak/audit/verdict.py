@@ -58,7 +58,7 @@ class Control:
     """The positive control. If it fails, the run shows nothing."""
 
     passed: bool
-    psnr: float  # median over its targets; NaN where there are none
+    psnr: float  # median over its targets; NaN if there are none
     text: str
     cell: str
 

@@ -168,9 +168,9 @@ def _drawn(one: Series, number: int, across: _Axis, up: _Axis) -> Drawn:
     edges = [(up(low), up(high)) for low, high in zip(one.low, one.high)] if banded else []
     band = ""
     if banded and len(places) > 1:
-        there = [f"{x:g},{top:g}" for (x, _), (_, top) in zip(places, edges)]
-        back = [f"{x:g},{bottom:g}" for (x, _), (bottom, _) in zip(reversed(places), reversed(edges))]
-        band = f"M{' L'.join([*there, *back])}Z"
+        upper = [f"{x:g},{top:g}" for (x, _), (_, top) in zip(places, edges)]
+        lower = [f"{x:g},{bottom:g}" for (x, _), (bottom, _) in zip(reversed(places), reversed(edges))]
+        band = f"M{' L'.join([*upper, *lower])}Z"
     hollow = [bool(flag) for flag in one.doubtful] or [False] * len(places)
     marks = tuple(
         Mark(x, y, hollow[place], edges[place] if banded and len(places) == 1 else None)

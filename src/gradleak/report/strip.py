@@ -65,7 +65,7 @@ def _facts(result: AuditResult) -> Iterator[Fact]:
 
 
 def _headline(summaries: Sequence[Summary]) -> Summary | None:
-    """The line behind the word: the strongest against any defence, or on the undefended client where there is none."""
+    """The line behind the word: the strongest against any defence, or on the undefended client without one."""
     scored = [line for line in summaries if line.targets]
     lines = [line for line in scored if line.defence != "none"] or scored
     return strongest_of(lines) if lines else None
