@@ -265,9 +265,10 @@ class PrivateSide:
 
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
             """Number 0 is the upload of a single attacked round; the others draw noise of their own."""
-            name, when, held = f"{key}/again{number}" if number else key, round + number, dict(snapshot.server)
+            own = f"{key}/again{number}" if number else key
+            sent, when, held = snapshot.weights, round + number, dict(snapshot.server)
             return federation.observe(
-                task, batch, snapshot.weights, defence, key=name, round=when, seed=seed, memory=memory, held=held
+                task, batch, sent, defence, key=own, round=when, seed=seed, memory=memory, held=held
             )
 
         def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:

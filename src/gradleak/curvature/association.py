@@ -42,7 +42,7 @@ class NoAssociation(ValueError):
 
 
 @dataclass(frozen=True)
-class IntervalEstimate:
+class Estimate:
     """A figure with its 95 % interval.
 
     statistic   what it is
@@ -80,7 +80,7 @@ class IntervalEstimate:
 
 def spearman(
     first: Series, second: Series, *, block: int | None = None, resamples: int = RESAMPLES, seed: int = 0
-) -> IntervalEstimate:
+) -> Estimate:
     """Spearman's correlation of two curves, (rounds,) or (runs, rounds); ties share their mean rank.
 
     `block`: rounds in a block, for one run; 1 takes rounds as independent. Of several runs it is the mean of each run's
@@ -97,7 +97,7 @@ def partial_spearman(
     block: int | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> IntervalEstimate:
+) -> Estimate:
     """The same of what is left of both once the controls are known: the partial correlation of the ranks.
 
     Ranks of each curve minus their best linear prediction from the ranks of the controls, correlated. Pass at least
@@ -108,7 +108,7 @@ def partial_spearman(
     return _estimate("partial Spearman correlation", [first, second, *controls], block, resamples, seed)
 
 
-def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> IntervalEstimate:
+def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """Mean of first minus second over the same targets, (targets,) or (targets, repeats), with whole targets resampled.
 
     As in an audit, seeds and examples of one target stay together: they are not independent.
@@ -118,15 +118,15 @@ def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPL
     if len(gaps) < 2:
         raise ValueError(f"One target has no interval: pass two or more; given {len(gaps)}.")
     low, high = _quantiles(gaps[_drawn(len(gaps), 1, resamples, seed)].mean(1))
-    return IntervalEstimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
+    return Estimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
 
 
 @dataclass(frozen=True)
 class Association:
     """One curve against the outcome: plainly, and once the controls are known. None: not defined, `reason` says why."""
 
-    plain: IntervalEstimate | None
-    partial: IntervalEstimate | None
+    plain: Estimate | None
+    partial: Estimate | None
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def associations(
         others = [curves[other] for other in controls if other not in (name, outcome)]
         reasons: list[str] = []
 
-        def tried(compute: Callable[[], IntervalEstimate]) -> IntervalEstimate | None:
+        def tried(compute: Callable[[], Estimate]) -> Estimate | None:
             try:
                 return compute()
             except NoAssociation as problem:
@@ -176,9 +176,7 @@ def associations(
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _estimate(
-    statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int
-) -> IntervalEstimate:
+def _estimate(statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int) -> Estimate:
     curves = _curves(series)  # (curves, runs, rounds)
     _, runs, rounds = curves.shape
     if rounds < (fewest := max(FEWEST, len(curves) + 2)):
@@ -197,7 +195,7 @@ def _estimate(
         if block is not None:
             raise ValueError(f"block is for a single run: of the {runs} runs given whole runs are resampled.")
         low, high = _quantiles(own[_drawn(runs, 1, resamples, seed)].mean(1))
-        return IntervalEstimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
+        return Estimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
     length = math.ceil(rounds ** (1 / 3)) if block is None else block
     if not 1 <= length <= rounds // 2:
         raise ValueError(f"block goes from 1 to half of the {rounds} rounds; given {length}.")
@@ -210,7 +208,7 @@ def _estimate(
         )
     low, high = _quantiles(kept)
     unit = "rounds" if length == 1 else f"rounds in blocks of {length}"
-    return IntervalEstimate(statistic, value, low, high, rounds, unit, undefined=1 - len(kept) / resamples)
+    return Estimate(statistic, value, low, high, rounds, unit, undefined=1 - len(kept) / resamples)
 
 
 def _curves(series: Sequence[Series]) -> Tensor:

@@ -43,7 +43,7 @@ from gradleak.curvature.lanczos import (
     trace,
     traces,
 )
-from gradleak.curvature.spectrum import DAMPING, Counted, Density, Extremes, LogDeterminant, SpectralEstimate, Spectrum
+from gradleak.curvature.spectrum import DAMPING, Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -51,7 +51,7 @@ __all__ = [
     "Counted",
     "Curvature",
     "Density",
-    "SpectralEstimate",
+    "Estimate",
     "Exact",
     "Extremes",
     "LogDeterminant",
@@ -133,8 +133,8 @@ class Curvature:
     gradient_norm: float
     log_determinant: LogDeterminant
     extremes: Extremes
-    trace: SpectralEstimate
-    square: SpectralEstimate
+    trace: Estimate
+    square: Estimate
     products: int
     seconds: float
 

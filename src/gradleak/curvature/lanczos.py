@@ -28,9 +28,9 @@ from gradleak.core.random import Draws, key
 from gradleak.curvature.spectrum import (
     DAMPING,
     Density,
+    Estimate,
     Extremes,
     LogDeterminant,
-    SpectralEstimate,
     Spectrum,
     excess_of,
     floor_of,
@@ -345,7 +345,7 @@ def extremes(
     )
 
 
-def trace(operator: Operator, probes: int = 30, seed: int = 0) -> SpectralEstimate:
+def trace(operator: Operator, probes: int = 30, seed: int = 0) -> Estimate:
     """tr H by random signs (Hutchinson, Commun. Stat. Simul. Comput. 1990). Its variance is 2 sum_(i != j) H_ij^2 / n.
 
     The number of vectors is fixed beforehand: stopping once the mean has settled would bias it.
@@ -353,12 +353,12 @@ def trace(operator: Operator, probes: int = 30, seed: int = 0) -> SpectralEstima
     return traces(operator, probes, seed)[0]
 
 
-def traces(operator: Operator, probes: int = 30, seed: int = 0) -> tuple[SpectralEstimate, SpectralEstimate]:
+def traces(operator: Operator, probes: int = 30, seed: int = 0) -> tuple[Estimate, Estimate]:
     """tr H and tr H^2, from the same products."""
     _demand(probes, 1, 1)
     vectors = signs(operator, probes, seed)
     products = operator(vectors)
-    return SpectralEstimate.of((vectors * products).sum(1)), SpectralEstimate.of(products.square().sum(1))
+    return Estimate.of((vectors * products).sum(1)), Estimate.of(products.square().sum(1))
 
 
 def density(

@@ -14,7 +14,7 @@ from gradleak.report.curves import Chart, Series, chart
 from gradleak.report.grid import Column, Line, Table, Value, number
 
 if TYPE_CHECKING:
-    from gradleak.curvature.association import IntervalEstimate
+    from gradleak.curvature.association import Estimate
     from gradleak.curvature.leakage import Leakage
     from gradleak.curvature.measure import Row
     from gradleak.curvature.result import Associated, StudyResult
@@ -303,7 +303,7 @@ def _covariance(rows: Sequence[Row]) -> Table:
 def _associations(found: Associated) -> tuple[str, str, Table]:
     from gradleak.curvature.result import sample, titled
 
-    def cell(each: IntervalEstimate | None) -> Value:
+    def cell(each: Estimate | None) -> Value:
         if each is None:
             return Value("-")
         return Value(f"{each.value:+.2f}", "", f"[{each.low:+.2f}, {each.high:+.2f}]")
@@ -330,7 +330,7 @@ def _associations(found: Associated) -> tuple[str, str, Table]:
     return found.leakage, size, Table(caption, tuple(Column(*each) for each in names), lines)
 
 
-def _remark(plain: IntervalEstimate | None, partial: IntervalEstimate | None, reason: str) -> Value:
+def _remark(plain: Estimate | None, partial: Estimate | None, reason: str) -> Value:
     known = [each for each in (plain, partial) if each is not None]
     told = []
     if any(each.degenerate for each in known):

@@ -14,7 +14,8 @@ from gradleak.audit.result import AuditResult
 from gradleak.audit.ruling import CONVERGED
 from gradleak.core.files import finite
 from gradleak.core.folder import environment_in
-from gradleak.curvature.association import Association, IntervalEstimate, associations
+from gradleak.curvature.association import Association, associations
+from gradleak.curvature.association import Estimate as Correlation
 from gradleak.curvature.folder import rows_in, settings_in
 from gradleak.curvature.leakage import Leakage, caveats, once, read, told_apart, unsettled
 from gradleak.curvature.measure import Row, settled
@@ -432,7 +433,7 @@ INFORMATION: dict[str, Callable[[Row], str]] = {
 }
 
 
-def interval(found: IntervalEstimate | None) -> str:
+def interval(found: Correlation | None) -> str:
     """A correlation with its bounds; a dash where there is none."""
     return "-" if found is None else f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 

@@ -18,16 +18,16 @@ DIGITS = 1e-8  # of a value: a quadrature error below needs no further steps, ho
 
 
 @dataclass(frozen=True)
-class SpectralEstimate:
+class Estimate:
     """A mean over random vectors, and its standard error."""
 
     value: float
     standard_error: float
 
     @staticmethod
-    def of(samples: Tensor) -> SpectralEstimate:
+    def of(samples: Tensor) -> Estimate:
         """From one value per random vector."""
-        return SpectralEstimate(float(samples.mean()), float(samples.std()) / math.sqrt(len(samples)))
+        return Estimate(float(samples.mean()), float(samples.std()) / math.sqrt(len(samples)))
 
     def __float__(self) -> float:
         return self.value
@@ -40,7 +40,7 @@ class SpectralEstimate:
 
 
 @dataclass(frozen=True)
-class Counted(SpectralEstimate):
+class Counted(Estimate):
     """An estimate by quadrature: its error has a second part, which no number of random vectors makes smaller."""
 
     quadrature_error: float = 0.0
@@ -148,7 +148,7 @@ class Spectrum:
         their signs: with them, on one of the tests' networks, they cancel after 80 steps and understate it threefold.
         """
         beyond = lambda t: (t.abs() > math.sqrt(damping)).to(t.dtype)  # noqa: E731
-        found = SpectralEstimate.of(self.traces(beyond))
+        found = Estimate.of(self.traces(beyond))
         return Counted(found.value, found.standard_error, float(self.gaps(beyond).abs().mean(1).max()))
 
     def extremes(self, tolerance: float = 1e-3) -> Extremes:
@@ -216,7 +216,7 @@ class LogDeterminant:
 
     @property
     def probe_error(self) -> float:
-        return SpectralEstimate.of(torch.tensor(self.excesses, dtype=torch.float64)).standard_error
+        return Estimate.of(torch.tensor(self.excesses, dtype=torch.float64)).standard_error
 
     @property
     def error(self) -> float:
