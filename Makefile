@@ -14,13 +14,13 @@ CORE := .venv/.installed-core
 FULL := .venv/.installed-full
 # One thread a test worker: two workers already use the machine, and more threads only wait for each other.
 # --dist loadgroup: tests that share processes (a Ray cluster, a SuperLink) stay with one worker.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup audit docs browser axe test check bench clean
+.PHONY: help setup audit docs browser axe test test-all check bench clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(FULL) ## make .venv and install everything for development into it
 
@@ -40,20 +40,23 @@ axe:
 		timeout 120 npm install --no-save --ignore-scripts --silent axe-core@4 >/dev/null 2>&1 || \
 		echo 'No axe-core could be installed: the accessibility test will be skipped.'
 
-test: $(FULL) browser axe ## run the tests (not those marked slow or gpu)
-	$(TESTS)
+test: $(FULL) ## run the tests (not those marked system, slow or gpu)
+	$(TESTS) $(ARGS)
 
-check: $(FULL) browser axe ## ruff, mypy and the tests
+test-all: $(FULL) browser axe ## run every test but those marked slow or gpu
+	$(TESTS) -m "not slow and not gpu" $(ARGS)
+
+check: $(FULL) ## ruff, mypy and the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(TESTS)
+	$(TESTS) $(ARGS)
 
 docs: $(FULL) ## build the documentation site into site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(FULL) ## measure speed on this machine
-	$(BIN)/gradleak bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove caches and build outputs; keeps .venv and runs
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
@@ -71,5 +74,5 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing into .venv: a minute or more, torch is large'
-	$(INSTALL) -e '.[dev,data,dp,metrics,secure,fl-sim,docs]'
+	$(INSTALL) -e '.[dev,data,dp,metrics,secure,fl-sim,diffusion,docs]'
 	@touch $(CORE) $@

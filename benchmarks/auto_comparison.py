@@ -76,9 +76,9 @@ SCALES = {
 
 def network(scale: str, shape: Sequence[int], classes: int) -> nn.Module:
     source = torch.Generator().manual_seed(0)
-    if scale != "small":
-        return gl.models.lenet_zhu(shape=tuple(shape), classes=classes, generator=source)
     channels, height, width = shape
+    if scale != "small":
+        return gl.models.lenet_zhu(shape=(channels, height, width), classes=classes, generator=source)
     model = nn.Sequential(
         nn.Conv2d(channels, 8, 3, 2, 1), nn.Sigmoid(), nn.Flatten(), nn.Linear(2 * height * width, classes)
     )

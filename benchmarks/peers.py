@@ -1,7 +1,7 @@
 """This engine beside breaching 0.1.2, in one run: same network, pictures, starts, steps and settings of IG.
 
-    python benchmarks/peers.py --network lenet,convnet64,resnet18 --steps 200 --out peers.json
-    python benchmarks/peers.py --network lenet:1024:1000,resnet18:128:200 --precision fast --loops 1 --turns 1
+    python -m benchmarks peers --network lenet,convnet64,resnet18 --steps 200 --out peers.json
+    python -m benchmarks peers --network lenet:1024:1000,resnet18:128:200 --precision fast --loops 1 --turns 1
 
 A network may bring its own lanes and steps. Rows so far are written after every round (`unfinished`).
 
@@ -12,12 +12,13 @@ the result says so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+
+from benchmarks import options
 
 PARTS = ("", ".utils", ".models", ".models.densenet", ".transforms", ".datasets", ".datasets.utils")
 
@@ -43,73 +44,52 @@ def without_torchvision() -> None:
             setattr(sys.modules[parent], name, module)
 
 
-def of_case(case: str, lanes: str, steps: int) -> tuple[str, tuple[int, ...], int]:
-    """NAME[:LANES[:STEPS]], with the lanes and steps of all where it has none of its own."""
-    name, *own = case.split(":")
-    return name, tuple(map(int, own[:1] or lanes.split(","))), int(own[1]) if len(own) > 1 else steps
-
-
-def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    words.add_argument("--network", default="lenet,convnet64,resnet18", help="NAME[:LANES[:STEPS]],...")
-    words.add_argument("--lanes", default="32,128,512", help="more than the engine solves together: as many as it does")
-    words.add_argument("--precision", default="strict,fast", help="ours; the peer has torch's defaults")
-    words.add_argument("--steps", type=int, default=200)
-    words.add_argument("--rounds", type=int, default=3, help="targets that the peer solves, one each")
-    words.add_argument("--loops", type=int, help="rounds in which our loop runs, too; not given: all")
-    words.add_argument("--turns", type=int, help="rounds in which our lanes run; not given: all")
-    words.add_argument("--seconds", type=float, help="of the peer, of one network, on a GPU: fewer rounds where needed")
-    words.add_argument("--device", default="auto")
-    words.add_argument("--threads", type=int, help="of the CPU")
-    words.add_argument("--out", type=Path)
-    words.add_argument("--without-torchvision", action="store_true")
-    told = words.parse_args()
-    if told.without_torchvision:
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure both, and print a line for every row."""
+    accepted = options.parser(__doc__, "peers")
+    add = accepted.add_argument
+    add("--network", default="lenet,convnet64,resnet18", help="NAME[:LANES[:STEPS]],...")
+    add("--lanes", default="32,128,512", help="more than the engine solves together: as many as it does")
+    add("--precision", default="strict,fast", help="ours; the peer has torch's defaults")
+    add("--steps", type=int, default=200)
+    add("--rounds", type=int, default=3, help="targets that the peer solves, one each")
+    add("--loops", type=int, help="rounds in which our loop runs, too; not given: all")
+    add("--turns", type=int, help="rounds in which our lanes run; not given: all")
+    add("--seconds", type=float, help="of the peer, of one network, on a GPU: fewer rounds where needed")
+    add("--without-torchvision", action="store_true", help="an empty module in its place")
+    given = accepted.parse_args(words)
+    if given.without_torchvision:
         without_torchvision()
 
     import torch
 
-    from gradleak.bench import peer, suite, timing
+    from benchmarks.speed import peer, suite, timing
     from gradleak.core import environment
     from gradleak.engine import Engine
 
-    if told.threads:
-        torch.set_num_threads(told.threads)
-    held: dict[str, Any] = {"environment": environment.describe(), "load": {"before": timing.load()}, "peer": []}
-    held["torchvision"] = "an empty module in its place" if told.without_torchvision else "real"
-    held["breaching"] = peer.VERSION
-    held["clock"] = timing.clock(Engine(told.device).where.type == "cuda")
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    result: dict[str, Any] = {"environment": environment.describe(), "load": {"before": timing.load()}, "peer": []}
+    result["torchvision"] = "an empty module in its place" if given.without_torchvision else "real"
+    result["breaching"] = peer.VERSION
+    result["clock"] = timing.clock(Engine(given.device).where.type == "cuda")
 
     def note(row: dict[str, Any]) -> None:
-        held["peer"].append(row)
-        held.pop("unfinished", None)
-        print(suite.told("peer", row), flush=True)
-        suite.write(held, told.out)
+        result["peer"].append(row)
+        result.pop("unfinished", None)
+        print(suite.format_row("peer", row), flush=True)
+        suite.write(result, given.out)
 
     def draft(rows: list[dict[str, Any]]) -> None:
-        held["unfinished"] = rows
-        suite.write(held, told.out)
+        result["unfinished"] = rows
+        suite.write(result, given.out)
 
-    split = lambda text: tuple(text.split(","))  # noqa: E731
-    for case in split(told.network):
-        network, lanes, steps = of_case(case, told.lanes, told.steps)
-        peer.peers(
-            [network],
-            lanes,
-            steps,
-            split(told.precision),
-            told.rounds,
-            note,
-            told.device,
-            loops=told.loops,
-            turns=told.turns,
-            seconds=told.seconds,
-            draft=draft,
-        )
-    held["load"]["after"] = timing.load()
-    suite.write(held, told.out)
-    print(json.dumps(held["load"]))
-
-
-if __name__ == "__main__":
-    main()
+    precisions = options.names(given.precision, options.PRECISIONS, "precision")
+    for text in given.network.split(","):
+        network, lanes, steps = options.case(text, given.lanes, given.steps)
+        effort = peer.Effort(steps, given.rounds, given.loops, given.turns, given.seconds)
+        peer.peers([network], lanes, effort, precisions, note, given.device, draft)
+    result["load"]["after"] = timing.load()
+    suite.write(result, given.out)
+    print(json.dumps(result["load"]))
+    return 0

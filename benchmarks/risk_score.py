@@ -39,14 +39,15 @@ SETTINGS: tuple[tuple[str, int], ...] = tuple(
 ) + (("none", 8), ("none", 16))
 
 
-def network(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+def network(shape: gl.models.Shape, classes: int) -> torch.nn.Module:
     return gl.models.lenet_zhu(shape=shape, classes=classes, generator=torch.Generator().manual_seed(0))
 
 
 def measure(targets: int, attack: str) -> list[dict[str, Any]]:
     images = gl.data.load("digits")
+    channels, height, width = images.x.shape[1:]
     task = gl.Task.supervised(
-        network(tuple(images.x.shape[1:]), images.classes),
+        network((channels, height, width), images.classes),
         torch.nn.functional.cross_entropy,
         like=(images.x[:1], images.y[:1]),
     )

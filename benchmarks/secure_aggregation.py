@@ -54,7 +54,7 @@ def timed(given: argparse.Namespace, neighbours: int | None, dropouts: int = 0, 
     assert error <= len(done.survivors) * coding.unit, error
     survivor = next(member.number for member in members if member.number in done.survivors)
     each = [done.costs.client(number) for number in done.survivors]
-    row = {
+    row: dict[str, Any] = {
         "neighbours": neighbours if neighbours is not None else given.clients - 1,
         "complete": neighbours is None,
         "threshold": plan.threshold,

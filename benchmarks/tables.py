@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from gradleak.bench import scaling
+from benchmarks.speed import scaling
 from gradleak.report.curves import Chart, Series, Tick, chart
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -17,7 +17,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))  # also without an installed gradleak
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # also without an installed gradleak; papers/ is no part of it
 
 LATER = ("deviations.md", "rows.md")  # in the navigation as soon as they are written
 KINDS = {"attack": "attacks", "defence": "defences"}
@@ -94,9 +94,9 @@ def on_post_build(config: Any) -> None:
 
 def pages() -> Iterator[tuple[str, str]]:
     """Every page that is no file, with its Markdown."""
-    from gradleak.cli.claims import all_claims, markdown
-    from gradleak.cli.scales import PAPERS
     from gradleak.core import registry
+    from papers.figures import all_claims, markdown
+    from papers.runs import PAPERS
 
     for kind, folder in KINDS.items():
         entries = registry.entries(kind)
@@ -113,13 +113,13 @@ def pages() -> Iterator[tuple[str, str]]:
 
 FIGURES = """# The papers' figures beside ours
 
-Made from `papers/*/expected.json` and `papers/*/results/*.json` when this site was built; `gradleak reproduce --list`
+Made from `papers/*/expected.json` and `papers/*/results.csv` when this site was built; `gradleak reproduce --list`
 prints the same. [How to run them](reproduce.md).
 
 - *What the paper prints* is for comparison. *What was to hold* are bounds of ours, set before the measurement.
 - Fewer than 20 targets are called small. *Cut short* means thin networks and few steps: such a run shows that a row
   runs; it reproduces nothing, and it decides no bound.
-- Where several stored results have a figure, one is shown, and never by its outcome: full size first, then more
+- Where several runs have a figure, one is shown, and never by its outcome: full size first, then more
   targets, then the later one.
 - One seed is one seed: where a paper gives means over several, ours is not that.
 
@@ -183,13 +183,13 @@ def method(entry: Any) -> str:
 
 def facts(entry: Any) -> list[str]:
     """What can be asked of the object itself, where it can be made without settings."""
-    from gradleak.cli.loading import about
+    from gradleak.cli.listing import describe_defence
 
     if entry.required:
         return []
     made = entry.make()
     if entry.kind == "defence":
-        place, proved = about(made)
+        place, proved = describe_defence(made)
         return [f"- Where it sits: {place}", f"- What it proves, for one round of one plain step: {escaped(proved)}"]
     needs = sorted(map(str, getattr(made, "needs", ())))
     return [f"- Needs, beside the update: {', '.join(f'`{need}`' for need in needs)}"] if needs else []
@@ -271,8 +271,8 @@ def rows_of(name: str, columns: tuple[str, ...]) -> str:
     return "\n".join([*lines, "", machine(held)])
 
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import tables  # noqa: E402  the other tables of speed, and their pictures
+sys.path.insert(0, str(ROOT))
+from benchmarks import tables  # noqa: E402  the other tables of speed, and their pictures
 
 TABLES = {
     **tables.TABLES,

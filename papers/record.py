@@ -1,4 +1,4 @@
-"""What every reproduction writes: the figures, and all that is needed to get them again."""
+"""What every run.py does beside measuring: options, rows as they come, bounds, and the lines of `results.csv`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from results import add, find, steps_of, tidy
 
 from gradleak.core.environment import describe
 from gradleak.generators import Card, Generator, read
@@ -29,7 +31,8 @@ def arguments(description: str, **settings: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for name, default in settings.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="table (CSV) that gets the figures: papers/NAME/results.csv")
+    parser.add_argument("--name", default="mine", help="name of this run in the table")
     return parser.parse_args()
 
 
@@ -141,37 +144,25 @@ def summary(values: torch.Tensor) -> dict[str, float]:
 
 
 def record(options: argparse.Namespace, expected: Path, figures: dict[str, Any]) -> None:
-    """Print the figures beside what is expected of them and write both down. Exits with 1 where one does not hold."""
-    wanted = json.loads(expected.read_text())
-    failed, absent = [], []
-    for name, bound in wanted["figures"].items():
-        value: Any = figures
-        for part in name.split("/" if "/" in name else "."):
-            value = value.get(part) if isinstance(value, dict) else None
+    """Print the figures beside what is expected of them and write them down. Exits with 1 where one does not hold."""
+    environment = describe()
+    # A copy of the tree on another machine has no git: the commit can be handed over.
+    environment["git"] = environment["git"] or {"commit": os.environ.get("GRADLEAK_COMMIT"), "dirty": None}
+    environment["command"] = shlex.join(["python", f"papers/{expected.parent.name}/run.py", *sys.argv[1:]])
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "name")}
+    stored = {"figures": without_infinities(figures), "settings": settings, "environment": environment}
+    paper = expected.parent.name
+    lines = tidy(paper, options.name, stored)
+    failed = False
+    for name, bound in json.loads(expected.read_text())["figures"].items():
+        value = next((number for _, number in find(lines, paper, steps_of(name))), None)
         if value is None:  # a row left out, or out of time: neither holds nor fails
             print(f"absent {name}, wanted {bound}")
-            absent.append(name)
             continue
         holds = value >= bound["at_least"] if "at_least" in bound else value <= bound["at_most"]
         print(f"{'holds' if holds else 'FAILS'}  {name} = {value:.6g}, wanted {bound}")
-        failed += [] if holds else [name]
+        failed |= not holds
     if options.out is not None:
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        environment = describe()
-        # A copy of the tree on another machine has no git: the commit can be handed over.
-        environment["git"] = environment["git"] or {"commit": os.environ.get("GRADLEAK_COMMIT"), "dirty": None}
-        given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items() if str(value)]
-        words = [f"papers/{expected.parent.name}/run.py", *(word for pair in given for word in pair)]
-        environment["command"] = shlex.join(["python", *words])
-        rows = {
-            "settings": settings,
-            "figures": figures,
-            "expected": wanted,
-            "failed": failed,
-            "absent": absent,
-            "environment": environment,
-        }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-        options.out.with_suffix(".part.json").unlink(missing_ok=True)  # what `measured` kept in case it was cut short
-    raise SystemExit(bool(failed))
+        add(options.out, lines)
+        options.out.with_suffix(".part.json").unlink(missing_ok=True)  # what `row_by_row` kept in case it was cut short
+    raise SystemExit(failed)

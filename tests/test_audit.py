@@ -440,6 +440,7 @@ def grid() -> Audit:
     return audit(attacks=["ig:steps=40", WORKS, "ig:steps=20,restarts=2"], seeds=[0, 1], targets=2)
 
 
+@pytest.mark.system
 def test_killed_at_random_moments_and_resumed_it_is_the_same_run(tmp_path: Path) -> None:
     whole = grid().run(tmp_path / "whole")
     folder, ready, moments = tmp_path / "killed", tmp_path / "ready", random.Random(0)
@@ -649,6 +650,7 @@ def test_code_alone_and_computation_alone_tell_runs_apart(tmp_path: Path) -> Non
     assert patched.fingerprint["gradient"] != plain["gradient"]
 
 
+@pytest.mark.system
 def test_unchanged_code_is_the_same_run_in_another_process(tmp_path: Path) -> None:
     here = users(tmp_path).settings()
     code = (

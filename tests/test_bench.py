@@ -6,8 +6,11 @@ import gc
 import importlib
 import importlib.util
 import json
+import re
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +18,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
+from benchmarks import __main__ as command
+from benchmarks import compare, options, peers, tables
+from benchmarks.speed import costs, memory, peer, quality, regression, roofline, scaling, suite, throughput, timing
+from benchmarks.speed.lanes import Stopwatch
+from benchmarks.speed.networks import NETWORKS, pictures
+from benchmarks.speed.workloads import Workload, workload
 from conftest import script
-from gradleak import attacks, bench, engine, models
+from gradleak import attacks, models
 from gradleak.attack import Composed
-from gradleak.bench import costs, memory, peer, quality, regression, roofline, scaling, speed, suite, timing
-from gradleak.bench.workloads import pictures, workload
 from gradleak.engine import Engine, EngineError, lanes_of
+from gradleak.engine import lanes as engine
 from gradleak.engine.lanes import _buckets
 from gradleak.parts.view import TargetView, in_turn
 from gradleak.scenario.observation import Knowledge
@@ -33,7 +40,7 @@ STRICT, DOUBLE = Engine("cpu"), Engine("cpu", "double")
 # --- workloads --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("network", bench.NETWORKS)
+@pytest.mark.parametrize("network", NETWORKS)
 def test_lanes_of_every_network_compute_what_the_loop_does(network: str) -> None:
     work = workload(network, targets=2, side=16, steps=10)
     found = []
@@ -78,7 +85,7 @@ def test_an_unknown_network_is_refused() -> None:
 # --- targets that wait for their chunk --------------------------------------------------------------------------------
 
 
-def waiting(work: bench.Workload, engine: Engine) -> list[TargetView]:
+def waiting(work: Workload, engine: Engine) -> list[TargetView]:
     task = work.task.to(engine.where, engine.dtype)
     return [
         replace(TargetView.waiting(task, seen, knows), fields=dict(knows.given))
@@ -176,7 +183,7 @@ def test_what_disturbs_a_round_leaves_ratios_alone() -> None:
 
 
 def test_rows_of_the_engine() -> None:
-    rows = speed.engine(["lenet"], [1, 2, 400], ["strict"], seconds=0.01, device="cpu")
+    rows = throughput.engine(["lenet"], [1, 2, 400], ["strict"], seconds=0.01, device="cpu")
     assert [(row["lanes"], row["batched"]) for row in rows] == [(1, False), (1, True), (2, True), (400, True)]
     assert rows[0]["times_one_at_a_time"] == 1.0
     assert all(row["rate"] > 0 for row in rows)
@@ -192,18 +199,18 @@ def too_large(fits: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise EngineError("Out of memory") from torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(work, lanes, engine)
 
-    monkeypatch.setattr(speed, "Running", Small)
+    monkeypatch.setattr(throughput, "Running", Small)
 
 
 def test_what_does_not_fit_is_a_row_without_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     too_large(2, monkeypatch)
-    rows = speed.engine(["lenet"], [2, 4], ["strict"], seconds=0.01, device="cpu")
+    rows = throughput.engine(["lenet"], [2, 4], ["strict"], seconds=0.01, device="cpu")
     assert [(row["lanes"], row["rate"] is None) for row in rows] == [(1, False), (2, False), (4, True)]
-    assert not speed.out_of_memory(EngineError("something else"))
+    assert not throughput.out_of_memory(EngineError("something else"))
 
 
 def test_every_network_comes_in_the_first_precision_before_any_comes_in_the_second() -> None:
-    rows = speed.engine(["lenet", "vit"], [1], ["strict", "double"], seconds=0.01, device="cpu")
+    rows = throughput.engine(["lenet", "vit"], [1], ["strict", "double"], seconds=0.01, device="cpu")
     met = dict.fromkeys((row["precision"], row["network"]) for row in rows)
     assert list(met) == [(p, n) for p in ("strict", "double") for n in ("lenet", "vit")]
 
@@ -402,6 +409,56 @@ def test_a_busy_moment_is_forgiven() -> None:
     assert regression.confirmed(fallen, lambda one: None) == fallen
 
 
+# --- two source trees -------------------------------------------------------------------------------------------------
+
+
+def test_trees_take_turns_and_ratios_are_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[tuple[str, list[str]]] = []
+    speed = {"old": 10.0, "new": 9.0}
+
+    def run(self: compare.Turn, source: Path, cases: list[str]) -> Any:
+        met.append((source.name, list(cases)))
+        rate = speed[source.name] * len(met)  # the machine gets faster: only neighbours are compared
+        return {}, [{"network": "lenet", "lanes": 8, "precision": "strict", "steps": 50, "rate": rate}]
+
+    monkeypatch.setattr(compare.Turn, "run", run)
+    turn = compare.Turn("cpu", "strict", 1.0, 1)
+    found = compare.measure({"before": Path("old"), "after": Path("new")}, ["lenet:8"], turn, 3)
+    assert [name for name, _ in met] == ["old", "new", "new", "old", "old", "new"]
+    assert [cases for _, cases in met] == [["lenet:8"], *([["lenet:8:50"]] * 5)]
+    row = compare.summary(found["rows"][0], 0.03)
+    assert row["ratios"] == pytest.approx([0.9 * 2 / 1, 0.9 * 3 / 4, 0.9 * 6 / 5])
+    assert (row["ratio"], row["holds"]) == (pytest.approx(1.08), True)
+    assert (row["before"], row["after"]) == (40.0, 27.0)
+    rates = {"before": [{**row, "rate": 100.0}], "after": [{**row, "rate": 96.9}]}
+    assert compare.summary(rates, 0.03)["holds"] is False
+
+
+def test_a_stopwatch_leaves_out_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0, 108.0, 112.0, 116.0, 119.0])
+    monkeypatch.setattr("benchmarks.speed.lanes.now", lambda cuda: next(clock))
+    watch = Stopwatch(20, cuda=False)
+    for step in range(20):
+        watch((step + 1) / 20)
+    watch(1.0)  # the end is reported once more
+    assert [done for done, _ in watch.notes] == [1, 5, 9, 13, 17, 20]
+    assert watch.rates == pytest.approx([1.0] * 5)
+
+
+def test_two_trees_are_compared_in_processes_of_their_own(tmp_path: Path) -> None:
+    source, out = Path(models.__file__).parents[2], tmp_path / "speed.json"
+    words = ("--workloads", "lenet:1:20", "--repeats", 1, "--device", "cpu", "--threads", 1, "--within", 1, "-o", out)
+    answer = called("compare", "--before", source, "--after", source, *words)
+    assert answer.exit_code == 0, answer.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["network"], row["lanes"], row["steps"], row["precision"]) == ("lenet", 1, 20, "strict")
+    assert row["ratio"] == pytest.approx(row["after"] / row["before"])
+    refused = called("compare", "--before", tmp_path)
+    assert refused.exit_code == 2
+    assert "must be a folder with the package gradleak" in refused.stderr
+    assert "Did you mean 'lenet'" in called("compare", "--before", source, "--workloads", "lennet").stderr
+
+
 # --- the peer ---------------------------------------------------------------------------------------------------------
 
 
@@ -427,7 +484,7 @@ class Library:
 def test_the_peer_gets_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(peer, "load", lambda: library)
-    (row,) = peer.peers(["lenet"], [2], steps=2, precisions=["strict"], rounds=2, device="cpu")
+    (row,) = peer.peers(["lenet"], [2], peer.Effort(steps=2, rounds=2), ["strict"], device="cpu")
     work = workload("lenet", steps=2, targets=2)
     start = work.search(2, STRICT)
     for number, given in enumerate(library.given[1:]):  # the first warms up
@@ -472,21 +529,20 @@ def test_rounds_of_the_peer_fit_the_time_there_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(peer, "load", lambda: library)
     monkeypatch.setattr(peer, "settings_of_cudnn", lambda *args: (True, {"off": 3.0, "on": 4.0}))
     drafts: list[list[Any]] = []
-    told: dict[str, Any] = {"steps": 2, "precisions": ["strict"], "device": "cpu", "loops": 1, "turns": 1}
-    (row,) = peer.peers(["lenet"], [3], rounds=3, seconds=1.0, draft=drafts.append, **told)
+    effort = peer.Effort(steps=2, rounds=3, loops=1, turns=1, seconds=1.0)
+    (row,) = peer.peers(["lenet"], [3], effort, ["strict"], device="cpu", draft=drafts.append)
     assert row["rounds"] == len(library.given) == 2  # 4 steps a second are two targets of 2 steps
     assert [len(row[name]) for name in ("psnr", "peer_psnr", "eager_psnr", "times_peer_rounds")] == [2, 2, 1, 2]
     assert (row["peer_cudnn_benchmark"], row["peer_trial_rates"]["off"]) == ("on", 3.0)
     assert [rows[0]["rounds"] for rows in drafts] == [1, 2]
-    (row,) = peer.peers(["lenet"], [3], rounds=3, seconds=0.1, **told)
+    (row,) = peer.peers(["lenet"], [3], replace(effort, seconds=0.1), ["strict"], device="cpu")
     assert row["rounds"] == 1
 
 
 def test_a_case_may_bring_lanes_and_steps() -> None:
-    of_case = script("benchmarks/peers.py").of_case
-    assert of_case("lenet", "32,128", 200) == ("lenet", (32, 128), 200)
-    assert of_case("lenet:1024", "32", 200) == ("lenet", (1024,), 200)
-    assert of_case("vit:8:50", "32", 200) == ("vit", (8,), 50)
+    assert options.case("lenet", "32,128", 200) == ("lenet", (32, 128), 200)
+    assert options.case("lenet:1024", "32", 200) == ("lenet", (1024,), 200)
+    assert options.case("vit:8:50", "32", 200) == ("vit", (8,), 50)
 
 
 def test_without_the_peer_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,10 +553,9 @@ def test_without_the_peer_the_result_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_stand_in_for_torchvision_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = script("benchmarks/peers.py")
-    for part in module.PARTS:
+    for part in peers.PARTS:
         monkeypatch.setitem(sys.modules, f"torchvision{part}", None)
-    module.without_torchvision()
+    peers.without_torchvision()
     found = importlib.import_module("torchvision.models.densenet")
     assert isinstance(type("Own", (found._DenseLayer,), {}), type)
     assert sys.modules["torchvision"].models.densenet is found
@@ -508,24 +563,29 @@ def test_the_stand_in_for_torchvision_can_be_imported(monkeypatch: pytest.Monkey
 
 def test_breaching_itself_agrees() -> None:
     pytest.importorskip("breaching", reason="the peer is not installed: extra `bench`", exc_type=Exception)
-    (row,) = peer.peers(["lenet"], [2], steps=20, precisions=["strict"], rounds=2, device="cpu")
+    (row,) = peer.peers(["lenet"], [2], peer.Effort(steps=20, rounds=2), ["strict"], device="cpu")
     assert abs(row["psnr_difference"]) < 0.5
 
 
 # --- the command and the tables ---------------------------------------------------------------------------------------
 
 
-def called(*words: object) -> Any:
-    from gradleak.cli import app
-
-    return CliRunner().invoke(app, ["bench", *map(str, words)])
+def called(*words: object) -> SimpleNamespace:
+    """`python -m benchmarks WORDS`: what it printed and its exit code."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = command.main([str(word) for word in words])
+        except SystemExit as stop:  # argparse refuses so
+            code = stop.code
+    return SimpleNamespace(exit_code=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def test_the_command_measures_stores_and_notices(tmp_path: Path) -> None:
     file = tmp_path / "stored.json"
     words = ("--quick", "--only", "engine", "--lanes", "1,2", "--seconds", 0.02, "--device", "cpu")
     answer = called(*words, "--out", file)
-    assert answer.exit_code == 0, answer.output
+    assert answer.exit_code == 0, answer.stderr
     assert answer.stdout.count("engine: network lenet") == 3
     held = json.loads(file.read_text())
     assert held["environment"]["processor"]
@@ -541,6 +601,18 @@ def test_the_command_measures_stores_and_notices(tmp_path: Path) -> None:
     assert answer.exit_code == 1
     assert "slower: lenet 2 strict" in answer.stdout
     assert again(1.0, processor="another").exit_code == 2
+
+
+def test_bench_shows_a_line_per_measurement() -> None:
+    answer = called(
+        "engine", "--networks", "lenet", "--lanes", "1,2", "--precision", "strict", "--seconds", 0.01, "--device", "cpu"
+    )
+    assert answer.exit_code == 0, answer
+    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,]+ a second +x[\d,.]+$", answer.stdout, re.MULTILINE)) == 2
+    assert re.search(r"^lenet +one at a time +strict +[\d,]+ a second +x1\.0$", answer.stdout, re.MULTILINE)
+    refused = called("engine", "--networks", "lennet")
+    assert refused.exit_code == 2
+    assert "Did you mean 'lenet'" in refused.stderr
 
 
 def test_a_section_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,7 +681,6 @@ def test_rows_that_did_not_fit_are_told_on_the_site(tmp_path: Path, monkeypatch:
 
 
 def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = script("benchmarks/tables.py")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     where = {**HERE, "packages": {"torch": "2"}, "time": "2026-01-01"}
     rows = rows_of((32, 1.0), (64, 2.0), (128, 4.4)) + rows_of((32, 1.0), (64, 1.5), network="vit")
@@ -620,7 +691,6 @@ def test_the_table_names_the_dearest_doubling(tmp_path: Path, monkeypatch: pytes
 
 
 def test_tables_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = script("benchmarks/tables.py")
     names = ("engine", "roofline", "memory", "quality", "cost", "chunks")
     plan = replace(suite.Plan.of("cpu", quick=True), lanes=(64, 32, 1, 8), seconds=0.02)
     suite.measure(plan, names, tmp_path / "cpu-one-thread.json")

@@ -20,15 +20,18 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import typer
 import typer.main
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gradleak as gl
-from gradleak.cli import app, loading, progress
-from gradleak.cli.request import Request
+from gradleak.cli import app, loading, progress, references, root
+from gradleak.cli.audit import AuditOptions
+from gradleak.cli.planning import plan_audit
 from gradleak.core import listeners as watching
 from gradleak.core.configuration import from_toml
+from gradleak.core.durations import duration
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
 
@@ -91,7 +94,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 @pytest.fixture
-def seen(tmp_path: Path) -> Path:
+def observation(tmp_path: Path) -> Path:
     """An observation of the user's model, in a file."""
     task = loading.task("train.py")
     x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -156,14 +159,14 @@ def test_help_takes_a_few_times_a_bare_interpreter() -> None:
 
     command = "from gradleak.cli import main; main()"
     pairs = [(seconds("-c", command, "--help"), seconds("-c", "import typer")) for _ in range(4)]
-    assert min(own for own, _ in pairs) < 4 * min(typer for _, typer in pairs), pairs
+    assert min(help_seconds for help_seconds, _ in pairs) < 4 * min(typer for _, typer in pairs), pairs
 
 
 def test_the_stub_tells_what_there_is() -> None:
     """Type checkers and editors read __init__.pyi; at run time names are looked up in __init__.py."""
     stub = ast.parse((ROOT / "src/gradleak/__init__.pyi").read_text())
-    told = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(told) == sorted(gl.__all__) == dir(gl)
+    names = [alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(names) == sorted(gl.__all__) == dir(gl)
     homes = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     for name in gl.__all__:
         module = importlib.import_module(f"{homes[name]}" if homes[name] != "gradleak" else f"gradleak.{name}")
@@ -184,9 +187,9 @@ def test_options_can_be_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_near_misses_are_named_once() -> None:
-    told = refused("audti")
-    assert told.count("Did you mean") == 1
-    assert "'audit'" in told
+    message = refused("audti")
+    assert message.count("Did you mean") == 1
+    assert "'audit'" in message
     assert "--targets" in refused("audit", "--targts", "3")
     assert "Try 'gradleak audit --help'" in refused("audit", "--targts", "3")
 
@@ -215,6 +218,9 @@ def test_a_defect_keeps_its_traceback_and_its_own_exit_code() -> None:
 )
 def test_words_that_nobody_knows(words: list[str]) -> None:
     refused(*words)
+
+
+# --- options as objects ----------------------------------------------------------------------------------------------
 
 
 # --- list, data, check -----------------------------------------------------------------------------------------------
@@ -279,7 +285,7 @@ def test_check_looks_at_the_data_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "told"),
+    ("reference", "message"),
     [
         ("nowhere.py:task", "There is no file nowhere.py"),
         ("train.py:tsk", "Did you mean 'task'"),
@@ -290,12 +296,12 @@ def test_check_looks_at_the_data_too() -> None:
         ("what ever", "names neither a file nor a module"),
     ],
 )
-def test_references_that_lead_nowhere(reference: str, told: str) -> None:
-    assert told in refused("check", reference)
+def test_references_that_lead_nowhere(reference: str, message: str) -> None:
+    assert message in refused("check", reference)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1\nraise RuntimeError('stop')\n", "user.py, line 2 raised RuntimeError: stop"),
         ("x = (\n", "line 1 raised SyntaxError"),
@@ -303,9 +309,9 @@ def test_references_that_lead_nowhere(reference: str, told: str) -> None:
         ("import sys\nsys.exit(0)\n", "line 2 raised SystemExit"),
     ],
 )
-def test_a_users_file_that_fails_is_one_message(text: str, told: str) -> None:
+def test_a_users_file_that_fails_is_one_message(text: str, message: str) -> None:
     Path("user.py").write_text(text)
-    assert told in refused("check", "user.py:task")
+    assert message in refused("check", "user.py:task")
 
 
 def test_a_users_file_may_import_its_neighbours_and_build_late() -> None:
@@ -337,7 +343,7 @@ def test_numbers() -> None:
     assert loading.numbers("0-3,2", "--seeds") == (0, 1, 2, 3)
     assert loading.numbers("5,5", "--labels", unique=False) == (5, 5)
     for bad in ("x", "1-", ",", "1.5"):
-        with pytest.raises(loading.LoadError, match="--rounds"):
+        with pytest.raises(root.LoadError, match="--rounds"):
             loading.numbers(bad, "--rounds")
 
 
@@ -353,7 +359,7 @@ def test_numbers() -> None:
     ],
 )
 def test_data_may_be_a_reference(text: str, is_one: bool) -> None:
-    assert loading.is_reference(text) is is_one
+    assert references.is_reference(text) is is_one
 
 
 def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,21 +368,23 @@ def test_one_core_is_left_to_others_if_there_are_any(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == []
     monkeypatch.delenv("OMP_NUM_THREADS")
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == [3]
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 2.0, 2.0))
-    loading.leave_room()
+    root.spare_a_core()
     assert asked == [3]
 
 
 # --- attack ----------------------------------------------------------------------------------------------------------
 
 
-def test_attack_writes_pictures_and_tensors_without_any_truth(seen: Path) -> None:
-    answer = Answer("attack", seen, "--task", "train.py:task", "--attack", "ig:steps=4,restarts=2", "-o", "found")
+def test_attack_writes_pictures_and_tensors_without_any_truth(observation: Path) -> None:
+    answer = Answer(
+        "attack", observation, "--task", "train.py:task", "--attack", "ig:steps=4,restarts=2", "-o", "found"
+    )
     assert answer.code == 0, answer
     for word in ("objective", "match", "y: 2", "of 2, chosen by match", "checks", "found/reconstruction.png"):
         assert word in answer.out, word
@@ -385,8 +393,8 @@ def test_attack_writes_pictures_and_tensors_without_any_truth(seen: Path) -> Non
     assert Path("found/reconstruction.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
-    words = ("attack", seen, "--task", "train.py", "--attack", "dlg:steps=3", "--labels", "2")
+def test_attack_takes_the_recipe_and_the_labels(observation: Path) -> None:
+    words = ("attack", observation, "--task", "train.py", "--attack", "dlg:steps=3", "--labels", "2")
     assert "--lr" in refused(*words)
     assert Answer(*words, "--lr", "0.1", "--steps", "1").code == 0
     assert "needs --lr" in refused(*words, "--epochs", "2")
@@ -395,10 +403,20 @@ def test_attack_takes_the_recipe_and_the_labels(seen: Path) -> None:
     assert "On the command line" not in unrelated
 
 
-def test_rounds_of_one_client_are_one_target(seen: Path) -> None:
-    first = gl.Observation.load(seen)
+def test_rounds_of_one_client_are_one_target(observation: Path) -> None:
+    first = gl.Observation.load(observation)
     replace(first, round=first.round + 1).save("again.safetensors")
-    words = ("attack", "again.safetensors", seen, "--task", "train.py:task", "--attack", "ig:steps=3", "-o", "found")
+    words = (
+        "attack",
+        "again.safetensors",
+        observation,
+        "--task",
+        "train.py:task",
+        "--attack",
+        "ig:steps=3",
+        "-o",
+        "found",
+    )
     answer = Answer(*words, "--track")  # in any order
     assert answer.code == 0, answer
     assert load_file("found/reconstruction.safetensors")["x"].shape[0] == 1
@@ -406,19 +424,19 @@ def test_rounds_of_one_client_are_one_target(seen: Path) -> None:
     assert "rounds must increase" in refused("attack", "same.safetensors", *words[2:], "--track")
 
 
-def test_files_with_one_key_are_told_apart_by_their_names(seen: Path) -> None:
-    folder = seen.with_name("other")
+def test_files_with_one_key_are_told_apart_by_their_names(observation: Path) -> None:
+    folder = observation.with_name("other")
     folder.mkdir()
-    copies = [seen, seen.with_name("b.safetensors"), folder / "b.safetensors"]
+    copies = [observation, observation.with_name("b.safetensors"), folder / "b.safetensors"]
     for copy in copies[1:]:
-        copy.write_bytes(seen.read_bytes())
+        copy.write_bytes(observation.read_bytes())
     answer = Answer("attack", *copies, "--task", "train.py", "--attack", "ig:steps=2")
     assert answer.code == 0, answer
     assert re.findall(r"^(\S+): objective", answer.out, re.MULTILINE) == ["seen", "b", "b-2"]
 
 
-def test_odd_updates_are_told_before_the_attack(seen: Path) -> None:
-    good = gl.Observation.load(seen)
+def test_odd_updates_are_told_before_the_attack(observation: Path) -> None:
+    good = gl.Observation.load(observation)
     zero = {name: torch.zeros_like(value) for name, value in good.update.items()}
     path = gl.Observation(good.weights, zero, 1).save("zero.safetensors")
     answer = Answer("attack", path, "--task", "train.py", "--attack", "ig:steps=2", "--labels", "1")
@@ -450,7 +468,7 @@ def test_models_that_vmap_rejects_run_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--attack", "igg"), "Did you mean 'ig'"),
         (("--attack", "ig:stps=3"), "has no setting 'stps'. Did you mean 'steps'"),
@@ -466,8 +484,8 @@ def test_models_that_vmap_rejects_run_one_by_one() -> None:
         (("--labels", "cat"), "--labels must be whole numbers"),
     ],
 )
-def test_attack_refuses_what_does_not_exist(seen: Path, words: tuple[str, ...], told: str) -> None:
-    assert told in refused("attack", seen, "--task", "train.py", *words)
+def test_attack_refuses_what_does_not_exist(observation: Path, words: tuple[str, ...], message: str) -> None:
+    assert message in refused("attack", observation, "--task", "train.py", *words)
 
 
 def damaged(kind: str, good: Path) -> Path:
@@ -509,7 +527,7 @@ def damaged(kind: str, good: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         ("missing", "There is no file"),
         ("empty", "not a readable observation"),
@@ -527,29 +545,19 @@ def damaged(kind: str, good: Path) -> Path:
         ("million examples", "num_examples must be a whole number"),
     ],
 )
-def test_files_from_outside_are_refused_with_one_message(seen: Path, kind: str, told: str) -> None:
-    assert told in refused("attack", damaged(kind, seen), "--task", "train.py", "--attack", "ig:steps=2")
+def test_files_from_outside_are_refused_with_one_message(observation: Path, kind: str, message: str) -> None:
+    assert message in refused("attack", damaged(kind, observation), "--task", "train.py", "--attack", "ig:steps=2")
     assert not Path("runs").exists()
 
 
-def test_ctrl_c_says_what_is_kept(seen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_says_what_is_kept(observation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gl.Composed, "run", interrupted)
-    answer = Answer("attack", seen, "--task", "train.py")
+    answer = Answer("attack", observation, "--task", "train.py")
     assert answer.code == 130
     assert "nothing was written" in answer.errors
-
-
-def test_bench_shows_a_line_per_measurement() -> None:
-    answer = Answer(
-        "bench", "engine", "--networks", "lenet", "--lanes", "1,2", "--precision", "strict", "--seconds", 0.01
-    )
-    assert answer.code == 0, answer
-    assert len(re.findall(r"^lenet +\d lanes +strict +[\d,]+ a second +x[\d,.]+$", answer.out, re.MULTILINE)) == 2
-    assert re.search(r"^lenet +one at a time +strict +[\d,]+ a second +x1\.0$", answer.out, re.MULTILINE)
-    assert "Did you mean 'lenet'" in refused("bench", "engine", "--networks", "lennet")
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------
@@ -640,7 +648,7 @@ def test_a_model_by_name_for_any_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("train.py:task",), "holds no data. Say which examples"),
         (("train.py:task", "--data", "nowhere"), "Unknown data 'nowhere'"),
@@ -668,12 +676,12 @@ def test_a_model_by_name_for_any_images() -> None:
         (("--config", "odd.toml"), "odd.toml is not the configuration of an audit"),
     ],
 )
-def test_audits_that_cannot_run(words: tuple[str, ...], told: str) -> None:
+def test_audits_that_cannot_run(words: tuple[str, ...], message: str) -> None:
     Path("empty.toml").write_text("")
     Path("odd.toml").write_text(
         'attacks = ["ig"]\n[origin]\ntask = "train.py:task"\ndata = "train.py:images"\n[engine]\nwarp = 9\n'
     )
-    assert told in refused("audit", *words)
+    assert message in refused("audit", *words)
 
 
 @pytest.mark.parametrize("command", [("report", "."), ("compare", ".", "."), ("report", "nowhere")])
@@ -714,7 +722,7 @@ def test_a_run_in_which_every_cell_failed_did_not_run(monkeypatch: pytest.Monkey
 def test_quick_shortens_attacks_that_were_made_in_python() -> None:
     made = "attacks = [gl.attacks.get('ig', steps=5000), gl.attacks.get('second-order')]\n"
     Path("made.py").write_text(USER_FILE + made + "audit = gl.Audit(task, images, attacks, targets=2)\n")
-    planned = Request(reference="made.py:audit", quick=True).audit()
+    planned = plan_audit(AuditOptions(reference="made.py:audit", quick=True))
     assert [attack.stages[0].optimiser.steps for attack in planned.attacks[:1]] == [2]
     assert planned.attacks[1].steps == 2
     assert planned.trial
@@ -733,7 +741,7 @@ def test_junit_beside_a_run() -> None:
 
 
 def test_plain_is_what_a_pipe_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "plain", lambda stream: False)  # as on a terminal
+    monkeypatch.setattr(progress, "is_plain", lambda stream: False)  # as on a terminal
     assert "[1/1] ig:steps=3" in Answer(*TINY, "--plain", "-o", "one").errors
     monkeypatch.setenv("GRADLEAK_PLAIN", "1")
     assert "[1/1] ig:steps=3" in Answer(*TINY, "-o", "two").errors
@@ -764,7 +772,7 @@ def test_the_gate_for_continuous_integration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "shares", "told"),
+    ("word", "shares", "message"),
     [
         ("leaks", [0.5, 0.2], "recovered 50%"),
         ("leaks in part", [0.1], ""),
@@ -774,15 +782,15 @@ def test_the_gate_for_continuous_integration() -> None:
         ("leaks", [float("nan")], "no line"),
     ],
 )
-def test_thresholds(word: str, shares: list[float], told: str) -> None:
+def test_thresholds(word: str, shares: list[float], message: str) -> None:
     lines = [
         SimpleNamespace(attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share))
         for share in shares
     ]
     result: Any = SimpleNamespace(verdict=SimpleNamespace(word=word), summaries=lines)
     reason = crossed(result, 0.2)
-    assert told in reason
-    assert bool(reason) == bool(told)
+    assert message in reason
+    assert bool(reason) == bool(message)
 
 
 def test_a_narrow_terminal_gets_fewer_columns() -> None:
@@ -799,9 +807,9 @@ def test_no_attacker_is_left_out_in_a_narrow_terminal() -> None:
     Answer(*TINY, "--quick", "--defence", "none,pruning", "-o", "run")
     result = gl.AuditResult.load("run")
     narrow = fitted(result, 80)
-    told = " ".join(narrow.split("pruning: ")[1].split())
+    line = " ".join(narrow.split("pruning: ")[1].split())
     for name in ("undefended", "A0 naive", "A1 masked", "A2 adaptive", "no gradient", "verdict"):
-        assert name in told, name
+        assert name in line, name
     assert "no formal guarantee" in narrow
     assert fitted(result, 500).replace("\n", " ") == result.table().replace("\n", " ")
 
@@ -848,8 +856,8 @@ def test_an_audit_attacks_the_checkpoints_of_a_training() -> None:
     again = Answer("audit", "--config", "run/run.toml", "-o", "again")
     assert again.code == 0, again
     assert loading_toml("again/run.toml")["fingerprint"] == settings["fingerprint"]
-    told = refused(*attacked, "1")
-    assert "has no checkpoint of round 1; there are: 0, 2, 3." in told
+    message = refused(*attacked, "1")
+    assert "has no checkpoint of round 1; there are: 0, 2, 3." in message
     assert "leave --data out" in refused(*attacked, "0", "--data", "digits")
     assert "leave --clients out" in refused(*attacked, "0", "--clients", 2)
     assert "holds no training" in refused("audit", "--from", "run")
@@ -898,7 +906,7 @@ def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("train.py:task",), "Say which images train.py:task is trained on"),
         (("--per-round", 2, "--poisson", 0.5), "both say who takes part"),
@@ -910,21 +918,21 @@ def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
         (("--steps", 2, "--epochs", 2), "steps or epochs, not both"),
     ],
 )
-def test_a_training_that_cannot_be(words: tuple[object, ...], told: str) -> None:
-    assert told in refused("train", *words)
+def test_a_training_that_cannot_be(words: tuple[object, ...], message: str) -> None:
+    assert message in refused("train", *words)
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
 def test_plain_lines_count_cells_and_name_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress.shown() as shown:  # pytest's stderr is no terminal
-        shown.start(3)
-        shown.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
-        shown.cell("new", 1)
-        shown.share(0.5)
-        shown.finished("new", [{"status": "failed", "error": "ValueError: no"}])
-        shown.note("by the way")
+    with progress.display() as bars:  # pytest's stderr is no terminal
+        bars.start(3)
+        bars.finished("old", [{"status": "done", "scores": {"psnr": [20.0, None]}}])
+        bars.cell("new", 1)
+        bars.share(0.5)
+        bars.finished("new", [{"status": "failed", "error": "ValueError: no"}])
+        bars.note("by the way")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[1/3] old: 1 target, mean PSNR 20.0 dB, kept from before"
     assert lines[1].startswith("[2/3] new: FAILED (ValueError: no), in 0.0 s")
@@ -935,15 +943,15 @@ def test_bars_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    with progress.shown() as shown:
-        assert isinstance(shown, progress.Bars)
-        shown.start(2)
-        shown.cell("[bold]first[/bold]", 0)
-        shown.share(0.25)
-        shown.finished("[bold]first[/bold]", [])
+    with progress.display() as bars:
+        assert isinstance(bars, progress.Bars)
+        bars.start(2)
+        bars.cell("[bold]first[/bold]", 0)
+        bars.share(0.25)
+        bars.finished("[bold]first[/bold]", [])
     assert "[bold]first[/bold]: 0 targets" in capsys.readouterr().err
     monkeypatch.setenv("NO_COLOR", "1")
-    assert progress.plain(sys.stderr)
+    assert progress.is_plain(sys.stderr)
 
 
 def test_an_objective_is_drawn_as_a_curve() -> None:
@@ -965,13 +973,13 @@ def test_an_objective_is_drawn_as_a_curve() -> None:
 
 
 def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(progress, "SPEAK_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     watching.tell(torch.ones(2))  # nobody listens
-    with progress.shown(lines=True) as shown:
-        shown.start(1)
-        shown.cell("only", 0)
+    with progress.display(plain=True) as bars:
+        bars.start(1)
+        bars.cell("only", 0)
         watching.tell(torch.tensor([torch.nan, 0.25, 0.25, 4.0]))
-        shown.share(0.5)
+        bars.share(0.5)
         watching.tell(torch.tensor([torch.nan]))  # a search that diverged says nothing
     assert "[1/1] only: 50%, objective 2.5e-01, about " in capsys.readouterr().err
 
@@ -980,7 +988,7 @@ def test_the_display_hears_the_objective(monkeypatch: pytest.MonkeyPatch, capsys
     ("seconds", "text"), [(0.44, "0.4 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text
+    assert duration(seconds) == text
 
 
 # --- the manual ------------------------------------------------------------------------------------------------------
@@ -1000,14 +1008,14 @@ Written by `python tests/test_cli.py` from the commands' own help; a test checks
 | 130 | interrupted; the message says what is kept and how to go on |
 
 Results go to standard output, everything else to standard error. On a terminal, long commands show bars with the time
-left and the curve of the present objective; in a pipe, with `--plain`, `NO_COLOR=1` or `TERM=dumb`, plain lines.
+left and the curve of the current objective; in a pipe, with `--plain`, `NO_COLOR=1` or `TERM=dumb`, plain lines.
 `GRADLEAK_PLAIN=1` is `--plain` for all commands, `GRADLEAK_DEBUG=1` shows tracebacks. On a CPU, `audit`, `attack`,
 `train` and `analyse` leave one core to other programs; `OMP_NUM_THREADS` sets the number of threads.
 
 Every option can be set by an environment variable too: `GRADLEAK_AUDIT_TARGETS=4` is `--targets 4` of `audit`,
 `GRADLEAK_PRIOR_TRAIN_BATCH_SIZE` that of `prior train`; several values of one option are separated by spaces.
 
-`gradleak --install-completion` teaches your shell to complete commands and options.
+`gradleak --install-completion` lets your shell complete commands and options.
 
 In continuous integration: `gradleak audit ... --fail-above 0.1 --junit leakage.xml`. The JUnit file has a test case for
 each cell (a failure where more is recovered than was allowed, an error where the cell failed, skipped where it is

@@ -19,7 +19,8 @@ from conftest import blobs, largest_difference, tiny
 from gradleak.audit import AuditError
 from gradleak.audit.private import Stored, examples_of
 from gradleak.cli import app
-from gradleak.cli.request import Request
+from gradleak.cli.audit import AuditOptions
+from gradleak.cli.planning import plan_audit
 from gradleak.core import random as draws
 from gradleak.core import registry, tree
 from gradleak.core.configuration import from_toml
@@ -442,7 +443,7 @@ def test_a_denoiser_is_trained_kept_and_attacked_from_the_command_line(home: Pat
     assert rows[-1]["trained"]["test_accuracy"] is None
     found = from_toml(Path("attacked/run.toml").read_text())
     assert (found["given"], found["origin"]["generator"]) == (["t"], "the trained model")
-    again = Request(config=Path("attacked/run.toml")).audit()
+    again = plan_audit(AuditOptions(config=Path("attacked/run.toml")))
     assert [cell.key for cell in again.cells()] == [row["cell"] for row in rows]
 
 

@@ -614,7 +614,7 @@ def test_captured_clients_are_eager_clients_and_those_of_a_cpu(norm: str | None)
         if engine.where.type == "cuda" and engine.graph:
             assert work.clients._graphs is not None
             assert work.clients._graphs.possible
-            assert work.clients._graphs._held
+            assert work.clients._graphs._graphs
         states.append(tree.to(state.weights, "cpu", None))
     assert largest_difference(states[0], states[1]) < 1e-10
     assert largest_difference(states[0], states[2]) < 1e-10

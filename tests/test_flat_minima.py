@@ -30,7 +30,7 @@ from gradleak.defences import FedASAM, FedGF, FedSAI, FedSAM
 from gradleak.defences.fedgf import MIXING, PERTURBED
 from gradleak.defences.fedsai import _head, _with_classes
 from gradleak.defences.fedsam import ascent
-from gradleak.federation import SWA, Federation, Rounds, State, participation
+from gradleak.federation import SWA, Federation, Remembered, Rounds, State, participation
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.graphs import Graphs
 from gradleak.parts.fields import Labels, label_rule
@@ -357,7 +357,7 @@ def test_fedgf_without_its_memory_says_so(tmp_path: Path) -> None:
     observe = partial(FAR.observe, task, private(2), sent.weights, FedGF(), key="a", round=2, seed=0)
     for held_ in (None, sent.server):
         with pytest.raises(ValueError, match="at round 2 its server remembers none: these weights come from"):
-            observe(held=held_)
+            observe(remembered=Remembered(server=held_))
     plain = gl.observe(task, private(2), LocalTraining(lr=1.0))
     with pytest.raises(ValueError, match="this observation does not hold it"):
         FedGF().assumed(scene_of(task, plain), task)
@@ -658,7 +658,8 @@ def test_a_later_round_is_predicted_too(defence: Defence, training: LocalTrainin
     task, held, batch = tiny(), data(), private(4)
     federation = replace(FAR, training=training)
     sent = federation.weights_at(task, held, [2], defence)[2]
-    seen = federation.observe(task, batch, sent.weights, defence, key="a", round=2, seed=0, held=dict(sent.server))
+    before = Remembered(server=dict(sent.server))
+    seen = federation.observe(task, batch, sent.weights, defence, key="a", round=2, seed=0, remembered=before)
     seen = gl.Observation.load(seen.save(tmp_path / "seen.safetensors"))
     shuffle = torch.Generator().manual_seed(int(gl.core.random.key("client", "a", 0)[0]))
     order = training.order(4, shuffle)

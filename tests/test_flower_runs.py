@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 pytestmark = [
     pytest.mark.flower,
+    pytest.mark.system,
     pytest.mark.xdist_group("flower runs"),
     pytest.mark.skipif(not (BIN / "flower-superlink").exists(), reason="flower-superlink is not beside this Python"),
     pytest.mark.skipif(sys.platform != "linux", reason="finds the processes that it has to end in /proc"),

@@ -130,7 +130,6 @@ def test_a_table_has_three_modes_and_says_what_they_show(paper: ModuleType, effo
     assert abs(radii["FedASAM"] - 0.3) > 0.01  # in a ball that is stretched by the weights it is not rho
     assert [(tmp_path / "pictures" / name).stat().st_size > 0 for name in row["pictures"]] == [True]
     json.dumps(figures, allow_nan=False)
-    assert "| FedASAM |" in part(paper, "table").attacks(row)
     assert measured(paper, Namespace(**{**vars(options), "budget": -1})) == {}
 
 
@@ -155,7 +154,6 @@ def test_a_curve_has_curvature_beside_leakage(paper: ModuleType, effort: Any) ->
         assert list(point["cells"]["ig"]) == ["a", "b", "c"]
     assert "need at least 4 rounds" in found["associations"]["ig"]["c"]["excess"]["reason"]
     json.dumps(importlib.import_module("record").without_infinities(found), allow_nan=False)
-    assert "lambda max" in part(paper, "table").curves(found)
 
 
 def test_several_seeds_are_correlated_as_runs(paper: ModuleType) -> None:
@@ -191,7 +189,6 @@ def test_the_printed_index_and_the_bounds_that_hold_are_computed(paper: ModuleTy
     assert held["channel"].keys() == {"plain", "sent"}
     assert held["channel"]["plain"]["nats"] != held["channel"]["sent"]["nats"]
     assert {mode: len(points) for mode, points in held["input"].items()} == {"a": 2, "c": 2}
-    assert "| FedGF |" in part(paper, "table").informations(found)
     json.dumps(found, allow_nan=False)
 
 

@@ -22,7 +22,7 @@ from sockets import descendants, open_to_others
 from test_audit import WORKS, audit
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.flower, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.flower, pytest.mark.system, pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")

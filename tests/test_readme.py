@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from forks import Forks, forks
 from gradleak.cli import app
-from gradleak.cli.loading import about
+from gradleak.cli.listing import describe_defence
+from gradleak.cli.reproduce import beside
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
 from test_defences_table import GUARANTEED, RANDOM
@@ -78,7 +79,7 @@ def known(words: list[str]) -> None:
     rest = words[1:]
     while hasattr(command, "commands"):
         if command.invoke_without_command and (not rest or rest[0].startswith("-")):
-            break  # such as `gradleak bench --quick`
+            break  # a family that is a command too
         assert rest, f"{' '.join(words)} names no command"
         assert rest[0] in command.commands, f"{' '.join(words)}: there is no command {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
@@ -107,7 +108,7 @@ def test_commands_exist(page: Path) -> None:
             options = [word for word in words[2:] if word.startswith("--")]
             assert all(option in (ROOT / words[1]).read_text() for option in options), words
         elif words[0] == "python":
-            assert words[2] in ("mkdocs", "pytest"), words
+            assert words[2] in ("mkdocs", "pytest", "benchmarks"), words
         else:
             pytest.fail(f"{page.name}: nobody checks the command {words[0]!r}")
 
@@ -152,10 +153,9 @@ def test_verified_attacks_have_results_that_hold() -> None:
     assert verified
     text = README.read_text()
     for name in verified:
-        results = sorted((ROOT / "papers" / name / "results").glob("*.json"))
-        assert results, f"{name} is called verified, but papers/{name}/results is empty"
-        for path in results:
-            assert json.loads(path.read_text())["failed"] == [], path
+        bounds = beside(ROOT, "figures").Claims(ROOT / "papers" / name).bounds
+        assert bounds, f"{name} is called verified, but nothing was to hold in papers/{name}"
+        assert [bound.outcome for bound in bounds] == ["holds"] * len(bounds), name
         assert f"- `{name}`: " in text, f"README.md does not say what verified means for {name}"
 
 
@@ -206,7 +206,7 @@ def test_the_table_of_defences_says_what_the_defences_do() -> None:
     assert list(rows) == [entry.name for entry in registry.entries("defence") if entry.name in rows]
     assert set(GUARANTEED) <= set(rows)
     for name, (place, deterministic, proved, how) in rows.items():
-        assert place == about(registry.get("defence", name))[0], name
+        assert place == describe_defence(registry.get("defence", name))[0], name
         assert (deterministic == "no") == (name in RANDOM), name
         assert proved.startswith("epsilon") == (GUARANTEED.get(name) == "local"), name
         assert proved.startswith(("epsilon, one ", "none")), name

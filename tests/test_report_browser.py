@@ -16,7 +16,7 @@ from gradleak.audit.result import AuditResult
 from gradleak.audit.store import Memory
 from gradleak.report import render
 
-pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+pytestmark = [pytest.mark.browser, pytest.mark.system, pytest.mark.xdist_group("browser")]
 
 SIDE, FRAMES, RESTARTS = 32, 8, 3
 FEWER = 50

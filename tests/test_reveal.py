@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,9 +143,9 @@ def test_a_training_can_run_over_the_real_protocol() -> None:
 def test_the_protocol_runs_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     group, run, rounds = cohort(3), reveal.in_ring, []
 
-    def noted(values: Mapping[int, Tree], round: int) -> reveal.Masked:
+    def noted(values: Mapping[int, Tree], *, round: int, **settings: Any) -> reveal.Masked:
         rounds.append(round)
-        return run(values, round=round)
+        return run(values, round=round, **settings)
 
     monkeypatch.setattr(reveal, "in_ring", noted)
     plain = PLAIN.aggregate(group.uploads, group.sizes, {"round": 7})

@@ -445,7 +445,7 @@ def test_never_both_secrets_of_a_client() -> None:
     """A client answers one request, with one share per client: that of the own mask or that of the key."""
     round = Round().until(Stage.UNMASK)
     client = round.clients[3]
-    held = dict(client._held)
+    held = dict(client._shares)
     less = Request(round.server._transcript, 0, (3, 8, 11, 12))
     answer = Revealed.from_bytes(client.unmask(less.to_bytes()))
     assert [owner for owner, _ in answer.self_shares] == [3, 8, 11, 12]
@@ -455,7 +455,7 @@ def test_never_both_secrets_of_a_client() -> None:
     for second in (round.answers[3], less.to_bytes()):
         with pytest.raises(Refused, match="stage 'done'"):
             client.unmask(second)
-    assert not client._held, "nothing is kept that could be asked for"
+    assert not client._shares, "nothing is kept that could be asked for"
     # A server that had asked for the key of 20 now has an answer that does not fit what it knows.
     with pytest.raises(Rejected, match=r"did not reveal one key share of each of \[\]"):
         round.server.receive(answer.to_bytes())

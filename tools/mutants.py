@@ -1,9 +1,10 @@
 """Break the code on purpose, and count how often the tests notice.
 
-    python tools/mutants.py map                     once: which tests run which line (a run of the whole suite)
-    python tools/mutants.py run --each 14 --seed 0  break 14 places in every area, one at a time
-    python tools/mutants.py again --also TESTS      break the places again that nobody noticed, with these tests too
-    python tools/mutants.py show                    what was not noticed
+    python tools/mutants.py map                        once: which tests run which line (a run of the whole suite)
+    python tools/mutants.py run --sample 112 --jobs 2  break 112 places, as many in every area, two at a time
+    python tools/mutants.py run --minutes 20           stop after 20 minutes; the next run goes on
+    python tools/mutants.py again --also TESTS         break the places again that nobody noticed, with these tests too
+    python tools/mutants.py show                       what was not noticed
 
 Each mutant changes one expression of one file in a copy of the tree: a sign, a factor, an axis, a projection, a bound,
 a comparison. Then the tests that run its line are run, those of its own file and the quickest first, until one fails. A
@@ -28,48 +29,80 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "gradleak"
 HOME = ROOT / ".mutants"
+# Modules and folders of the package. One that has moved is found by the end of its path, if only one ends so.
 AREAS = {
-    "engine": ["engine.py", "search.py", "attack.py", "local.py", "rules.py", "draws.py", "recompute.py", "task.py"],
+    "engine": ["engine", "attack", "scenario/client", "scenario/rules", "scenario/task", "core"],
     "parts": ["parts"],
     "attacks": ["attacks"],
-    "defences": ["defences", "defence.py", "accounting.py", "guarantee.py"],
-    "metrics": ["metrics", "assignment.py", "checks.py", "results"],
-    "analysis": ["analysis"],
+    "defences": ["defences", "scenario/defence", "scenario/accounting", "scenario/guarantee"],
+    "metrics": ["metrics", "audit"],
+    "analysis": ["identify", "curvature"],
     "secure": ["secure"],
     "federation": ["federation", "diffusion"],
 }
 MOST_TESTS, MOST_SECONDS = 150, 120.0  # for one mutant, by what the tests took in the map
 PATIENCE = 4  # a mutant hangs when its tests take this many times as long as in the map, and a minute
 
-# Mutants that change nothing a caller could see, by file and broken line, with the reason. They are counted apart.
+# Mutants that change nothing a caller could see, by module and broken line, with the reason. They are counted apart.
 EQUIVALENT = {
     (
-        "src/gradleak/secure/client.py",
+        "secure/client",
         "directory = Directory(self.plan.binding, (1), tuple(self._directory.values())) if self._directory else None",
     ): "who sent the directory within a client's own state: nobody reads it, its entries are signed each by itself",
     (
-        "src/gradleak/parts/frozen.py",
+        "parts/frozen",
         "with ThreadPoolExecutor((2)) as thread:",
     ): "one piece of work is handed to it, so a second thread never starts",
     (
-        "src/gradleak/scenario/accounting.py",
+        "scenario/accounting",
         "low, high = (NormalDist().inv_cdf(delta) + 1), 1 / (2 * z)",
     ): "the first end of a bracket, which the loop after it moves below the root: the same root up to rounding",
     (
-        "src/gradleak/core/recompute.py",
+        "core/recompute",
         "(torch.ones_like(leaf)) if tangent is None else tangent",
     ): "torch hands zeros for inputs that do not move, so this is never reached",
     (
-        "src/gradleak/identify/risk.py",
+        "identify/risk",
         "blank[name] = field.model(((0.5 - PIXEL_STD * noise)).clamp(0, 1).to(blank[name]))",
     ): "normal noise with its sign turned: another draw of the same law, at a point that belongs to nobody",
 }
+
+
+# --- where it is ------------------------------------------------------------------------------------------------------
+
+
+def located(name: str) -> Path:
+    """The file or folder of a module of the package, such as `search` or `secure/client`, wherever it is now."""
+    for path in (PACKAGE / name, PACKAGE / f"{name}.py"):
+        if path.exists():
+            return path
+    end = Path(name).parts
+    everything = [path for path in PACKAGE.rglob("*") if path.suffix == ".py" or path.is_dir()]
+    found = [path for path in everything if path.relative_to(PACKAGE).with_suffix("").parts[-len(end) :] == end]
+    if len(found) != 1:
+        others = " and ".join(sorted(path.relative_to(ROOT).as_posix() for path in found)) or "no file or folder"
+        raise SystemExit(
+            f"tools/mutants.py names the module {name!r}; {others} has that name under src/gradleak. Name it in AREAS "
+            "or EQUIVALENT by its path from there, without .py."
+        )
+    return found[0]
+
+
+def files_of(area: str) -> list[Path]:
+    """The Python files of an area, each once."""
+    paths = [located(name) for name in AREAS[area]]
+    return list(
+        dict.fromkeys(file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path]))
+    )
 
 
 # --- what can be broken -----------------------------------------------------------------------------------------------
@@ -216,13 +249,14 @@ def _computing(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def chosen(each: int, seed: int) -> list[Mutant]:
-    """The same number from every area, of all kinds and files alike: kind first, then file, then place."""
-    found: list[Mutant] = []
-    for area, names in AREAS.items():
+    """The same number from every area, of all kinds and files alike: kind first, then file, then place.
+
+    Areas take turns, so that a run that stops early has seen all of them.
+    """
+    found: list[list[Mutant]] = []
+    for area in AREAS:
         source = random.Random(f"{seed} {area}")
-        paths = [ROOT / "src" / "gradleak" / name for name in names]
-        files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-        everything = [mutant for file in files for mutant in sites(area, file)]
+        everything = [mutant for file in files_of(area) for mutant in sites(area, file)]
         taken: dict[str, Mutant] = {}
         while len(taken) < min(each, len(everything)):
             kind = source.choice(sorted({mutant.kind for mutant in everything}))
@@ -231,8 +265,8 @@ def chosen(each: int, seed: int) -> list[Mutant]:
                 file = source.choice(sorted({mutant.file for mutant in of_kind}))
                 mutant = source.choice([mutant for mutant in of_kind if mutant.file == file])
                 taken[mutant.key] = mutant
-        found += taken.values()
-    return found
+        found.append(list(taken.values()))
+    return [mutant for turn in itertools.zip_longest(*found) for mutant in turn if mutant is not None]
 
 
 # --- which tests run a line -------------------------------------------------------------------------------------------
@@ -347,15 +381,33 @@ def copy_of_tree(number: int) -> Path:
     return tree
 
 
-def run(todo: list[Mutant], also: list[str], part: int) -> None:
-    durations, tree = measured(), copy_of_tree(part)
-    database = sqlite3.connect(HOME / "coverage")
-    for mutant in todo:
-        tests = [*also, *tests_of(mutant, durations, database)]
-        limit = 60 + PATIENCE * sum(durations.get(name, 10.0) for name in tests)
-        keep({"key": mutant.key, **(row := broken(mutant, tests, limit, tree))})
-        print(f"{row['outcome']:<9} {mutant.key}: {mutant.old} -> {mutant.new}", flush=True)
-    unsound(tree)
+def run(todo: list[Mutant], also: list[str], jobs: int, minutes: float | None) -> None:
+    """Break one place after the other in `jobs` copies of the tree; after `minutes` no other place is begun."""
+    durations, trees = measured(), [copy_of_tree(number) for number in range(jobs)]
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    waiting, lock = iter(todo), Lock()
+
+    def following() -> Mutant | None:
+        with lock:
+            return None if end is not None and time.monotonic() > end else next(waiting, None)
+
+    def work(tree: Path) -> int:
+        """Take mutants until none is left or time is up; how many there were."""
+        database, count = sqlite3.connect(HOME / "coverage"), 0
+        while (mutant := following()) is not None:
+            tests = [*also, *tests_of(mutant, durations, database)]
+            limit = 60 + PATIENCE * sum(durations.get(name, 10.0) for name in tests)
+            row = broken(mutant, tests, limit, tree)
+            with lock:
+                keep({"key": mutant.key, **row})
+                print(f"{row['outcome']:<9} {mutant.key}: {mutant.old} -> {mutant.new}", flush=True)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(jobs) as pool:
+        done = sum(pool.map(work, trees))
+    print(f"{done} of {len(todo)} places were broken{'' if done == len(todo) else '; run again to go on'}.")
+    unsound(trees[0])
     show()
 
 
@@ -385,7 +437,8 @@ def rows() -> list[dict[str, str]]:
 
 def show() -> None:
     held = rows()
-    equivalent = [row for row in held if (row["file"], row.get("broken", "")) in EQUIVALENT]
+    reasons = {(located(name).relative_to(ROOT).as_posix(), line): why for (name, line), why in EQUIVALENT.items()}
+    equivalent = [row for row in held if (row["file"], row.get("broken", "")) in reasons]
     counted = [row for row in held if row not in equivalent]
     for area in [*AREAS, "all"]:
         own = [row for row in counted if area in (row["area"], "all")]
@@ -396,19 +449,20 @@ def show() -> None:
         if row["outcome"] == "survived":
             print(f"  {row['key']}: {row['old']} -> {row['new']}  ({row.get('why') or row.get('tests')})")
     for row in equivalent:
-        print(f"  equivalent: {row['key']}: {EQUIVALENT[row['file'], row['broken']]}")
+        print(f"  equivalent: {row['key']}: {reasons[row['file'], row['broken']]}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("what", choices=["map", "run", "again", "show", "list"])
     parser.add_argument("--each", type=int, default=14, help="mutants in every area")
+    parser.add_argument("--sample", type=int, help="mutants in all, as many in every area; instead of --each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle", metavar="SEED", help="of `map`: run the tests in an order of their own")
     parser.add_argument("--also", nargs="+", default=[], help="tests younger than the map, run first for every mutant")
-    parser.add_argument("--part", default="0/1", help="of the work, such as 0/2 and 1/2 in two processes")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    parser.add_argument("--minutes", type=float, help="begin no other mutant after so long")
     given = parser.parse_args()
-    part, parts = (int(number) for number in given.part.split("/"))
     if given.what == "map":
         make_map(given.shuffle)
     elif given.what == "show":
@@ -416,12 +470,16 @@ def main() -> None:
     else:
         outcome = {row["key"]: row["outcome"] for row in rows()}
         again = "survived" if given.what == "again" else None
-        mutants = chosen(given.each, given.seed)
+        if given.sample is None:
+            mutants = chosen(given.each, given.seed)
+        else:
+            mutants = chosen(-(-given.sample // len(AREAS)), given.seed)[: given.sample]
         if given.what == "list":
             for mutant in mutants:
                 print(f"{mutant.key}: {mutant.old} -> {mutant.new}")
         else:
-            run([mutant for mutant in mutants if outcome.get(mutant.key) == again][part::parts], given.also, part)
+            todo = [mutant for mutant in mutants if outcome.get(mutant.key) == again]
+            run(todo, given.also, max(1, given.jobs), given.minutes)
 
 
 if __name__ == "__main__":

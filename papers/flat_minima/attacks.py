@@ -27,6 +27,7 @@ from gradleak.core.configuration import digest
 from gradleak.core.pictures import png, sheet
 from gradleak.curvature.association import paired_difference
 from gradleak.defences import FedSAM
+from gradleak.federation import Remembered
 from gradleak.scenario.task import Batch
 
 GRADIENT = gl.LocalTraining(lr=1.0)
@@ -109,7 +110,7 @@ def observed(course: Course, effort: Effort, number: int, truth: Batch, mode: Mo
             key=f"target {row}",
             round=number,
             seed=effort.seed,
-            held=dict(sent.server) or None,
+            remembered=Remembered(server=dict(sent.server) or None),
         )
         for row in range(len(truth["y"]))
     ]

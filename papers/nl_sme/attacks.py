@@ -28,7 +28,7 @@ from gradleak.core.assignment import cost_matrix, match, pairwise_mse
 from gradleak.core.pictures import png, sheet
 from gradleak.core.tree import Tree
 from gradleak.curvature.association import paired_difference
-from gradleak.engine import Engine, chunk_size, lanes_of, sized
+from gradleak.engine.lanes import Engine, chunk_size, lanes_of, sized
 from gradleak.engine.search import Search
 from gradleak.parts.matches import Cosine
 from gradleak.parts.surrogates import diagnosis, performance_gap

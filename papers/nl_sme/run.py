@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from gradleak.analysis import trajectory
+from nl_sme import trajectory
 from nl_sme.attacks import METHODS, Bench, Method, absent, attacked, scored, spread, variant
 from nl_sme.clients import RECIPES, Effort, Setting, apart
 from record import reproduce

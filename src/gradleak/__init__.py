@@ -27,9 +27,9 @@ __all__ = [
     # the experiment
     "Audit", "AuditResult", "Federation", "Study", "StudyResult",
     # modules
-    "adapters", "assignment", "attack", "attacks", "audit", "auto", "checks", "core", "curvature", "data", "defences",
-    "diffusion", "engine", "federation", "flower", "gate", "generators", "identify", "metrics", "models", "parts",
-    "priors", "ray", "registry", "report", "rules", "scenario", "secure", "tree",
+    "adapters", "assignment", "attacks", "audit", "auto", "checks", "curvature", "data", "defences", "federation",
+    "flower", "gate", "generators", "identify", "metrics", "models", "parts", "ray", "registry", "report", "rules",
+    "secure", "tree",
 ]  # fmt: skip
 
 # Where each name lives. A module that is not here is a folder or file of the package itself.

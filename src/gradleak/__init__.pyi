@@ -1,16 +1,12 @@
 # What `import gradleak` offers, for type checkers and editors; at run time each name is loaded on first use.
 
 from gradleak import adapters as adapters
-from gradleak import attack as attack
 from gradleak import attacks as attacks
 from gradleak import audit as audit
 from gradleak import auto as auto
-from gradleak import core as core
 from gradleak import curvature as curvature
 from gradleak import data as data
 from gradleak import defences as defences
-from gradleak import diffusion as diffusion
-from gradleak import engine as engine
 from gradleak import federation as federation
 from gradleak import flower as flower
 from gradleak import generators as generators
@@ -18,10 +14,8 @@ from gradleak import identify as identify
 from gradleak import metrics as metrics
 from gradleak import models as models
 from gradleak import parts as parts
-from gradleak import priors as priors
 from gradleak import ray as ray
 from gradleak import report as report
-from gradleak import scenario as scenario
 from gradleak import secure as secure
 from gradleak.attack import Attack as Attack
 from gradleak.attack import Composed as Composed

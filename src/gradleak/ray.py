@@ -1,14 +1,14 @@
-"""Audit cells on a Ray cluster: each cell is a task, and the driver alone writes what comes of it.
+"""Audit cells on a Ray cluster: each cell is a Ray task, and only the driver writes results.
 
     with distributed.RayWorkers("auto") as workers:
         audit.run("runs/first", workers=workers)
 
-A worker that dies takes its cell with it: the cell is given to another, up to `retries` times, and workers.jsonl in the
-folder of the run says so. Results are taken from one attempt only, so that nothing is counted twice. A cell draws its
-random numbers from its own key, so its rows are those of a run without Ray, to the rounding of the machines.
+If a worker dies, its cell is given to another, up to `retries` times; workers.jsonl in the folder of the run says so.
+Results come from one attempt only, so that nothing counts twice. A cell draws random numbers from its own key, so its
+rows are those of a run without Ray, up to the rounding of the machines.
 
-The private data and the model travel to the workers: use clusters that may see them. Needs the package `ray`, which the
-extra `fl-sim` brings.
+The private data and the model travel to the workers: use clusters that may see them. Needs the package `ray` (extra
+`fl-sim`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradleak.core.files import Row
     from gradleak.core.listeners import Progress
 
-USER_MODULES = "gradleak_user_"  # files that the command line has loaded (cli/loading.py); no worker can import those
+USER_MODULES = "gradleak_user_"  # files that the command line loaded (cli/references.py); no worker can import those
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps to 127.0.0.1, on Linux too
 
 
@@ -42,17 +42,17 @@ class RayMissing(ModuleNotFoundError):
 
 
 class NoCluster(ValueError):
-    """No cluster at the address, or none that has what a cell asks for."""
+    """No cluster at the address, or none with the CPUs and GPUs that a cell needs."""
 
 
 @dataclass
 class RayWorkers:
     """A cluster that audits run their cells on; a context manager.
 
-    address   "auto": the cluster that RAY_ADDRESS names or that runs on this machine, else one of its own that ends
-              with the run and listens on 127.0.0.1 alone; or HOST:PORT, ray://HOST:PORT
-    cpus      of one cell: also the threads that it computes with
-    gpus      of one cell; 0.5 lets two cells share a GPU. Above 0, give the engine device "auto" or "cuda"
+    address   "auto": the cluster that RAY_ADDRESS names or that runs on this machine, else a new one that ends with the
+              run and listens on 127.0.0.1 only; or HOST:PORT, ray://HOST:PORT
+    cpus      per cell; also its number of threads
+    gpus      per cell; 0.5 lets two cells share a GPU. If above 0, give the engine device "auto" or "cuda"
     retries   of a cell whose worker died
     options   for `ray.init`
     """
@@ -101,10 +101,10 @@ class RayWorkers:
         progress: Progress,
         log: Callable[[dict[str, Any]], None],
     ) -> Iterator[tuple[Cell, list[Row], Arrays | None]]:
-        """The rows and arrays of every cell, as they are done. `log`: what happened, for the record."""
+        """The rows and arrays of every cell, as they finish. `log` receives a line for each attempt."""
         ray = _ray()
         for cell, rounds in work:
-            runner.prepare(cell, rounds)  # trained here once, and not by every worker
+            runner.prepare(cell, rounds)  # trains here once, not on every worker
         shipped = ray.put(_packed(runner))
         remote = ray.remote(_attempt).options(num_cpus=self.cpus, num_gpus=self.gpus, max_retries=0)
         waiting = deque((cell, rounds, 1) for cell, rounds in work)
@@ -121,36 +121,36 @@ class RayWorkers:
                 ready, _ = ray.wait(list(flying), num_returns=1, timeout=1.0)
                 for reference in ready:
                     cell, rounds, attempt = flying.pop(reference)
-                    told = {"cell": cell.key, "attempt": attempt}
+                    line = {"cell": cell.key, "attempt": attempt}
                     try:
                         rows, arrays, where = ray.get(reference)
                     except ray.exceptions.RayTaskError as problem:  # of shipping or of reading: not of the attack
-                        log({**told, "status": "failed", "reason": _first(problem)})
+                        log({**line, "status": "failed", "reason": _first(problem)})
                         yield cell, runner.failed(cell, problem), None
                     except ray.exceptions.RayError as problem:
-                        log({**told, "status": "worker died", "reason": _first(problem)})
+                        log({**line, "status": "worker died", "reason": _first(problem)})
                         if attempt > self.retries:
                             yield cell, runner.failed(cell, problem), None
                             continue
                         progress.note(f"{cell}: its worker died; attempt {attempt + 1} of {self.retries + 1}.")
                         waiting.appendleft((cell, rounds, attempt + 1))
                     else:
-                        log({**told, "status": rows[0]["status"], **where})
+                        log({**line, "status": rows[0]["status"], **where})
                         yield cell, rows, arrays
         finally:
             for reference in flying:
                 ray.cancel(reference, force=True)
 
     def _room(self) -> int:
-        """Cells at a time, by what the cluster has."""
-        held = _ray().cluster_resources()
-        room = held.get("CPU", 0.0) / self.cpus
+        """Number of cells that fit on the cluster at once."""
+        resources = _ray().cluster_resources()
+        room = resources.get("CPU", 0.0) / self.cpus
         if self.gpus:
-            room = min(room, held.get("GPU", 0.0) / self.gpus)
+            room = min(room, resources.get("GPU", 0.0) / self.gpus)
         if room < 1:
             raise NoCluster(
-                f"No worker has what a cell asks for ({self.cpus:g} CPUs, {self.gpus:g} GPUs): the cluster has "
-                f"{held.get('CPU', 0):g} CPUs and {held.get('GPU', 0):g} GPUs in all."
+                f"No worker has what a cell needs ({self.cpus:g} CPUs, {self.gpus:g} GPUs): the cluster has "
+                f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs in all."
             )
         return int(room)
 
@@ -160,13 +160,13 @@ def _ray() -> Any:
         import ray
         import ray.exceptions
     except ImportError:
-        told = "Ray is not installed: pip install 'gradleak[fl-sim]', or leave --ray out."
-        raise RayMissing(told, name="ray") from None
+        message = "Ray is not installed: pip install 'gradleak[fl-sim]', or leave --ray out."
+        raise RayMissing(message, name="ray") from None
     return ray
 
 
 def _starts_its_own() -> bool:
-    """Does `ray.init()` start a cluster here, since neither RAY_ADDRESS nor this machine has one?"""
+    """Whether `ray.init()` starts a cluster here, since neither RAY_ADDRESS nor this machine has one."""
     from ray._private import services
 
     address_of: Any = services.get_ray_address_from_environment  # typed as if it took no None
@@ -175,27 +175,27 @@ def _starts_its_own() -> bool:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """A cluster that is started meanwhile listens on 127.0.0.1 alone.
+    """A cluster that starts inside this context listens on 127.0.0.1 only.
 
-    `ray.init(_node_ip_address="127.0.0.1")` does not do it: on Linux Ray puts the machine's outer address in its place
+    `ray.init(_node_ip_address="127.0.0.1")` is not enough: on Linux Ray replaces it with the machine's outer address
     and listens on all interfaces. The variable makes 127.0.0.1 that address; Ray reads it when it is imported.
     """
     from ray._private import ray_constants
 
-    told, outer = os.environ.get(LOOPBACK), ray_constants.ENABLE_RAY_CLUSTER
+    before, outer = os.environ.get(LOOPBACK), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[LOOPBACK], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = outer
-        if told is None:
+        if before is None:
             del os.environ[LOOPBACK]
         else:
-            os.environ[LOOPBACK] = told
+            os.environ[LOOPBACK] = before
 
 
 def _somebody_there(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Raise at once if nobody answers; Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
@@ -207,11 +207,11 @@ def _somebody_there(address: str) -> None:
 
 
 def _packed(thing: Any) -> bytes:
-    """As bytes that a worker can read which has gradleak, but not the files that the command line was given."""
+    """Pickle for a worker that has gradleak installed, but not the files given on the command line."""
     from ray import cloudpickle
 
-    own = [module for name, module in list(sys.modules.items()) if name.startswith(USER_MODULES)]
-    for module in own:
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(USER_MODULES)]
+    for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(thing))
@@ -221,7 +221,7 @@ def _packed(thing: Any) -> bytes:
             "attacks or analyses cannot be pickled, such as an open file. Run it without --ray."
         ) from problem
     finally:
-        for module in own:
+        for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -235,7 +235,7 @@ def _unpacked(content: bytes) -> Any:
 def _attempt(
     runner: bytes, cell: bytes, rounds: tuple[int, ...], path: list[str], cpus: float
 ) -> tuple[list[Row], Arrays | None, dict[str, Any]]:
-    """On a worker: one cell. The driver's import path comes first to hand, for modules that lie beside its script."""
+    """Run one cell on a worker. The driver's import path is added, for modules beside its script."""
     from ray import cloudpickle
 
     sys.path += [place for place in path if place not in sys.path]

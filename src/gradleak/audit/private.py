@@ -23,7 +23,7 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.data import Images, load
 from gradleak.engine import Engine
-from gradleak.federation import Examples, Federation, Snapshot, with_buffers
+from gradleak.federation import Examples, Federation, Remembered, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.metrics import EXACT
 from gradleak.scenario.client import LocalTraining
@@ -266,10 +266,8 @@ class PrivateSide:
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
             """Number 0 is the upload of a single attacked round; the others draw noise of their own."""
             own = f"{key}/again{number}" if number else key
-            sent, when, held = snapshot.weights, round + number, dict(snapshot.server)
-            return federation.observe(
-                task, batch, sent, defence, key=own, round=when, seed=seed, memory=memory, held=held
-            )
+            sent, when, remembered = snapshot.weights, round + number, Remembered(memory, dict(snapshot.server))
+            return federation.observe(task, batch, sent, defence, key=own, round=when, seed=seed, remembered=remembered)
 
         def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:
             uploads = [once(batch, key, memory, number) for number in range(repeats)]

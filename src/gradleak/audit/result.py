@@ -50,6 +50,9 @@ __all__ = ["Assumption", "AuditResult", "BadRun", "Change", "Comparison", "Contr
 __all__ += ["Summary", "Verdict"]
 
 
+registry.add_home("report", "gradleak.report")  # a layer above this one
+
+
 @dataclass(frozen=True, eq=False)
 class AuditResult:
     """Rows and arrays of a run, finished or not. `settings`: from run.toml, `environment`: from environment.json."""
@@ -182,7 +185,7 @@ class AuditResult:
 
     def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
         """Write one self-contained HTML file. It shows private images. `study`: curvature of the same training."""
-        path, render = Path(path), registry.entry("report", "html").make  # drawn by a layer above this one
+        path, render = Path(path), registry.entry("report", "html").make
         path.write_text(render(self, study), encoding="utf-8")
         return path
 

@@ -2,74 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gradleak.cli.options import (
-    BatchSize,
-    Device,
-    Epochs,
-    LearningRate,
-    LocalSteps,
-    OneByOne,
-    Plain,
-    Precision,
-    Reference,
-)
+from gradleak.cli.formatting import counted
+from gradleak.cli.options import EngineOptions, Plain, Recipe, TaskReference
+from gradleak.cli.root import on_interrupt, spare_a_core
+from gradleak.core.settings import takes
+
+if TYPE_CHECKING:
+    from gradleak.scenario.observation import Knowledge
 
 
-def attack(
-    context: typer.Context,
-    observations: Annotated[
-        list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")
-    ],
-    task: Reference,
+@dataclass(frozen=True)
+class AttackOptions:
+    """The options of `gradleak attack`."""
+
+    observations: Annotated[list[Path], typer.Argument(metavar="OBSERVATION.safetensors...", help="What a server saw.")]
+    task: TaskReference
     attack: Annotated[
-        str, typer.Option("--attack", "-a", help="Its name, with settings: ig:steps=2000,restarts=8.")
-    ] = "ig",
-    lr: LearningRate = None,
-    steps: LocalSteps = None,
-    epochs: Epochs = None,
-    batch_size: BatchSize = None,
+        str, typer.Option("--attack", "-a", help="The attack, with settings: ig:steps=2000,restarts=8.")
+    ] = "ig"
+    recipe: Recipe = Recipe()
     track: Annotated[
         bool, typer.Option("--track", help="The files are rounds of ONE client on the same examples: one target.")
-    ] = False,
-    labels: Annotated[str, typer.Option(help="The labels, where the threat model grants them: 3,5,5,9.")] = "",
-    defence: Annotated[str, typer.Option(help="The defence, where the threat model grants it.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the attack's random starts.")] = 0,
-    device: Device = "auto",
-    precision: Precision = "strict",
-    one_by_one: OneByOne = False,
-    plain: Plain = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path(
-        "runs/attack"
-    ),
-) -> None:
-    """Attack updates recorded anywhere. Needs no private data, so it tells how well it fitted, not how close it is."""
+    ] = False
+    labels: Annotated[str, typer.Option(help="The labels, if the attacker knows them: 3,5,5,9.")] = ""
+    defence: Annotated[str, typer.Option(help="The defence, if the attacker knows it.")] = ""
+    seed: Annotated[int, typer.Option(help="Seed of the attack's random starts.")] = 0
+    engine: EngineOptions = EngineOptions()
+    plain: Plain = False
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and tensors.")] = Path("runs/attack")
+
+    def knowledge(self) -> Knowledge:
+        """The threat model that the options describe."""
+        import torch
+
+        from gradleak.audit.cells import defence_of
+        from gradleak.cli.loading import numbers
+        from gradleak.scenario.observation import Knowledge
+
+        return Knowledge(
+            given={"y": torch.tensor(numbers(self.labels, "--labels", unique=False))} if self.labels else {},
+            training=self.recipe.training(),
+            defence=defence_of(self.defence or "none"),
+        )
+
+
+@takes(AttackOptions)
+def attack(options: AttackOptions) -> None:
+    """Attack updates recorded anywhere. Needs no private data, so it says how well it fitted, not how close it is."""
     from gradleak.attack import output as reconstruction
     from gradleak.attack.checks import observation_checks
     from gradleak.cli import loading
-    from gradleak.cli.progress import shown
+    from gradleak.cli.progress import single_job
     from gradleak.core import registry
     from gradleak.scenario.observation import Track
 
-    loading.leave_room()
-    seen = loading.observations(observations)
-    method = registry.parse("attack", attack)
-    model = loading.task(task)
-    knows = loading.knowledge(lr, steps, epochs, batch_size, labels, defence)
-    engine = loading.engine(device, precision, one_by_one)
-    for target in seen:
-        for odd in observation_checks(target, model):
-            typer.echo(f"{target.key}: {odd}")
-    context.find_root().obj = "Interrupted; nothing was written."
-    targets = [Track(tuple(sorted(seen, key=lambda each: each.round)))] if track else seen
-    with shown(plain) as progress:
-        progress.start(1)
-        progress.cell(f"{attack} on {loading.counted(len(targets), 'target')}", 0)
-        found = method.run(model, targets, knows, seed=seed, engine=engine, progress=progress.share)
-    typer.echo(reconstruction.describe(found))
-    for path in reconstruction.write(found, out):
+    spare_a_core()
+    observations = loading.observations(options.observations)
+    method = registry.parse("attack", options.attack)
+    task = loading.task(options.task)
+    knowledge = options.knowledge()
+    engine = options.engine.engine()
+    for observation in observations:
+        for problem in observation_checks(observation, task):
+            typer.echo(f"{observation.key}: {problem}")
+    on_interrupt("Interrupted; nothing was written.")
+    in_order = sorted(observations, key=lambda observation: observation.round)
+    targets = [Track(tuple(in_order))] if options.track else observations
+    with single_job(f"{options.attack} on {counted(len(targets), 'target')}", options.plain) as progress:
+        result = method.run(task, targets, knowledge, seed=options.seed, engine=engine, progress=progress.share)
+    typer.echo(reconstruction.describe(result))
+    for path in reconstruction.write(result, options.out):
         typer.echo(f"wrote {path}")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from gradleak.cli.formatting import counted
 from gradleak.cli.root import CROSSED
 
 
@@ -17,11 +18,11 @@ def check(
     from gradleak.cli import loading
 
     task = loading.task(reference)
-    problems = task.check(loading.a_few(task, data) if data else None)
+    problems = task.check(loading.few_examples(task, data) if data else None)
     for problem in problems:
         typer.echo(f"{problem.severity:8}{problem.what}\n{'':8}-> {problem.fix}")
     errors = sum(problem.severity == "error" for problem in problems)
-    found = f"{loading.counted(len(problems), 'finding')}, {loading.counted(errors, 'error')}"
-    typer.echo(f"{reference}: {found if problems else 'no problems found'}.")
+    summary = f"{counted(len(problems), 'finding')}, {counted(errors, 'error')}"
+    typer.echo(f"{reference}: {summary if problems else 'no problems found'}.")
     if errors:
         raise typer.Exit(CROSSED)

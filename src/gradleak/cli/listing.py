@@ -1,19 +1,28 @@
-"""`gradleak list` and `gradleak data`: what there is by name."""
+"""`gradleak list` and `gradleak data`: names of methods and of images."""
 
 from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gradleak.cli.options import Plain
+from gradleak.cli.root import on_interrupt
+from gradleak.core.registry import Entry, UnknownName, did_you_mean, entries
+
+if TYPE_CHECKING:
+    from gradleak.scenario.defence import Defence
 
 KINDS = {"attacks": "attack", "defences": "defence", "models": "model", "tasks": "task", "labels": "labels"}
 KINDS |= {"generators": "generator"}
 KINDS |= {"partitions": "partition", "participation": "participation", "averaging": "averaging"}
 """What `gradleak list` takes, and the registry's word for it."""
+
+HOOKS = {"initial": "before training", "broadcast": "broadcast", "gradient": "local step", "upload": "upload"}
+HOOKS |= {"aggregate": "server"}
+"""The methods of a Defence, and where they act."""
 
 app = typer.Typer(no_args_is_help=True, help="Real images: what there is, and how to get the full sets.")
 
@@ -27,35 +36,26 @@ def list_methods(
     pattern: Annotated[str, typer.Argument(help="Only names that match, such as 'ig*'.")] = "*",
 ) -> None:
     """What there is by name: its paper, whether its figures were checked, its settings."""
-    from gradleak.cli import loading
-    from gradleak.core import registry
+    from gradleak import federation  # noqa: F401 (registers partitions, participation and averaging)
+    from gradleak.cli import tasks  # noqa: F401 (registers tasks)
 
     if not kind:
         for plural, singular in KINDS.items():
-            typer.echo(f"{plural + ':':15}{', '.join(entry.name for entry in registry.entries(singular)) or 'none'}")
+            typer.echo(f"{plural + ':':15}{', '.join(entry.name for entry in entries(singular)) or 'none'}")
         typer.echo("\nMore about each: gradleak list attacks, gradleak list defences, ...; images: gradleak list data")
         return
     if kind == "data":
-        data(pattern)
+        list_data(pattern)
         return
-    found = [entry for entry in registry.entries(registered(kind)) if fnmatch.fnmatch(entry.name, pattern)]
-    for entry in found:
-        settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings.items() if name != "generator")
-        typer.echo(f"{entry.name}  [{entry.status}]" if entry.status else entry.name)
-        told = [entry.summary, entry.paper, settings]
-        if entry.kind == "defence" and not entry.required:
-            place, proved = loading.about(entry.make())
-            told += [f"sits in: {place}", f"with these settings, in one round: {proved}"]
-        for line in filter(None, told):
-            typer.echo(f"    {line}")
-    if not found:
+    matching = [entry for entry in entries(_registered(kind)) if fnmatch.fnmatch(entry.name, pattern)]
+    for entry in matching:
+        typer.echo(_describe(entry))
+    if not matching:
         typer.echo(f"No {kind} {f'match {pattern!r}' if pattern != '*' else 'are registered'}.")
 
 
-def registered(plural: str) -> str:
+def _registered(plural: str) -> str:
     """`attacks` -> the registry's word `attack`; the singular is understood too."""
-    from gradleak.core.registry import UnknownName, did_you_mean
-
     if plural in KINDS.values():
         return plural
     if plural not in KINDS:
@@ -63,33 +63,51 @@ def registered(plural: str) -> str:
     return KINDS[plural]
 
 
+def _describe(entry: Entry) -> str:
+    """Name and status of a method; below them what it does, its paper and its settings."""
+    settings = ", ".join(f"{name}={value!r}" for name, value in entry.settings.items() if name != "generator")
+    lines = [entry.summary, entry.paper, settings]
+    if entry.kind == "defence" and not entry.required:
+        place, guarantee = describe_defence(entry.make())
+        lines += [f"sits in: {place}", f"with these settings, in one round: {guarantee}"]
+    return "\n    ".join([f"{entry.name}  [{entry.status}]" if entry.status else entry.name, *filter(None, lines)])
+
+
+def describe_defence(defence: Defence) -> tuple[str, str]:
+    """Where a defence acts, and what it guarantees for a client that takes one plain step on one example."""
+    from gradleak.scenario.client import LocalTraining
+    from gradleak.scenario.defence import overrides
+    from gradleak.scenario.guarantee import Exposure
+
+    places = ", ".join(place for hook, place in HOOKS.items() if overrides(defence, hook)) or "nowhere"
+    guarantee = defence.guarantee(Exposure(training=LocalTraining(lr=1.0)))
+    return places, str(guarantee).partition("\n")[0]
+
+
 @app.command("list")
-def data(pattern: Annotated[str, typer.Argument(help="Only names that match.")] = "*") -> None:
+def list_data(pattern: Annotated[str, typer.Argument(help="Only names that match.")] = "*") -> None:
     """Every name that --data takes, whether it is on this machine and, if not, what to do."""
     from gradleak.data import available
 
     for entry in available():
         if fnmatch.fnmatch(entry.name, pattern):
-            typer.echo(f"{entry.name}  [{'present' if entry.present else 'absent'}]")
             advice = f"to have it: {entry.advice}" if entry.advice else ""
+            typer.echo(f"{entry.name}  [{'present' if entry.present else 'absent'}]")
             for line in filter(None, (entry.description, f"terms: {entry.licence}", advice)):
                 typer.echo(f"    {line}")
 
 
 @app.command("get")
-def get(
-    context: typer.Context,
+def get_data(
     name: Annotated[str, typer.Argument(help="cifar10 or mnist.")],
-    into: Annotated[Path | None, typer.Option(help="Folder to keep it in; default: the cache folder.")] = None,
+    into: Annotated[Path | None, typer.Option(help="Folder to store it in; default: the cache folder.")] = None,
     plain: Plain = False,
 ) -> None:
     """Fetch a full public data set once, checked by SHA-256; running it again resumes or does nothing."""
-    from gradleak.cli.progress import shown
-    from gradleak.data import get as fetch
+    from gradleak.cli.progress import single_job
+    from gradleak.data import get
 
-    context.find_root().obj = f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}"
-    with shown(plain) as progress:
-        progress.start(1)
-        progress.cell(f"fetching {name}", 0)
-        path = fetch(name, into, lambda have, size: progress.share(have / size))
+    on_interrupt(f"Interrupted; what has arrived is kept. Go on with: gradleak data get {name}")
+    with single_job(f"fetching {name}", plain) as progress:
+        path = get(name, into, lambda received, size: progress.share(received / size))
     typer.echo(f"{name} is at {path}")

@@ -1,110 +1,122 @@
-"""What `gradleak audit --observations` was asked for, and what it does."""
+"""`gradleak audit --observations`: updates that were recorded, with or without their examples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradleak.audit import default_attacks
 from gradleak.audit.cells import defence_of
 from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replay_text, replays
-from gradleak.cli.loading import LoadError, counted, images, kept_in, task
+from gradleak.cli import loading
+from gradleak.cli.audit import AuditOptions
+from gradleak.cli.formatting import counted
+from gradleak.cli.root import LoadError
 from gradleak.core.listeners import Progress
 from gradleak.engine import Engine
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.observation import Knowledge
-
-if TYPE_CHECKING:
-    from gradleak.scenario.task import Task
+from gradleak.scenario.task import Task
 
 
-@dataclass(frozen=True)
-class RecordedRequest:
-    """The options of `gradleak audit --observations`."""
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """Recorded observations, the model that they are of, and what the attacker knows."""
 
-    observations: Path
-    reference: str  # FILE.py:task
-    truth: Path | None = None
-    attacks: tuple[str, ...] = ()
-    defences: tuple[str, ...] = ()
-    rounds: tuple[int, ...] = ()
-    seeds: tuple[int, ...] = ()
-    data: str = ""  # images that are no client's
-    given: tuple[str, ...] = ()
-    training: LocalTraining | None = None
-    engine: Engine = Engine()
-    quick: bool = False
+    options: AuditOptions
+    folder: Path  # of the observations
+    task: Task
+    recorded: Sequence[Recorded]
+    attacks: tuple[str, ...]
+    seeds: tuple[int, ...]
+    training: LocalTraining | None
+    defence: str | None
+    engine: Engine
 
-    def __post_init__(self) -> None:
-        if not self.reference:
-            raise LoadError("--observations needs the task of the model that was sent: --task FILE.py:task.")
-        if len(self.defences) > 1:
-            raise LoadError(f"Clients used one defence when they were recorded; given {', '.join(self.defences)}.")
-        if self.quick:
-            raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
-        if self.truth is not None and self.training is None:
-            raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
-        if self.truth is not None and not self.data:
-            raise LoadError(
-                "--truth needs real images that are no client's, among which reconstructions are looked up: --data "
-                "NAME, a folder, an .npz file or FILE.py:name."
-            )
+    @classmethod
+    def load(cls, options: AuditOptions) -> RecordedRun:
+        """Check the options, then read task and observations. Without --attack: the default attacks for them."""
+        assert options.observations is not None
+        _check(options)
+        attacks, defences = loading.methods(options.attack or ()), loading.methods(options.defence or ())
+        rounds = loading.optional_numbers(options.rounds, "--rounds")
+        seeds = loading.optional_numbers(options.seeds, "--seeds") or (0,)
+        if len(defences) > 1:
+            raise LoadError(f"Clients used one defence when they were recorded; given {', '.join(defences)}.")
+        training, engine = options.recipe.training(), options.engine.engine()
+        task = loading.task(options.model)
+        recorded = read(options.observations, task, options.truth, rounds)
+        if not attacks:
+            sizes = {one.seen.num_examples for one in recorded}
+            attacks = default_attacks(engine, task, sizes.pop() if len(sizes) == 1 else None, training)
+        defence = defences[0] if defences else None
+        return cls(options, options.observations, task, recorded, attacks, seeds, training, defence, engine)
 
-    @property
-    def task(self) -> Task:
-        return task(self.reference)
-
-    @property
-    def folder(self) -> Path:
-        """Where the run is kept when nothing was said."""
-        return Path("runs") / f"audit-{self.observations.resolve().name}"
-
-    def heading(self, task: Task, recorded: Sequence[Recorded]) -> list[str]:
+    def heading(self) -> list[str]:
         """What is known before anything is attacked."""
-        known = sum(one.truth is not None for one in recorded)
-        lines = [f"{counted(len(recorded), 'observation')} in {self.observations}, {known} with their examples."]
-        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.observations)]
+        known = sum(one.truth is not None for one in self.recorded)
+        lines = [f"{counted(len(self.recorded), 'observation')} in {self.folder}, {known} with their examples."]
+        lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.folder)]
         if self.training is not None and known:
-            lines.append(replay_text(replays(task, recorded, self.training, self._defence), recorded, self.training))
+            errors = replays(self.task, self.recorded, self.training, defence_of(self.defence or "none"))
+            lines.append(replay_text(errors, self.recorded, self.training))
         return lines
 
-    @property
-    def _defence(self) -> Any:
-        return defence_of(self.defences[0]) if self.defences else None
-
-    def read(self, task: Task) -> list[Recorded]:
-        return read(self.observations, task, self.truth, self.rounds)
-
-    def methods(self, task: Task, recorded: Sequence[Recorded]) -> tuple[str, ...]:
-        sizes = {one.seen.num_examples for one in recorded}
-        examples = sizes.pop() if len(sizes) == 1 else None
-        return self.attacks or default_attacks(self.engine, task, examples, self.training)
-
-    def audit(self, task: Task, recorded: Sequence[Recorded]) -> RecordedAudit:
-        """Of the observations whose examples are known."""
+    def audit(self) -> RecordedAudit:
+        """The audit of the observations whose examples are known."""
         assert self.training is not None
+        gallery = loading.images(self.options.data)
         planned = RecordedAudit.of(
-            task,
-            recorded,
-            self.methods(task, recorded),
-            self.training,
-            images(self.data),
-            defence=self.defences[0] if self.defences else None,
-            engine=self.engine,
+            self.task, self.recorded, self.attacks, self.training, gallery, defence=self.defence, engine=self.engine
         )
-        origin = {"task": self.reference, "observations": str(self.observations), "gallery": self.data}
-        return replace(planned, seeds=self.seeds or (0,), given=self.given, origin=origin)
+        origin = {"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data}
+        return replace(planned, seeds=self.seeds, given=self.options.known_fields, origin=origin)
 
-    def blind(self, task: Task, recorded: Sequence[Recorded], out: Path | None, progress: Progress) -> Any:
-        """Of observations without examples: findings, and the folder they are in."""
-        knows = Knowledge(training=self.training, defence=self._defence)
-        home = out or self.folder
-        seed = self.seeds[0] if self.seeds else 0
+    def attack_without_truth(self, folder: Path, progress: Progress) -> Sequence[dict[str, Any]]:
+        """Attack observations whose examples nobody knows: one finding for each, stored in the folder."""
+        knowledge = Knowledge(training=self.training, defence=defence_of(self.defence or "none"))
         return blind(
-            task, recorded, self.methods(task, recorded), knows, home, seed=seed, engine=self.engine, progress=progress
-        ), home
+            self.task,
+            self.recorded,
+            self.attacks,
+            knowledge,
+            folder,
+            seed=self.seeds[0],
+            engine=self.engine,
+            progress=progress,
+        )
 
-    def run(self, planned: RecordedAudit, out: Path | None, progress: Progress, **how: Any) -> Any:
-        return kept_in(out, self.folder, lambda place: planned.run(place, progress=progress, **how), "run", progress)
+
+def _check(options: AuditOptions) -> None:
+    """Refuse options that do not go with --observations, or that need others."""
+    own_updates = "is for audits that make their own updates; --observations takes recorded ones."
+    without_truth = "needs scores, and so --truth: without it nothing is scored."
+    refusals: dict[str, tuple[object, str]] = {
+        "--config": (options.config, own_updates),
+        "--from": (options.trained, own_updates),
+        "--targets": (options.targets, own_updates),
+        "--repeats": (options.repeats, own_updates),
+        "--clients": (options.clients, own_updates),
+        "--examples": (options.examples, own_updates),
+        "--generator": (options.generator, own_updates),
+    }
+    if options.truth is None:
+        refusals["--ray"] = (options.cluster.ray or None, without_truth)
+        refusals["--fail-above"] = (options.fail_above, without_truth)
+        refusals["--junit"] = (options.junit, without_truth)
+    for option, (value, reason) in refusals.items():
+        if value is not None:
+            raise LoadError(f"{option} {reason}")
+    if not options.model:
+        raise LoadError("--observations needs the task of the model that was sent: --task FILE.py:task.")
+    if options.quick:
+        raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
+    if options.truth is not None and options.recipe.lr is None:
+        raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
+    if options.truth is not None and not options.data:
+        raise LoadError(
+            "--truth needs real images that are no client's, among which reconstructions are looked up: "
+            f"{loading.DATA_FORMS}."
+        )

@@ -5,18 +5,25 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradleak.cli.scales import PAPERS, WORK, Paper, ScaleName
+
+class ScaleName(str, Enum):
+    """How much of a paper is run; `papers/runs.py` says what each of them is."""
+
+    smoke = "smoke"
+    small = "small"
+    paper = "paper"
 
 
 class CannotReproduce(ValueError):
@@ -36,8 +43,8 @@ def reproduce(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run nothing.")] = False,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results, one JSON file a command.")
-    ] = Path(WORK),
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the results, one table (CSV) a command.")
+    ] = Path("runs/reproduce"),
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="Passed on to run.py: -- --seed 1.")
     ] = None,
@@ -50,7 +57,8 @@ def reproduce(
     if listing or not paper:
         typer.echo(listed(root, paper))
         return
-    chosen = _named(paper).at(scale)
+    known = _named(root, paper)
+    chosen = getattr(known, scale.value)
     if chosen is None:
         raise CannotReproduce(
             f"{paper} has no scale {scale.value}: none of its rows ends within a minute on one core. Try --scale small."
@@ -60,7 +68,7 @@ def reproduce(
         [f"papers/{paper}/run.py", *shlex.split(run), *(more or ()), "--out", str(file.resolve())]
         for run, file in zip(chosen.runs, files, strict=True)
     ]
-    typer.echo(f"{PAPERS[paper].title}\nScale {scale.value}: {counted(calls)}, {chosen.cost}.")
+    typer.echo(f"{known.title}\nScale {scale.value}: {counted(calls)}, {chosen.cost}.")
     if dry_run:
         typer.echo("\n".join(shlex.join(["python", *call]) for call in calls))
         return
@@ -90,17 +98,23 @@ def clone() -> Path:
     )
 
 
+def beside(root: Path, name: str) -> Any:
+    """A module of the clone's `papers/`: its runs, its figures."""
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"papers.{name}")
+
+
 def listed(root: Path, paper: str) -> str:
     """The papers with their scales and how much is measured; of one paper every figure."""
-    from gradleak.cli.claims import Claims, all_claims, plain
-
+    figures = beside(root, "figures")
     if paper:
-        return f"{_named(paper).title}\n{plain(Claims(root / 'papers' / paper))}"
+        return f"{_named(root, paper).title}\n{figures.plain(figures.Claims(root / 'papers' / paper))}"
     lines = []
-    for claims in all_claims(root / "papers"):
-        held = _named(claims.name)
-        scales = [f"{name.value} ({found.cost})" for name in ScaleName if (found := held.at(name)) is not None]
-        lines += [claims.name, f"    {held.title}", f"    {claims.counts()}", f"    scales: {', '.join(scales)}"]
+    for claims in figures.all_claims(root / "papers"):
+        known = _named(root, claims.name)
+        scales = [f"{name.value} ({found.cost})" for name in ScaleName if (found := getattr(known, name.value))]
+        lines += [claims.name, f"    {known.title}", f"    {claims.counts()}", f"    scales: {', '.join(scales)}"]
     return "\n".join([*lines, "Every figure of one of them: gradleak reproduce PAPER --list"])
 
 
@@ -118,8 +132,10 @@ def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
         [sys.executable, *call], cwd=root, env=environment, stdout=subprocess.PIPE, text=True, encoding="utf-8"
     )
     assert process.stdout is not None
+    failed = []
     try:
         for line in process.stdout:
+            failed += [line[len("FAILS") :].partition(" = ")[0].strip()] if line.startswith("FAILS") else []
             if told or not line.startswith(("holds ", "FAILS ", "absent ")):
                 typer.echo(line.rstrip("\n"))
     finally:
@@ -131,8 +147,7 @@ def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
             f"{shlex.join(['python', *call])} ended with {code} before its figures were written; the lines above say "
             f"why. Rows that were finished are in {file.with_suffix('.part.json').name} beside, where there are any."
         )
-    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return list(written["failed"])
+    return failed
 
 
 def counted(calls: Sequence[object]) -> str:
@@ -140,16 +155,17 @@ def counted(calls: Sequence[object]) -> str:
     return "one command" if len(calls) == 1 else f"{len(calls)} commands"
 
 
-def _named(paper: str) -> Paper:
+def _named(root: Path, paper: str) -> Any:
     from gradleak.core.registry import UnknownName, did_you_mean
 
-    if paper not in PAPERS:
-        raise UnknownName(f"Unknown paper {paper!r}.{did_you_mean(paper, PAPERS)}")
-    return PAPERS[paper]
+    papers = beside(root, "runs").PAPERS
+    if paper not in papers:
+        raise UnknownName(f"Unknown paper {paper!r}.{did_you_mean(paper, papers)}")
+    return papers[paper]
 
 
 def _file(out: Path, paper: str, scale: ScaleName, number: int, of: int) -> Path:
-    return out / (f"{paper}-{scale.value}.json" if of == 1 else f"{paper}-{scale.value}-{number}.json")
+    return out / (f"{paper}-{scale.value}.csv" if of == 1 else f"{paper}-{scale.value}-{number}.csv")
 
 
 def _demand(needs: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`gradleak report` and `gradleak compare`: what finished runs say. Neither runs an attack."""
+"""`gradleak report` and `gradleak compare`: finished runs. Neither runs an attack."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from gradleak.cli.root import CROSSED, tell
+from gradleak.cli.root import CROSSED, log
 
 
 class Format(str, Enum):
-    """Of tables."""
+    """Formats of a table."""
 
     text, markdown, latex, csv = "text", "markdown", "latex", "csv"
 
@@ -36,8 +36,8 @@ def report(
     from gradleak.audit.result import AuditResult
     from gradleak.curvature.study import StudyResult
 
-    measured = None if study is None else StudyResult.load(study)
-    typer.echo(AuditResult.load(run).report(out or run / "report.html", measured))
+    curvature = None if study is None else StudyResult.load(study)
+    typer.echo(AuditResult.load(run).report(out or run / "report.html", curvature))
 
 
 def compare(
@@ -46,15 +46,15 @@ def compare(
     format: Annotated[Format, typer.Option(help="How to write the table.")] = Format.text,
     fail_on: Annotated[
         FailOn,
-        typer.Option(help="Exit 1 where the second run leaks more, or where any word or line differs."),
+        typer.Option(help="Exit 1 if the second run leaks more (worse), or if any verdict or line differs (changed)."),
     ] = FailOn.nothing,
 ) -> None:
-    """What changed from one run to another, line by line: changed words first, differences with their intervals."""
+    """What changed from one run to another, line by line: changed verdicts first, differences with their intervals."""
     from gradleak.audit.result import AuditResult
 
-    found = AuditResult.load(first).compare(AuditResult.load(second))
-    typer.echo(found.table(format.value))
-    reasons = {FailOn.nothing: (), FailOn.worse: found.worse, FailOn.changed: found.changed}[fail_on]
+    comparison = AuditResult.load(first).compare(AuditResult.load(second))
+    typer.echo(comparison.table(format.value))
+    reasons = {FailOn.nothing: (), FailOn.worse: comparison.worse, FailOn.changed: comparison.changed}[fail_on]
     if reasons:
-        tell(f"gradleak: {reasons[0]}{f' And {len(reasons) - 1} more.' if len(reasons) > 1 else ''}")
+        log(f"gradleak: {reasons[0]}{f' And {len(reasons) - 1} more.' if len(reasons) > 1 else ''}")
         raise typer.Exit(CROSSED)

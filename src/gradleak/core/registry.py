@@ -58,8 +58,8 @@ class Entry:
 
 
 _entries: dict[tuple[str, str], Entry] = {}
-# Where each kind lives. Imported on first use, so `import gradleak` stays light. The kinds of the private side are not
-# here, since attack code must not reach them: `gradleak.federation` brings them (partition, participation) itself.
+# Where each kind lives, imported on first use: `import gradleak` stays light. Kinds of the private side are not here,
+# since attack code must not reach them: `gradleak.federation` registers its own, `gradleak.audit` adds a home.
 _homes: dict[str, tuple[str, ...]] = {
     "aggregation": ("gradleak.secure.reveal",),
     "attack": ("gradleak.attacks", "gradleak.auto"),
@@ -67,9 +67,13 @@ _homes: dict[str, tuple[str, ...]] = {
     "generator": ("gradleak.priors.recipes",),
     "labels": ("gradleak.parts.labels",),
     "model": ("gradleak.models",),
-    "report": ("gradleak.report",),
 }
 _loaded: set[str] = set()
+
+
+def add_home(kind: str, module: str) -> None:
+    """Say which module registers the methods of a kind. It is imported when one of them is asked for."""
+    _homes[kind] = (module,)
 
 
 class UnknownName(LookupError):

@@ -10,42 +10,79 @@
 
     attack(steps=20)
 
-A method with many hyper-parameters keeps them in a dataclass, which can check them, be passed on whole, and share
-fields with others by inheritance. Registry, command line and documentation still see one flat signature.
+A method with many settings keeps them in a dataclass, which can check them, be passed on whole, and share fields with
+others: by inheritance, or as a field that is a `Group`. Registry, command line and documentation still see one flat
+signature.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 Settings = TypeVar("Settings")
 Result = TypeVar("Result")
 
 
+class Group:
+    """Base of a dataclass of settings that stands flat inside others, at the place of its field."""
+
+
 def takes(settings: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
     """Decorate a function of `settings`: it is then called with the fields of that dataclass, or with one instance."""
     if not is_dataclass(settings):
         raise TypeError(f"takes() needs a dataclass of settings; given {settings!r}.")
+    parameters = list(_parameters(settings))
+    if any(_is_group(hint) for hint in get_type_hints(settings).values()):  # places then mean nothing to a reader
+        parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
+        result = get_type_hints(function).get("return", Any)
+        signature = inspect.Signature(parameters, return_annotation=result)
+
         @functools.wraps(function)
         def call(*values: Any, **named: Any) -> Result:
             if len(values) == 1 and not named and isinstance(values[0], settings):
                 return function(values[0])
-            return function(settings(*values, **named))
+            bound = signature.bind(*values, **named)
+            bound.apply_defaults()
+            return function(_build(settings, bound.arguments))
 
-        result = get_type_hints(function).get("return", Any)
-        hints = get_type_hints(settings, include_extras=True)
-        flat = [
-            parameter.replace(annotation=hints.get(name, Any))
-            for name, parameter in inspect.signature(settings).parameters.items()
-        ]
-        call.__signature__ = inspect.Signature(flat, return_annotation=result)  # type: ignore[attr-defined]
-        call.__annotations__ = {**{each.name: each.annotation for each in flat}, "return": result}
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": result}
         return call
 
     return decorate
+
+
+def _parameters(settings: Any, group: Any = None) -> Iterator[inspect.Parameter]:
+    """The flat parameters. `group`: the instance that gives a nested class its defaults."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in fields(settings):
+        default = _default(field) if group is None else getattr(group, field.name)
+        if _is_group(hints[field.name]):
+            yield from _parameters(hints[field.name], None if default is MISSING else default)
+            continue
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY if field.kw_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=inspect.Parameter.empty if default is MISSING else default,
+            annotation=hints[field.name],
+        )
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Group)
+
+
+def _build(settings: Any, values: Mapping[str, Any]) -> Any:
+    """The settings object of flat values, groups included."""
+    hints = get_type_hints(settings).items()
+    return settings(**{name: _build(hint, values) if _is_group(hint) else values[name] for name, hint in hints})

@@ -1,9 +1,9 @@
 """Real images by name, from a file, a folder or another library's data set, always in the same form: `Images`.
 
-Where a name is looked for, first hit wins: `cifar10-samples`, `faces`, `photographs`, `digits` and the like are files
-that an installed package brings (the package itself is not imported); every other name is `$GRADLEAK_DATA/NAME.npz`,
-then the full set that `get` fetched into `cache_folder()`, then `$GRADLEAK_DATA/mini/NAME_mini.npz`. Images by writer,
-as the clients of the multi-step papers have them: `writers`.
+`cifar10-samples`, `faces`, `photographs`, `digits` and the like are files of an installed package (the package itself
+is not imported). Every other name is searched in `$GRADLEAK_DATA/NAME.npz`, then in the full set that `get` fetched
+into `cache_folder()`, then in `$GRADLEAK_DATA/mini/NAME_mini.npz`. `writers` gives images by writer, as the clients of
+the multi-step papers have them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,8 @@ from gradleak.data.fetch import DataError, cache_folder, get
 from gradleak.data.leaf import Writers, enhanced, is_leaf, open_leaf, pseudo_writers, writers
 from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
 
-__all__ = [
-    "SOURCES",
-    "DataError",
-    "Images",
-    "Listing",
-    "Source",
-    "Writers",
-    "available",
-    "cache_folder",
-    "enhanced",
-    "from_dataset",
-    "from_huggingface",
-    "from_torchvision",
-    "get",
-    "load",
-    "pseudo_writers",
-    "writers",
-]
+__all__ = ["SOURCES", "DataError", "Images", "Listing", "Source", "Writers", "available", "cache_folder", "enhanced"]
+__all__ += ["from_dataset", "from_huggingface", "from_torchvision", "get", "load", "pseudo_writers", "writers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +35,7 @@ class Images:
     y: Tensor
     classes: int
     names: tuple[str, ...]
-    source: str  # where they come from, for people
+    source: str  # their origin, for people
 
     def __post_init__(self) -> None:
         def demand(holds: bool, message: str) -> None:
@@ -79,7 +63,7 @@ class Images:
             f"labels run from {least} to {most}, not within 0 .. {self.classes - 1}.",
         )
 
-    def __repr__(self) -> str:  # never the pixels: they are what is private
+    def __repr__(self) -> str:  # never the pixels: they are private
         sizes = "x".join(str(side) for side in self.x.shape[1:])
         return f"Images({len(self)} of {sizes}, {self.classes} classes, {self.source!r})"
 
@@ -87,7 +71,7 @@ class Images:
         return len(self.x)
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Images:
-        """Some of the images, as `Images` again; one index gives one image, still with its leading dimension."""
+        """Some of the images, as `Images`; one index gives one image, still with its leading dimension."""
         chosen = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.x.device).reshape(-1)
         if isinstance(chosen, Tensor) and not chosen.numel():
             chosen = chosen.long()  # torch makes an empty list a float tensor
@@ -107,7 +91,7 @@ class Listing:
     description: str
     licence: str
     location: Path | None  # None: not on this machine
-    advice: str  # what to do to have it; empty when it is there
+    advice: str  # how to get it; empty if it is there
 
     @property
     def present(self) -> bool:
@@ -115,7 +99,7 @@ class Listing:
 
 
 def available() -> tuple[Listing, ...]:
-    """Every name `load` knows, whether it is present now and, if not, what to do."""
+    """Every name that `load` knows, whether it is on this machine and, if not, how to get it."""
 
     def listing(name: str, source: Source) -> Listing:
         place = source.where()
@@ -131,36 +115,36 @@ def load(
     size: Size | None = None,
     limit: int | None = None,
 ) -> Images:
-    """Images by name (see `available`), from a `.npz` (train_x/train_y/test_x/test_y or x/y), from a folder, or LEAF's.
+    """Images by name (see `available`), from a `.npz` (train_x/train_y/test_x/test_y or x/y), a folder, or LEAF files.
 
-    split: "train" or "test". None is the training part where the source has parts, else everything. Where it has none,
-        every fifth image is "test".
-    size: side, or (height, width), to crop centrally to that shape and resize to.
-    limit: at most so many, taken class by class in turn, so that few images still cover many classes.
+    split: "train" or "test"; None: the training part if the source has parts, else everything. If the source has no
+        parts, every fifth image is "test".
+    size: side, or (height, width): images are cropped centrally to that shape and resized.
+    limit: the most images, taken from each class in turn, so that few images still cover many classes.
     """
-    given = os.fspath(name_or_path)
+    name = os.fspath(name_or_path)
     if split not in (None, "train", "test"):
         raise DataError(f"split is {split!r}. Give 'train', 'test' or None.")
-    source = SOURCES.get(given)
+    source = SOURCES.get(name)
     if source is not None:
         place = source.where()
         if place is None:
             folder = os.environ.get("GRADLEAK_DATA") or "not set"
-            raise DataError(f"{given!r} is not on this machine: {source.needs}. (GRADLEAK_DATA is {folder}.)")
-        provenance = f"{given}: {source.description}, from {place.parent.name}/{place.name}"
+            raise DataError(f"{name!r} is not on this machine: {source.needs}. (GRADLEAK_DATA is {folder}.)")
+        provenance = f"{name}: {source.description}, from {place.parent.name}/{place.name}"
         return _images(source.open(place, split), provenance, split, source.size if size is None else size, limit)
-    path = Path(given).expanduser()
+    path = Path(name).expanduser()
     if is_leaf(path):
-        return _images(open_leaf(path, split), given, split, size, limit)
+        return _images(open_leaf(path, split), name, split, size, limit)
     if path.is_dir():
-        return _images(open_folder(path, split), given, split, size, limit)
+        return _images(open_folder(path, split), name, split, size, limit)
     if path.is_file() and path.suffix == ".npz":
-        return _images(open_npz(path, split), given, split, size, limit)
+        return _images(open_npz(path, split), name, split, size, limit)
     if path.exists():
-        raise DataError(f"{given} is neither a .npz file nor a folder of images. Give one of those, or a name.")
+        raise DataError(f"{name} is neither a .npz file nor a folder of images. Give one of those, or a name.")
     if path.suffix or len(path.parts) > 1:
-        raise DataError(f"There is no file or folder {given} (looked from {Path.cwd()}).")
-    raise UnknownName(f"Unknown data {given!r}: neither a name nor a path.{did_you_mean(given, SOURCES)}")
+        raise DataError(f"There is no file or folder {name} (looked from {Path.cwd()}).")
+    raise UnknownName(f"Unknown data {name!r}: neither a name nor a path.{did_you_mean(name, SOURCES)}")
 
 
 def from_dataset(
@@ -173,7 +157,7 @@ def from_dataset(
 ) -> Images:
     """Images from any sequence of (image, label); an image is a PIL picture, or a uint8 or float tensor or array.
 
-    Labels come from the set's `targets` or `labels` where it has them, else every item is read once for its label.
+    Labels come from the set's `targets` or `labels`; if it has neither, every item is read once for its label.
     """
     source = source or type(dataset).__name__
     try:
@@ -202,19 +186,19 @@ def from_huggingface(
     size: Size | None = None,
     limit: int | None = None,
 ) -> Images:
-    """Images from one split of a Hugging Face data set; columns are found by their type, or given by name."""
+    """Images from one split of a Hugging Face data set; columns are found by type, or named by the caller."""
     features = getattr(dataset, "features", None)
     if not isinstance(features, Mapping):
         raise DataError(f"{type(dataset).__name__} has no features. Give one split, as in load_dataset(name)['train'].")
 
-    def column(given: str | None, kind: str) -> str:
-        found = [
-            key for key, feature in features.items() if (key == given if given else type(feature).__name__ == kind)
+    def column(wanted: str | None, kind: str) -> str:
+        matching = [
+            key for key, feature in features.items() if (key == wanted if wanted else type(feature).__name__ == kind)
         ]
-        if not found:
-            sought = repr(given) if given else f"of type {kind}"
+        if not matching:
+            sought = repr(wanted) if wanted else f"of type {kind}"
             raise DataError(f"No column {sought}. Give image= and label=. Columns: {', '.join(features)}.")
-        return found[0]
+        return matching[0]
 
     image, label = column(image, "Image"), column(label, "ClassLabel")
     source = f"Hugging Face {getattr(getattr(dataset, 'info', None), 'dataset_name', None) or type(dataset).__name__}"
@@ -258,7 +242,7 @@ def _images(pool: Pool, source: str, split: str | None, size: Size | None, limit
 
 
 def _in_turn(labels: Array) -> Array:
-    """Row numbers such that every class comes once before any comes twice; order is kept within that."""
+    """Row numbers in which every class comes once before any comes twice; otherwise the order stays."""
     place_in_class = np.empty(len(labels), dtype=np.int64)
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -280,7 +264,7 @@ def _floats(images: Array, source: str) -> Tensor:
 
 
 def _reduced(x: Tensor, size: Size | None) -> Tensor:
-    """Cropped centrally to the shape of `size` and resized to it; None: as they are."""
+    """Cropped centrally to the shape of `size` and resized to it; None: unchanged."""
     if size is None:
         return x
     height, width = (size, size) if isinstance(size, int) else size
@@ -288,8 +272,8 @@ def _reduced(x: Tensor, size: Size | None) -> Tensor:
         raise DataError(f"size is {size}. Give a side, or (height, width), of at least one pixel.")
     scale = min(x.shape[2] / height, x.shape[3] / width)
     crop = (max(1, round(height * scale)), max(1, round(width * scale)))
-    top, left = (x.shape[2] - crop[0]) // 2, (x.shape[3] - crop[1]) // 2
-    x = x[:, :, top : top + crop[0], left : left + crop[1]]
+    top, side = (x.shape[2] - crop[0]) // 2, (x.shape[3] - crop[1]) // 2
+    x = x[:, :, top : top + crop[0], side : side + crop[1]]
     if crop == (height, width):
         return x
     smooth = torch.nn.functional.interpolate(x, (height, width), mode="bilinear", antialias=True, align_corners=False)

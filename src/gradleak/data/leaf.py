@@ -1,15 +1,15 @@
-"""Images by writer: LEAF's FEMNIST from its JSON files, and pseudo-writers of the EMNIST letters where there is none.
+"""Images by writer: LEAF's FEMNIST from its JSON files, and pseudo-writers of the EMNIST letters as a stand-in.
 
-A client of the multi-step papers is one writer: the first N of its images, and writers with fewer are left out.
+A client of the multi-step papers is one writer with the first N of its images; writers with fewer are left out.
 
     clients = gl.data.writers("femnist").first(50)                 # or a folder, or a .json file of LEAF's
     task = gl.Task.supervised(model, loss, like=(...), mean=FEMNIST_MEAN, std=FEMNIST_STD)
     clients[0].batch(slice(None))                                  # the private tensors of one client
     gl.Federation(clients=len(clients), examples=50, split="in_order")     # with clients.images as data
 
-LEAF: Caldas et al., LEAF: A Benchmark for Federated Settings, 2018. Its files are made by its own script, for the
-multi-step papers with `preprocess.sh -s niid --sf 0.05 -k 0 -t sample`. They are read as JSON and believed in nothing:
-sizes, types, lengths and ranges are checked.
+LEAF: Caldas et al., LEAF: A Benchmark for Federated Settings, 2018. Its own script makes its files, for the multi-step
+papers with `preprocess.sh -s niid --sf 0.05 -k 0 -t sample`. They are read as JSON, and all sizes, types, lengths and
+ranges are checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FEMNIST_NAMES = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)  # 62 classes in LEAF's order
 FEMNIST_MEAN, FEMNIST_STD = 0.9642384386, 0.1576784320  # of [0, 1] pixels on white, as SME normalises them
 SIDE = 28
-MOST_FILE, MOST_ALL = 512 * 2**20, 4 * 2**30  # bytes; Python holds about six for each while it reads a file
+MOST_FILE, MOST_ALL = 512 * 2**20, 4 * 2**30  # bytes; Python needs about six for each while it reads a file
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +62,17 @@ class Writers:
         return self.images[self._rows(range(len(self))[writer])]
 
     def first(self, examples: int) -> Writers:
-        """The first N images of each writer; writers with fewer are left out, since they would be smaller clients."""
+        """The first N images of each writer; writers with fewer are left out, so that all clients have equal sizes."""
         if examples < 1:
             raise DataError(f"examples is {examples}. Give at least 1.")
-        kept = [writer for writer, size in enumerate(self.sizes) if size >= examples]
-        if not kept:
+        large = [writer for writer, size in enumerate(self.sizes) if size >= examples]
+        if not large:
             raise DataError(
                 f"{self.images.source}: none of {len(self)} writers has {examples} images; the most is "
                 f"{max(self.sizes, default=0)}. Ask for fewer, or read more of the set."
             )
-        rows = torch.cat([self._rows(writer)[:examples] for writer in kept])
-        return Writers(self.images[rows], tuple(self.names[writer] for writer in kept), (examples,) * len(kept))
+        rows = torch.cat([self._rows(writer)[:examples] for writer in large])
+        return Writers(self.images[rows], tuple(self.names[writer] for writer in large), (examples,) * len(large))
 
     def of(self, writers: Sequence[int]) -> Writers:
         """Some of the writers, in this order."""
@@ -88,27 +88,27 @@ class Writers:
 
 
 def writers(name_or_path: str | os.PathLike[str] = "femnist", *, split: str | None = None) -> Writers:
-    """The writers of "femnist" or of LEAF files elsewhere, in the order of their names; or the "emnist-writers".
+    """The writers of "femnist", of LEAF files elsewhere, or of "emnist-writers", in the order of their names.
 
-    split: "train" or "test", LEAF's own; None is the training part where there are two.
+    split: "train" or "test", LEAF's own; None: the training part if there are two.
     """
     from gradleak.data import Images, load
 
-    given = os.fspath(name_or_path)
+    name = os.fspath(name_or_path)
     if split not in (None, "train", "test"):
         raise DataError(f"split is {split!r}. Give 'train', 'test' or None.")
-    if given == "emnist-writers":
+    if name == "emnist-writers":
         return pseudo_writers(load("emnist-letters", split=split))
-    place = SOURCES["femnist"].where() if given == "femnist" else Path(given).expanduser()
+    place = SOURCES["femnist"].where() if name == "femnist" else Path(name).expanduser()
     if place is None:
         raise DataError(f"'femnist' is not on this machine: {SOURCES['femnist'].needs}.")
     if not is_leaf(place):
         raise DataError(
-            f"{given} holds no LEAF files. Give 'femnist', 'emnist-writers', a .json file of LEAF's, or a folder of "
+            f"{name} holds no LEAF files. Give 'femnist', 'emnist-writers', a .json file of LEAF's, or a folder of "
             "them (with train/ and test/, or without)."
         )
     x, y, names, sizes = read_leaf(place, split)
-    images = Images(torch.from_numpy(x), torch.from_numpy(y), len(FEMNIST_NAMES), FEMNIST_NAMES, f"FEMNIST, {given}")
+    images = Images(torch.from_numpy(x), torch.from_numpy(y), len(FEMNIST_NAMES), FEMNIST_NAMES, f"FEMNIST, {name}")
     return Writers(images, names, sizes)
 
 
@@ -116,7 +116,7 @@ def writers(name_or_path: str | os.PathLike[str] = "femnist", *, split: str | No
 
 
 def _parts(place: Path) -> dict[str, Path]:
-    """The folders of the two parts, where there are two; LEAF's script puts them below `data`."""
+    """The folders of the two parts, if there are two; LEAF's script puts them below `data`."""
     for home in (place, place / "data"):
         if (home / "train").is_dir() and (home / "test").is_dir():
             return {"train": home / "train", "test": home / "test"}
@@ -129,7 +129,7 @@ def _files(place: Path, split: str | None) -> list[Path]:
 
 
 def is_leaf(place: Path) -> bool:
-    """A .json file, a folder of them, or one with train/ and test/ full of them."""
+    """Whether this is a .json file, a folder of them, or a folder with train/ and test/ full of them."""
     return place.suffix == ".json" if place.is_file() else place.is_dir() and bool(_files(place, None))
 
 
@@ -148,17 +148,17 @@ def read_leaf(place: Path, split: str | None) -> tuple[Array, Array, tuple[str, 
             f"{place} has {sum(sizes) / 2**30:.1f} GiB of JSON; at most {MOST_ALL / 2**30:.0f} are read. Sample a "
             "smaller share of the set (--sf)."
         )
-    held: dict[str, tuple[Array, Array]] = {}
+    by_writer: dict[str, tuple[Array, Array]] = {}
     for path in files:
-        for name, own in _writers_of(path):
-            if name in held:
+        for name, arrays in _writers_of(path):
+            if name in by_writer:
                 raise DataError(f"{path}: writer {name!r} is in another file too. Keep one of them.")
-            held[name] = own
-    names = tuple(sorted(name for name, (x, _) in held.items() if len(x)))
+            by_writer[name] = arrays
+    names = tuple(sorted(name for name, (x, _) in by_writer.items() if len(x)))
     if not names:
         raise DataError(f"{place} holds no images{f' in split {split!r}' if split else ''}.")
-    x, y = (np.concatenate([held[name][column] for name in names]) for column in (0, 1))
-    return x.reshape(-1, 1, SIDE, SIDE), y, names, tuple(len(held[name][0]) for name in names)
+    x, y = (np.concatenate([by_writer[name][column] for name in names]) for column in (0, 1))
+    return x.reshape(-1, 1, SIDE, SIDE), y, names, tuple(len(by_writer[name][0]) for name in names)
 
 
 def _no_constant(text: str) -> Any:
@@ -184,12 +184,14 @@ def _writers_of(path: Path) -> Iterable[tuple[str, tuple[Array, Array]]]:
     demand(sorted(users) == sorted(data), "'users' and 'user_data' do not name the same writers")
     demand(isinstance(counts, list) and len(counts) == len(users), "it has no 'num_samples' for each writer")
     for user, count in zip(users, counts):
-        own = data[user]
-        demand(isinstance(own, dict) and {"x", "y"} <= own.keys(), f"writer {user!r} has no x and y")
+        user_arrays = data[user]
+        demand(isinstance(user_arrays, dict) and {"x", "y"} <= user_arrays.keys(), f"writer {user!r} has no x and y")
         where = f"writer {user!r}"
         for key in ("x", "y"):
-            demand(_numeric(own[key]), f"{key} of {where} must be a list of numbers, or of lists of equal length")
-        x, y = (np.asarray(own[key]) for key in ("x", "y"))
+            demand(
+                _numeric(user_arrays[key]), f"{key} of {where} must be a list of numbers, or of lists of equal length"
+            )
+        x, y = (np.asarray(user_arrays[key]) for key in ("x", "y"))
         demand(len(x) == len(y) == count, f"{where} has {len(x)} images, {len(y)} labels and says {count}")
         if not len(x):
             continue
@@ -202,7 +204,7 @@ def _writers_of(path: Path) -> Iterable[tuple[str, tuple[Array, Array]]]:
 
 
 def _numeric(values: Any) -> bool:
-    """Numbers in lists of equal length: neither text nor truth values nor whole numbers too large for 64 bits."""
+    """Whether these are numbers in lists of equal length: no text, truth values or integers beyond 64 bits."""
     try:
         return isinstance(values, list) and (not values or np.asarray(values).dtype.kind in "iuf")
     except (ValueError, OverflowError):  # ragged lists
@@ -210,7 +212,7 @@ def _numeric(values: Any) -> bool:
 
 
 def open_leaf(place: Path, split: str | None) -> Pool:
-    """LEAF files as any other set of images, in the order of the writers; who wrote what: `writers`."""
+    """LEAF files as a plain set of images, in the order of the writers; `writers` says who wrote what."""
     x, y, _, _ = read_leaf(place, split)
     return Pool(y, lambda rows: x[rows], FEMNIST_NAMES, bool(_parts(place)))
 
@@ -219,11 +221,11 @@ def open_leaf(place: Path, split: str | None) -> Pool:
 
 
 def pseudo_writers(images: Images, count: int = 10, *, seed: int = 0) -> Writers:
-    """Deal the images to `count` made-up writers, each with a slant, a stroke width and a size of its own.
+    """Divide the images among `count` made-up writers, each with its own slant, stroke width and size.
 
-    A stand-in for real writers where a set names none: say so wherever it is used. Slants run from -0.35 to 0.35
+    A stand-in for real writers if a set names none: say so wherever it is used. Slants run from -0.35 to 0.35
     (columns per row), sizes from 0.8 to 1.05, strokes from 0.6 of an erosion by a pixel to 0.8 of a dilation, each in
-    equal steps that the seed deals to the writers. Ink must be bright on black, as in EMNIST.
+    equal steps that the seed assigns to the writers. Ink must be bright on black, as in EMNIST.
     """
     from gradleak.data import Images
 
@@ -238,7 +240,7 @@ def pseudo_writers(images: Images, count: int = 10, *, seed: int = 0) -> Writers
 
 
 def _dealt(images: int, count: int, seed: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """A shuffle; the places in it, writer by writer (place p is of writer p % count); slant, size, stroke of each."""
+    """A shuffle; the places in it by writer (place p is of writer p % count); slant, size, stroke of each writer."""
     generator = torch.Generator().manual_seed(seed)
     ranges = ((-0.35, 0.35), (0.8, 1.05), (-0.6, 0.8))
     styles = [torch.linspace(*ends, count)[torch.randperm(count, generator=generator)] for ends in ranges]
@@ -247,7 +249,7 @@ def _dealt(images: int, count: int, seed: int) -> tuple[Tensor, Tensor, list[Ten
 
 
 def _styled(x: Tensor, slant: Tensor, size: Tensor, stroke: Tensor) -> Tensor:
-    """Images (N, C, H, W) under the slant, size and stroke of each, (N,)."""
+    """Images (N, C, H, W) with the slant, size and stroke of each, (N,)."""
     zero = torch.zeros_like(slant)
     maps = torch.stack([torch.stack([1 / size, slant / size, zero], 1), torch.stack([zero, 1 / size, zero], 1)], 1)
     grid = F.affine_grid(maps, list(x.shape), align_corners=False)  # (N, H, W, 2): where each pixel comes from
@@ -268,7 +270,7 @@ def _open_pseudo_writers(place: Path, split: str | None) -> Pool:
 
 
 def detail(x: Tensor) -> Tensor:
-    """How much there is to see in images (N, C, H, W): z(pixel variance) + z(mean Sobel magnitude), (N,)."""
+    """Amount of detail in images (N, C, H, W): z(pixel variance) + z(mean Sobel magnitude), (N,)."""
     kernel = torch.tensor([[-1.0, 0.0, 1.0], [-2.0, 0.0, 2.0], [-1.0, 0.0, 1.0]]).to(x)
     grey = x.mean(1, keepdim=True)
     edges = F.conv2d(F.pad(grey, (1, 1, 1, 1), mode="replicate"), torch.stack([kernel, kernel.T])[:, None])
@@ -277,10 +279,10 @@ def detail(x: Tensor) -> Tensor:
 
 
 def enhanced(source: Writers, examples: int = 50, *, writers: int = 5, seed: int = 0, each: bool = False) -> Images:
-    """The images with most `detail` of some random writers, pooled: a client as NL-SME's "Enhanced" setting has them.
+    """The images with most `detail` of some random writers, pooled: a client of NL-SME's "Enhanced" setting.
 
-    each: the same number from every writer, instead of the most detailed of all. The paper names neither the score nor
-    the rule (arXiv 2509.22082): both are ours. Other images than the first N of a writer: not comparable with those.
+    each: the same number from every writer, instead of the most detailed of all. The paper states neither the score
+    nor the rule (arXiv 2509.22082): both are ours. Results are not comparable with those of a writer's first N images.
     """
     if not 1 <= writers <= len(source):
         raise DataError(f"writers is {writers}. Give from 1 to {len(source)}, the number of writers.")

@@ -1,6 +1,6 @@
-"""Where images come from: one `Source` per name, and how each kind of place is opened.
+"""Where images come from: one `Source` per name, and a reader for each kind of place.
 
-A new name is one entry of `SOURCES`. Packages that bring images are read as files and never imported.
+A new name is one entry of `SOURCES`. Packages with images are read as files and never imported.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Pool:
-    """Everything a source offers before decoding: all labels, and a reader of the chosen rows.
+    """A source before decoding: all labels, and a reader of chosen rows.
 
-    The reader gives one array, uint8 (N, H, W, C) or float (N, C, H, W), or such single images one after the other:
-    two hundred thousand photographs do not fit into memory before they are reduced.
+    The reader gives one array, uint8 (N, H, W, C) or float (N, C, H, W), or an iterator of single images: two hundred
+    thousand photographs do not fit into memory before they are reduced.
     """
 
     labels: Array
@@ -42,18 +42,18 @@ class Pool:
 
 @dataclass(frozen=True)
 class Source:
-    """A named set of images: what it is, on which terms, what it needs, where it lies and how it is opened."""
+    """A named set of images: what it is, its licence, how to get it, where it lies and how to open it."""
 
     description: str
     licence: str
-    needs: str  # what to do when it is not there
+    needs: str  # how to get it
     where: Callable[[], Path | None]
     open: Callable[[Path, str | None], Pool]
     size: Size | None = None  # used when the caller gives none and the images differ in size
 
 
 def class_names(known: Iterable[Any] | None, labels: Array, source: str) -> tuple[str, ...]:
-    """Class names, or the numbers 0 .. largest label where the source names none."""
+    """Class names, or the numbers 0 .. largest label if the source has no names."""
     if known is not None:
         return tuple(str(name) for name in known)
     if not labels.size or labels.dtype.kind not in "iu":
@@ -85,13 +85,13 @@ def _picture(path: Path) -> Any:
         ) from None
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image)  # a copy: decoded here, so that a broken file is named here
-    except (OSError, SyntaxError, ValueError) as problem:  # SyntaxError: Pillow's word for a broken PNG
+            return ImageOps.exif_transpose(image)  # a copy: decoded here, so that the error names a broken file
+    except (OSError, SyntaxError, ValueError) as problem:  # Pillow raises SyntaxError for a broken PNG
         raise DataError(f"{path} is no readable image: {problem}. Remove or replace it.") from problem
 
 
 def open_npz(path: Path, split: str | None) -> Pool:
-    """Arrays `x` and `y` of a .npz file; where it is divided, `train_x`, `test_x` and so on."""
+    """Arrays `x` and `y` of a .npz file, or `train_x`, `test_x` and so on if it has parts."""
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no .npz file (a zip of arrays). Save it with numpy.savez.")
     try:
@@ -122,7 +122,7 @@ _SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif",
 def open_folder(folder: Path, split: str | None) -> Pool:
     """One class per subfolder; a flat folder is one class; `train/` and `test/` (or `val/`) inside are two parts.
 
-    Also as CelebA and LSUN come: see `_open_celeba` and `_open_lsun`.
+    Also reads the layouts of CelebA and LSUN: see `_open_celeba` and `_open_lsun`.
     """
     if (folder / CELEBA_IMAGES).is_dir():
         return _open_celeba(folder, split)
@@ -139,8 +139,8 @@ def open_folder(folder: Path, split: str | None) -> Pool:
     inside = {path.name for part in parts.values() or [folder] for path in part.iterdir() if path.is_dir()}
     classes = sorted(name for name in inside if not name.startswith("."))  # of both parts, so that labels agree
     homes = [root / name for name in classes] or [root]
-    found = [(path, label) for label, home in enumerate(homes) if home.is_dir() for path in sorted(home.iterdir())]
-    files = [(path, label) for path, label in found if path.suffix.lower() in _SUFFIXES]
+    labelled = [(path, label) for label, home in enumerate(homes) if home.is_dir() for path in sorted(home.iterdir())]
+    files = [(path, label) for path, label in labelled if path.suffix.lower() in _SUFFIXES]
     if not files and (below := _pictures_in(root, deep=True)):  # sorted by the first letters of their names
         return _one_class(below, folder.resolve().name, root, divided=bool(parts))
     if not files:
@@ -161,7 +161,7 @@ CELEBA_IMAGES, CELEBA_PARTS = "img_align_celeba", "list_eval_partition.txt"
 
 
 def _open_celeba(folder: Path, split: str | None) -> Pool:
-    """CelebA as its authors distribute it: `img_align_celeba/000001.jpg` and, beside or in it, the official parts.
+    """CelebA in its authors' layout: `img_align_celeba/000001.jpg` and, beside or in it, the official parts.
 
     A line of `list_eval_partition.txt` is a file's name and 0 (train), 1 (validation) or 2 (test). Without that file
     there are no parts. The faces are one class. Reference: Liu, Luo, Wang, Tang, ICCV 2015.
@@ -185,7 +185,7 @@ def _open_celeba(folder: Path, split: str | None) -> Pool:
 
 
 def _lsun_categories(folder: Path) -> list[str]:
-    """Categories of which both `NAME_train/` and `NAME_val/` are there."""
+    """Categories with both `NAME_train/` and `NAME_val/`."""
     names = (path.name.removesuffix("_train") for path in folder.glob("*_train") if path.is_dir())
     return sorted(name for name in names if (folder / f"{name}_val").is_dir())
 
@@ -197,8 +197,8 @@ def _open_lsun(folder: Path, categories: list[str], split: str | None) -> Pool:
     Reference: Yu et al., LSUN, arXiv:1506.03365.
     """
     if len(categories) > 1:
-        told = ", ".join(categories[:4])
-        raise DataError(f"{folder} holds several categories ({told}): give one folder for each, or one of these.")
+        some = ", ".join(categories[:4])
+        raise DataError(f"{folder} holds several categories ({some}): give one folder for each, or one of these.")
     root = folder / f"{categories[0]}_{'val' if split == 'test' else 'train'}"
     return _one_class(_pictures_in(root, deep=True), categories[0], root, divided=True)
 
@@ -233,19 +233,12 @@ def _open_digits(path: Path, split: str | None) -> Pool:
     return Pool(table[:, 64].astype(np.int64), lambda rows: x[rows], tuple("0123456789"))
 
 
-_PHOTOGRAPHS = (
-    "astronaut.png",
-    "chelsea.png",
-    "coffee.png",
-    "hubble_deep_field.jpg",
-    "ihc.png",
-    "retina.jpg",
-    "rocket.jpg",
-)
+_PHOTOGRAPHS = ["astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg"]
+_PHOTOGRAPHS += ["ihc.png", "retina.jpg", "rocket.jpg"]
 
 
 def _open_photographs(folder: Path, split: str | None) -> Pool:
-    """32x32 tiles of each photograph, side by side after reducing its shorter side to 256; flat tiles are left out."""
+    """32x32 tiles of each photograph after reducing its shorter side to 256; flat tiles are left out."""
     patches: list[Array] = []
     labels: list[int] = []
     for label, name in enumerate(_PHOTOGRAPHS):
@@ -255,9 +248,9 @@ def _open_photographs(folder: Path, split: str | None) -> Pool:
         rows, columns = values.shape[0] // 32, values.shape[1] // 32
         grid = values[: rows * 32, : columns * 32].reshape(rows, 32, columns, 32, 3)
         tiles = grid.swapaxes(1, 2).reshape(-1, 32, 32, 3)
-        kept = tiles[tiles.std(axis=(1, 2)).max(axis=1) > 16]  # of 255: clear sky and blank slides show nothing
-        patches.append(kept)
-        labels += [label] * len(kept)
+        busy = tiles[tiles.std(axis=(1, 2)).max(axis=1) > 16]  # of 255: clear sky and blank slides show nothing
+        patches.append(busy)
+        labels += [label] * len(busy)
     x = np.concatenate(patches)
     return Pool(np.asarray(labels), lambda rows: x[rows], tuple(Path(name).stem for name in _PHOTOGRAPHS))
 

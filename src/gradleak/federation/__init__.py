@@ -1,25 +1,24 @@
-"""Clients, their data and their rounds: who trains on what, and what the weights are at a given round.
+"""Federated training: who holds and trains on what, and the weights at each round.
 
-partition.py       who holds which examples        participation.py   who takes part in a round
-clients.py         the clients of a round, together uploads.py        which uploads a server takes
-rounds.py          one round                       training.py        many, with metrics, checkpoints and resuming
-swa.py             averages of models, for evaluation samples.py        pictures that a denoiser makes, over rounds
+partition.py       who holds which examples          participation.py   who takes part in a round
+clients.py         training the clients of a round   uploads.py         which uploads the server accepts
+rounds.py          one round                         training.py        many, with metrics, checkpoints and resuming
+swa.py             averages of models                samples.py         images from a denoiser, over rounds
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gradleak.core import random as randomness
-from gradleak.core import registry, tree
+from gradleak.core import registry
 from gradleak.core.tree import Params, Tree
 from gradleak.federation.participation import Everyone, Fixed, Participation, Poisson
 from gradleak.federation.partition import (
@@ -30,7 +29,7 @@ from gradleak.federation.partition import (
     FederationError,
     Partition,
 )
-from gradleak.federation.rounds import Examples, Round, Rounds, Snapshot, State, moved
+from gradleak.federation.rounds import Examples, Remembered, Round, Rounds, Snapshot, State, moved
 from gradleak.federation.swa import EMA, SWA, Averaging
 from gradleak.federation.uploads import Accepted, DroppedOut, ExcludedClient, accepted
 from gradleak.scenario.client import LocalTraining, observe
@@ -41,28 +40,16 @@ from gradleak.scenario.task import Batch, Task
 
 if TYPE_CHECKING:
     from gradleak.engine import Engine
-    from gradleak.federation.samples import Samples
     from gradleak.federation.training import Trained
 
-__all__ = [
-    "EMA",
-    "IID",
-    "SWA",
-    "Accepted",
-    "Averaging",
-    "BalancedIID",
-    "ClassDirichlet",
-    "ClientDirichlet",
-    "DroppedOut",
-    "Everyone",
-    "Examples",
-]
-__all__ += ["ExcludedClient", "Federation", "FederationError", "Fixed", "Participation", "Partition", "Poisson"]
-__all__ += ["Round", "Rounds", "Snapshot", "State", "Target", "accepted", "network_of", "with_buffers"]
+__all__ = ["EMA", "IID", "SWA", "Accepted", "Averaging", "BalancedIID", "ClassDirichlet", "ClientDirichlet"]
+__all__ += ["DroppedOut", "Everyone", "Examples", "ExcludedClient", "Federation", "FederationError", "Fixed"]
+__all__ += ["Participation", "Partition", "Poisson"]
+__all__ += ["Remembered", "Round", "Rounds", "Snapshot", "State", "Target", "accepted", "network_of", "with_buffers"]
 
 
 class Target(NamedTuple):
-    """One attacked update: whose, and from which rows of the data. The rows are the auditor's, never the attacker's."""
+    """One attacked update: its client and its rows of the data. Only the auditor knows the rows, never the attacker."""
 
     client: int
     rows: Tensor
@@ -72,10 +59,10 @@ class Target(NamedTuple):
 class Federation:
     """FedAvg: clients train from theta, the server takes theta - server_lr * sum_i p_i (theta - theta_i).
 
-    clients        among whom the data are divided
+    clients        number of clients that share the data
     training       what a client does in a round; `LocalTraining(lr)`, one full-batch step, is FedSGD
-    examples       of its share, that a client trains on in a round, in turn; None: all of it, in every round
-    seed           of the split, of who takes part, and of the clients' shuffles and noise
+    examples       number of its examples that a client trains on per round, taken in turn; None: all, in every round
+    seed           of the split, the participation, and the clients' shuffles and noise
     wire           "update" or "weights": see `observe`
     split          who holds what: iid, iid_balanced, dir_class:alpha=0.5,min_size=10, dir_client:alpha=0.5, in_order
     participation  who takes part in a round: all, fixed:number=5 (without replacement), poisson:rate=0.1
@@ -83,15 +70,17 @@ class Federation:
     weighting      p_i of a client: "examples", its share of the round's examples; "uniform", one over the clients
     averaging      None, or an average of models for evaluation: swa:start=75,every=10, ema:decay=0.99
 
-    Targets of an audit are the same batches of `examples` at every round, so that rounds can be compared: target t is
-    the (t // clients)-th batch of client t % clients.
+    An audit attacks the same batches of `examples` at every round, so that rounds can be compared: target t is the
+    (t // clients)-th batch of client t % clients.
 
-    Server-side hooks of a defence (`initial`, `broadcast`, `aggregate`, `idle`) are given the dict `server` with the
-    entries "key" (2 words for `draws.Draws`, different for every round and hook), "round" (from 0), "clients" (in the
-    federation, not in the round) and "participation" (the fraction of them that a round is expected to have);
-    `aggregate` and `idle` also find the "weights" that were sent, all but `initial` the "memory" that `advance`
-    returned last (it is first called before round 0, as of round -1), and `initial` what it may train with ("task",
-    "load").
+    Server-side hooks of a defence (`initial`, `broadcast`, `aggregate`, `idle`) get the dict `server`:
+        key            2 words for `random.Draws`, different for every round and hook
+        round          from 0
+        clients        in the federation, not in the round
+        participation  the expected fraction of clients per round
+        weights        that were sent (`aggregate` and `idle` only)
+        memory         what `advance` returned last (not for `initial`); `advance` is first called for round -1
+        task, load     what `initial` may train with (`initial` only)
 
     References: McMahan et al., AISTATS 2017 (FedSGD, FedAvg); Reddi et al., ICLR 2021 (the server's learning rate).
     """
@@ -109,8 +98,8 @@ class Federation:
 
     def __post_init__(self) -> None:
         for name, kind in (("split", "partition"), ("participation", "participation"), ("averaging", "averaging")):
-            if isinstance(given := getattr(self, name), str):
-                object.__setattr__(self, name, registry.parse(kind, given))
+            if isinstance(spelling := getattr(self, name), str):
+                object.__setattr__(self, name, registry.parse(kind, spelling))
         for name in ("clients", "examples"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -127,7 +116,7 @@ class Federation:
     # --- who holds what ----------------------------------------------------------------------------------------------
 
     def partition(self, data: int | Examples) -> list[Tensor]:
-        """The rows of each client, of these data or, for a split that asks for no labels, of so many examples."""
+        """The rows of each client. A split that needs no labels takes the number of examples instead of the data."""
         count = data if isinstance(data, int) else len(data)
         if count < self.clients * (self.examples or 1):
             raise FederationError(
@@ -160,53 +149,26 @@ class Federation:
         defence: Defence | None = None,
         engine: Engine | None = None,
     ) -> dict[int, Snapshot]:
-        """Train, and keep what the server sends at each of these rounds (0: before any training)."""
+        """Train, and return what the server sends at each of these rounds (0: before any training)."""
         wanted = set(rounds)
         work = Rounds(self, task, data, defence, engine, measure=False)
-        home = partial(moved, like=task.weights())  # the engine may have trained elsewhere
-        like = next(tree.leaves(task.weights()))
-        state, kept = work.first(), {}
+        home = partial(moved, like=task.weights())  # the engine may have trained on another device
+        state, snapshots = work.first(), {}
         for number in range(max(wanted, default=-1) + 1):
             if number in wanted:
                 sent = state.snapshot
-                memories = {client: tree.to(held, like.device, like.dtype) for client, held in sent.memories.items()}
-                kept[number] = Snapshot(home(sent.weights), home(sent.buffers), memories, home(sent.server))
+                memories = {client: home(memory) for client, memory in sent.memories.items()}
+                snapshots[number] = Snapshot(home(sent.weights), home(sent.buffers), memories, home(sent.server))
             if number < max(wanted):
                 state, _ = work.after(state)
-        return kept
+        return snapshots
 
-    def train(
-        self,
-        task: Task,
-        data: Examples,
-        rounds: int,
-        *,
-        defence: Defence | None = None,
-        test: Examples | None = None,
-        every: int = 10,
-        checkpoints: Sequence[int] = (),
-        out: str | Path | None = None,
-        engine: Engine | None = None,
-        progress: Callable[[dict[str, Any]], None] | None = None,
-        samples: Samples | None = None,
-    ) -> Trained:
-        """Train for so many rounds in all, measure, and keep checkpoints: see `training.train`."""
+    @property
+    def train(self) -> Callable[..., Trained]:
+        """federation.train(task, data, rounds, ...): `training.train` of this federation, with its keywords."""
         from gradleak.federation.training import train
 
-        return train(
-            self,
-            task,
-            data,
-            rounds,
-            defence=defence,
-            test=test,
-            every=every,
-            checkpoints=checkpoints,
-            out=out,
-            engine=engine,
-            progress=progress,
-            samples=samples,
-        )
+        return partial(train, self)
 
     def observe(
         self,
@@ -218,14 +180,11 @@ class Federation:
         key: str,
         round: int,
         seed: int,
-        memory: Tree | None = None,
-        held: Tree | None = None,
+        remembered: Remembered | None = None,
     ) -> Observation:
-        """What the server sees of one client that trains on `batch` from these weights and the task's buffers.
-
-        `memory`: what the client kept (`Snapshot.memories`). `held`: what the server did (`Snapshot.server`).
-        """
-        seen = observe(
+        """What the server sees of one client that trains on `batch` from these weights and the task's buffers."""
+        memories = remembered or Remembered()
+        observation = observe(
             task,
             batch,
             self.training_at(round),
@@ -234,13 +193,13 @@ class Federation:
             key=key,
             seed=seed,
             wire=self.wire,
-            memory=memory,
-            server=self.server("broadcast", round, held),
+            memory=memories.client,
+            server=self.server("broadcast", round, memories.server),
         )
-        return replace(seen, round=round)
+        return replace(observation, round=round)
 
     def training_at(self, round: int) -> LocalTraining:
-        """The clients' recipe in a round: `training`, with the learning rate where `averaging` has it go in cycles."""
+        """The clients' recipe in a round: `training`, with the round's learning rate if `averaging` varies it."""
         lr = self.lr_at(round)
         return self.training if lr is None else replace(self.training, lr=lr)
 
@@ -250,22 +209,22 @@ class Federation:
             return None
         return self.training.lr * self.averaging.factor(round)
 
-    def server(self, hook: str, round: int, held: Tree | None = None) -> Tree:
-        """What a hook on the server's side is told: see the head of the class. `held`: what the server remembers."""
+    def server(self, hook: str, round: int, memory: Tree | None = None) -> Tree:
+        """The dict `server` of a server-side hook: see the docstring of the class."""
         return {
-            **({} if held is None else {"memory": held}),
+            **({} if memory is None else {"memory": memory}),
             "key": randomness.key("federation", self.seed, "server", hook, round),
             "round": round,
             "clients": self.clients,
             "participation": self.participation.fraction(self.clients),
         }
 
-    # --- in other words ----------------------------------------------------------------------------------------------
+    # --- descriptions ------------------------------------------------------------------------------------------------
 
     def exposure(self, rounds: int, data: int | Examples, delta: float = 1e-5) -> Exposure:
-        """How often and how a client takes part in so many rounds: what `Defence.guarantee` asks for.
+        """How often a client takes part in this many rounds: the argument of `Defence.guarantee`.
 
-        `examples` is the smallest share: the client that is least protected by the others of its own.
+        `examples` is the smallest share: an example is least protected where a client has few others.
         """
         smallest = min(len(share) for share in self.partition(data))
         return Exposure(
@@ -279,19 +238,19 @@ class Federation:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Everything but the client's recipe as plain values, for files; `Federation(**settings)` reads it back."""
+        """All fields but `training` as plain values, for files; `Federation(**settings)` reads them back."""
         plain = ("clients", "examples", "seed", "wire", "server_lr", "weighting")
         spelled = {name: registry.spelled(getattr(self, name)) for name in ("split", "participation")}
         averaging = None if self.averaging is None else registry.spelled(self.averaging)
         return {**{name: getattr(self, name) for name in plain}, **spelled, "averaging": averaging}
 
     def generator(self, *purpose: object) -> torch.Generator:
-        """The source of random numbers for a purpose, of this federation's seed."""
+        """Random numbers for one purpose, from this federation's seed."""
         return torch.Generator().manual_seed(int(randomness.key("federation", self.seed, *purpose)[0]))
 
 
 def with_buffers(task: Task, buffers: Params) -> Task:
-    """The task with these buffers in a model of its own; without any, the task itself."""
+    """The task with these buffers in a copy of its model; without buffers, the task itself."""
     if not buffers:
         return task
     model = copy.deepcopy(task.model)
@@ -300,24 +259,24 @@ def with_buffers(task: Task, buffers: Params) -> Task:
 
 
 def network_of(task: Task, sent: Snapshot) -> nn.Module:
-    """The task's network with these weights: one of its own, in evaluation mode."""
+    """A copy of the task's network with these weights, in evaluation mode."""
     model = copy.deepcopy(task.model).eval()
     model.load_state_dict({**sent.weights, **sent.buffers}, strict=False)
     return model
 
 
 def _labels(data: int | Examples, split: Partition) -> Callable[[], Tensor]:
-    """The class of every example, read when a split asks for it."""
+    """A function that reads the class of every example; only some splits call it."""
 
     def labels() -> Tensor:
         if isinstance(data, int):
             raise FederationError(f"The split {split.name} looks at labels: give the data, not their number.")
-        held: Tensor | None = getattr(data, "labels", None)  # data that know them without reading every example
-        if held is None:
+        y: Tensor | None = getattr(data, "labels", None)  # data that know them without reading every example
+        if y is None:
             parts = [data.batch(rows).get("y") for rows in torch.arange(len(data)).split(1024)]
-            held = torch.cat([part.cpu() for part in parts if part is not None]) if parts[0] is not None else None
-        if held is None or held.dim() != 1:
+            y = torch.cat([part.cpu() for part in parts if part is not None]) if parts[0] is not None else None
+        if y is None or y.dim() != 1:
             raise FederationError(f"The split {split.name} needs one label y per example. Use split='iid'.")
-        return held.cpu()
+        return y.cpu()
 
     return labels

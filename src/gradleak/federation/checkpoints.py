@@ -1,12 +1,10 @@
-"""The folder of a training: it survives being killed at any moment, and nothing that is read from it is executed.
+"""The folder of a training. It survives a kill at any moment, and nothing read from it is executed.
 
 training.toml                          the configuration, for people and for the check that a resumed run is the same
 metrics.jsonl                          one line per round: see `training.train`
-checkpoints/round-50.safetensors       what the server sends at round 50, that is after 50 rounds; beside it the average
-                                       of models where there is one, which was never sent
-state.safetensors                      the latest state: the same, and what clients and server remember; replaced as a
-                                       whole
-samples/round-50.png, samples.png      what a denoiser makes of fixed latents, where it was asked for: see `samples`
+checkpoints/round-50.safetensors       what the server sends after 50 rounds, and the average of models if there is one
+state.safetensors                      the latest state, with what clients and server remember; replaced as a whole
+samples/round-50.png, samples.png      images from fixed latents, if requested: see `samples`
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What the server sent at some rounds of a training that was kept in a folder."""
+    """What the server sent at some rounds of a training that was saved in a folder."""
 
     folder: Path
 
@@ -58,13 +56,13 @@ class Checkpoints:
 
     @property
     def done(self) -> int:
-        """How many rounds the training has behind it."""
+        """Number of finished rounds."""
         path = self.folder / "state.safetensors"
         return int(_load(path)[0]["round"]) if path.exists() else 0
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl; a last line that was cut off is left out."""
+        """metrics.jsonl, without a last line that was cut off."""
         path = self.folder / "metrics.jsonl"
         try:
             return [json.loads(line) for line in whole_lines(path)]
@@ -72,26 +70,27 @@ class Checkpoints:
             raise FederationError(f"{path} cannot be read: {problem}.") from None
 
     def at(self, round: int) -> Snapshot:
+        """What the server sent at this checkpoint."""
         if round not in self.rounds:
-            there = ", ".join(map(str, self.rounds)) or "none"
+            existing = ", ".join(map(str, self.rounds)) or "none"
             raise FederationError(
-                f"{self.folder} has no checkpoint of round {round}; there are: {there}. Train further with the same "
+                f"{self.folder} has no checkpoint of round {round}; there are: {existing}. Train further with the same "
                 f"command and more --rounds or, if the round has passed, again into another folder with --checkpoints."
             )
-        header, held = _load(_path(self.folder, round))
+        header, saved = _load(_path(self.folder, round))
         if header.get("round") != round:
             raise FederationError(f"{_path(self.folder, round)} says it is of round {header.get('round')!r}.")
-        memories = {int(client): memory for client, memory in held.get("memories", {}).items()}
-        return Snapshot(held.get("weights", {}), held.get("buffers", {}), memories, held.get("server", {}))
+        memories = {int(client): memory for client, memory in saved.get("memories", {}).items()}
+        return Snapshot(saved.get("weights", {}), saved.get("buffers", {}), memories, saved.get("server", {}))
 
     @property
     def averaged(self) -> Snapshot | None:
-        """The average of models (`swa.Averaging`), as it is now; it was never sent. None: there is none, or not yet."""
+        """The latest average of models (`swa.Averaging`), which was never sent. None: there is none, or not yet."""
         path = self.folder / "state.safetensors"
         return _average(_load(path)[1]) if path.exists() else None
 
     def averaged_at(self, round: int) -> Snapshot | None:
-        """The same as it was at a round that was kept."""
+        """The average of models at this checkpoint."""
         self.at(round)
         return _average(_load(_path(self.folder, round))[1])
 
@@ -99,9 +98,9 @@ class Checkpoints:
         """A hash of what was sent at these rounds."""
         sent = {str(number): self.at(number) for number in sorted(set(rounds))}
         memories = {number: {str(c): m for c, m in each.memories.items()} for number, each in sent.items()}
-        kept = {number: [each.server] if each.server else [] for number, each in sent.items()}
+        servers = {number: [each.server] if each.server else [] for number, each in sent.items()}
         return digest(
-            {number: [each.weights, each.buffers, memories[number], *kept[number]] for number, each in sent.items()}
+            {number: [each.weights, each.buffers, memories[number], *servers[number]] for number, each in sent.items()}
         )
 
 
@@ -113,7 +112,7 @@ class TrainingFolder(ResumableFolder):
     free = ("gradleak", "origin.")
 
     def open(self, settings: dict[str, Any], toml: str) -> State | None:
-        """Make the folder ready: new, or holding the same training. Returns the state to go on from, if any."""
+        """Lock a folder that is new or holds the same training. Returns the state to continue from, if any."""
         self.lock()
         try:
             if not self.holds(settings):
@@ -130,24 +129,26 @@ class TrainingFolder(ResumableFolder):
         return _rounds(self.path)
 
     def keep(self, state: State) -> None:
-        """Make this the state that a later run goes on from."""
-        save_state(self.path / "state.safetensors", {"round": state.round}, _held(state))
+        """Save this as the state that a later run continues from."""
+        save_state(self.path / "state.safetensors", {"round": state.round}, _tensors(state))
 
     def checkpoint(self, state: State) -> None:
-        """What was sent, and kept, at a round."""
-        save_state(_path(self.path, state.round), {"round": state.round}, _held(state))
+        """Save what was sent and remembered at a round."""
+        save_state(_path(self.path, state.round), {"round": state.round}, _tensors(state))
 
     def _state(self) -> State | None:
         path = self.path / "state.safetensors"
         if not path.exists():
             return None
-        header, held = _load(path)
-        memories = {int(client): flat(memory) for client, memory in held.get("memories", {}).items()}
-        server, average = flat(held.get("server", {})), flat(held.get("average", {}))
-        return State(int(header["round"]), held.get("weights", {}), held.get("buffers", {}), memories, server, average)
+        header, saved = _load(path)
+        memories = {int(client): flat(memory) for client, memory in saved.get("memories", {}).items()}
+        server, average = flat(saved.get("server", {})), flat(saved.get("average", {}))
+        return State(
+            int(header["round"]), saved.get("weights", {}), saved.get("buffers", {}), memories, server, average
+        )
 
     def metrics(self, until: int) -> list[dict[str, Any]]:
-        """The lines of the first rounds; what comes after the state that was kept comes again."""
+        """The lines up to this round; later ones are cut off, since those rounds run again."""
         return self.trimmed("metrics.jsonl", lambda row: row["round"] <= until)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -156,7 +157,7 @@ class TrainingFolder(ResumableFolder):
 
 
 def recipe(training: LocalTraining) -> dict[str, Any]:
-    """The client's recipe as plain values; rules beyond plain SGD only as text, for people."""
+    """The client's recipe as plain values; optimiser, schedule and augmentation only as text for people."""
     return {
         "lr": float(training.lr),
         **{name: getattr(training, name) for name in ("steps", "epochs", "batch_size", "dropout")},
@@ -165,23 +166,23 @@ def recipe(training: LocalTraining) -> dict[str, Any]:
 
 
 def text(value: Any) -> str | None:
-    """A part by its name, else as it describes itself."""
+    """The name of a part, or its repr."""
     return None if value is None else getattr(value, "__name__", None) or repr(value)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _held(state: State) -> Mapping[str, Tensor]:
+def _tensors(state: State) -> Mapping[str, Tensor]:
     sent = state.snapshot
     memories = {str(client): memory for client, memory in sent.memories.items()}
-    kept = {"server": dict(sent.server), "average": unflat(state.average)}
-    return flat({"weights": sent.weights, "buffers": sent.buffers, "memories": memories, **kept})
+    unsent = {"memories": memories, "server": dict(sent.server), "average": unflat(state.average)}
+    return flat({"weights": sent.weights, "buffers": sent.buffers, **unsent})
 
 
-def _average(held: Tree) -> Snapshot | None:
-    found = held.get("average", {})
-    return Snapshot(found["weights"], found.get("buffers", {})) if found else None
+def _average(saved: Tree) -> Snapshot | None:
+    average = saved.get("average", {})
+    return Snapshot(average["weights"], average.get("buffers", {})) if average else None
 
 
 def _path(folder: Path, round: int) -> Path:
@@ -190,9 +191,9 @@ def _path(folder: Path, round: int) -> Path:
 
 def _rounds(folder: Path) -> list[int]:
     names = (re.fullmatch(r"round-(\d+)\.safetensors", path.name) for path in folder.glob("checkpoints/*"))
-    return sorted(int(found[1]) for found in names if found)
+    return sorted(int(match[1]) for match in names if match)
 
 
 def _load(path: Path) -> tuple[dict[str, Any], Tree]:
-    header, held = load_state(path, FederationError)
-    return header, unflat(held)
+    header, tensors = load_state(path, FederationError)
+    return header, unflat(tensors)

@@ -1,8 +1,8 @@
-"""The clients of a round, trained together: each is a lane of one vmapped `LocalTraining.run`.
+"""Train the clients of a round together: each is a lane of one vmapped `LocalTraining.run`.
 
-Clients with equally many examples and memories of equal form are stacked; a group that the device cannot hold is cut.
-On CUDA the whole local training of a group is captured once as a CUDA graph and replayed in later rounds, since its
-many small steps would otherwise wait for Python.
+Clients with the same number of examples and memories of the same form are stacked; a group too large for the device is
+split. On CUDA the whole local training of a group is captured once as a CUDA graph and replayed in later rounds, since
+its many small steps would otherwise wait for Python.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from gradleak.scenario.task import Batch, Task
 
 GROUP_SHARE, GRAPH_SHARE = 0.4, 0.5  # of a GPU's memory: for one group, and for all captured ones
 GRAPH_STEPS = 500  # local steps in one graph at most: some hundred kernels each
-# On a CPU lanes save Python's time and cost arithmetic (grouped convolutions): worth it for small steps only. Measured
-# with the LeNet of DLG (10,000 entries an example), 5 clients, one thread, together: 2.7 times faster with 1 example a
-# step, equal with 10, 1.9 times slower with 64.
+# On a CPU lanes save Python's time but slow arithmetic (grouped convolutions): worth it for small steps only. Measured
+# with the LeNet of DLG (10,000 entries an example), 5 clients, one thread: lanes are 2.7 times faster with 1 example
+# per step, equal with 10, 1.9 times slower with 64.
 SMALL_STEP = 80_000  # entries of all activations of one client's step
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What one client does in a round. `order`: the rows of all steps in a row; None: all of them in each step."""
+    """What one client does in a round. `order`: the rows of all steps, concatenated; None: all rows in each step."""
 
     client: int
     batch: Batch
@@ -48,14 +48,14 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """What came of it. No upload: the client dropped out."""
+    """A client's result. No upload: the client dropped out."""
 
     upload: Upload | None
     memory: Params
 
 
 class Clients:
-    """Trains clients from the weights they are sent. Holds captured graphs between rounds, and nothing else."""
+    """Trains clients from the weights they are sent. Keeps captured graphs between rounds, and nothing else."""
 
     def __init__(self, task: Task, training: LocalTraining, defence: Defence, engine: Engine) -> None:
         self.task, self.training, self.defence, self.engine = task, training, defence, engine
@@ -72,7 +72,7 @@ class Clients:
         extras: dict[str, Params],
         lr: float | Tensor | None = None,
     ) -> dict[int, Done]:
-        """Every client's upload and memory, by client. `lr`: of this round, where it is not always the recipe's."""
+        """Every client's upload and memory, by client. `lr`: learning rate of this round; None: the recipe's."""
         running = {name for name, _ in self.task.model.named_buffers()}  # which a forward pass may change
         frozen = {name: value for name, value in buffers.items() if name not in running}
         shared = {"weights": weights, "frozen": frozen, "extras": extras, "lr": {}}
@@ -85,23 +85,23 @@ class Clients:
         with torch.no_grad(), self.engine.settings():
             for group in self._groups(work):
                 done |= self._group(group, shared, statistics)
-        return {own.client: done[own.client] for own in work}
+        return {one.client: done[one.client] for one in work}
 
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def _groups(self, work: Sequence[Work]) -> list[list[Work]]:
-        found: dict[Any, list[Work]] = {}
-        for own in work:
-            found.setdefault(_form(own), []).append(own)
+        groups: dict[Any, list[Work]] = {}
+        for one in work:
+            groups.setdefault(_form(one), []).append(one)
         return [
             group[start : start + room]
-            for group in found.values()
-            for room in [self.room(_examples(group[0].batch))]
+            for group in groups.values()
+            for room in [self.room(examples_in(group[0].batch))]
             for start in range(0, len(group), room)
         ]
 
     def room(self, examples: int) -> int:
-        """Clients trained together, by the sizes of model, data and machine: fixed by the configuration."""
+        """Number of clients trained together: depends on the sizes of model, data and machine only."""
         if not self.engine.batched:
             return 1
         entries, each = self._size(examples)
@@ -112,20 +112,21 @@ class Clients:
         return int(max(1, min(256, GROUP_SHARE * memory_of(self.engine) // each)))
 
     def _size(self, examples: int) -> tuple[int, float]:
-        """Entries of the activations of a client's step, and about the bytes that its training takes."""
+        """Entries of the activations of a client's step, and about how many bytes its training takes."""
         if examples in self._sizes:
             return self._sizes[examples]
         weights = self.task.weights()
-        # Of two examples, in evaluation mode: BatchNorm refuses to train on one example of one pixel.
+        # Two examples in evaluation mode: BatchNorm refuses to train on one example of one pixel.
         few = activations(evaluating(self.task), weights, self.task.blank(2), self.task.buffers())
         step = min(self.training.batch_size or examples, examples)
         entries = few * step // 2
-        inputs = 2 * examples * sum(math.prod(held.shape) for held in self.task.fields.values())
+        inputs = 2 * examples * sum(math.prod(field.shape) for field in self.task.fields.values())
         size = max(leaf.element_size() for leaf in tree.leaves(weights))
-        # Forward, backward, and patches of convolutions, if it is by them; weights, gradients, optimiser state, noise,
-        # memory. A U-Net in steps of 64 images, by the library's own convolutions, was seen to hold 4 of each entry.
-        held = 6 if step >= IN_TURN and self.engine.where.type == "cuda" else 24
-        self._sizes[examples] = entries, size * (held * entries + 16 * tree.size(weights) + inputs)
+        # Copies of each entry: forward, backward and, for convolutions by patches, the patches. Then weights,
+        # gradients, optimiser state, noise, memory. With the library's convolutions a U-Net in steps of 64 images used
+        # 4 copies.
+        copies = 6 if step >= IN_TURN and self.engine.where.type == "cuda" else 24
+        self._sizes[examples] = entries, size * (copies * entries + 16 * tree.size(weights) + inputs)
         return self._sizes[examples]
 
     def _group(self, group: list[Work], shared: Tree, buffers: Params) -> dict[int, Done]:
@@ -133,15 +134,15 @@ class Clients:
             try:
                 return self._together(group, shared, buffers)
             except DroppedOut:
-                pass  # one of them: who it is shows when each is asked alone
+                pass  # which of them dropped out shows when each trains alone
             except RuntimeError as problem:
                 raise _explained(problem) from problem
-        return {own.client: self._alone(own, shared, buffers) for own in group}
+        return {one.client: self._alone(one, shared, buffers) for one in group}
 
     # --- one group -------------------------------------------------------------------------------------------------
 
     def _together(self, group: list[Work], shared: Tree, buffers: Params) -> dict[int, Done]:
-        examples = _examples(group[0].batch)
+        examples = examples_in(group[0].batch)
         own = {
             "batch": tree.map(lambda *values: torch.stack(values), *(one.batch for one in group)),
             "memory": tree.map(lambda *values: torch.stack(values), *(one.memory for one in group)),
@@ -161,27 +162,27 @@ class Clients:
             sent = self._graphs.results(form, run, inputs, len(group) * self._size(examples)[1])
         if sent is None:
             sent = run(inputs)
-        said = self._said[form]
+        num_examples = self._said[form]
         each = [tree.map(lambda value, i=i: value[i], sent) for i in range(len(group))]
-        return {one.client: _done(sent, said, shared["frozen"]) for one, sent in zip(group, each, strict=True)}
+        return {one.client: _done(sent, num_examples, shared["frozen"]) for one, sent in zip(group, each, strict=True)}
 
-    def _alone(self, own: Work, shared: Tree, buffers: Params) -> Done:
-        lane = _Lane(self.task, self.training, self.defence, _examples(own.batch))
-        order = {} if own.order is None else {"": own.order}
+    def _alone(self, one: Work, shared: Tree, buffers: Params) -> Done:
+        lane = _Lane(self.task, self.training, self.defence, examples_in(one.batch))
+        order = {} if one.order is None else {"": one.order}
         try:
-            held = {"batch": own.batch, "memory": own.memory, "key": own.key, "buffers": buffers, "order": order}
-            sent = lane(shared, held)
+            inputs = {"batch": one.batch, "memory": one.memory, "key": one.key, "buffers": buffers, "order": order}
+            sent = lane(shared, inputs)
         except DroppedOut:
-            return Done(None, own.memory)
+            return Done(None, one.memory)
         return _done(sent, lane.num_examples, shared["frozen"])
 
 
 class _Lane:
-    """One client's local training as a function of tensors: what all are sent, and what is its own."""
+    """One client's local training as a function of tensors: `shared` by all clients, and its `own`."""
 
     def __init__(self, task: Task, training: LocalTraining, defence: Defence, examples: int) -> None:
         self.task, self.training, self.defence, self.examples = task, training, defence, examples
-        self.num_examples = examples  # as the upload says: the same for all, since a hook cannot tell clients apart
+        self.num_examples = examples  # that the upload states: the same for all, since hooks cannot tell clients apart
 
     def __call__(self, shared: Tree, own: Tree) -> Tree:
         buffers = {**shared["frozen"], **own["buffers"]}
@@ -193,17 +194,17 @@ class _Lane:
         self.num_examples = upload.num_examples
         like = own["key"]
         memory = {name: _tensor(value, like) for name, value in flat(after.memory).items()}
-        # Not the frozen parameters: they may be large, are everybody's, and a copy per lane would be made of them.
+        # Without the frozen parameters: all clients share them, and every lane would copy them.
         buffers = {name: value for name, value in (upload.buffers or {}).items() if name not in shared["frozen"]}
         return {"payload": upload.payload, "buffers": buffers, "memory": memory}
 
-    def _order(self, held: Tree) -> Order:
-        if not held:
+    def _order(self, rows: Tree) -> Order:
+        if not rows:
             return self.training.order(self.examples)
         size = self.training.batch_size or self.examples
         steps = self.training.order(self.examples)
         whole = [min(size, self.examples - start) for start in range(0, self.examples, size)]
-        return list(held[""].split([whole[step % len(whole)] for step in range(len(steps))]))
+        return list(rows[""].split([whole[step % len(whole)] for step in range(len(steps))]))
 
 
 # --- trees as flat dicts ----------------------------------------------------------------------------------------------
@@ -211,20 +212,20 @@ class _Lane:
 
 def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
     """A nested dict as one level, its paths joined by "/" (a "/" within a name becomes "%2F"); empty dicts vanish."""
-    found: dict[str, Any] = {}
+    level: dict[str, Any] = {}
     for name, value in nested.items():
         key = str(name).replace("%", "%25").replace("/", "%2F")
         if isinstance(value, Mapping):
-            found |= {f"{key}/{rest}": held for rest, held in flat(value).items()}
+            level |= {f"{key}/{rest}": leaf for rest, leaf in flat(value).items()}
         else:
-            found[key] = value
-    return found
+            level[key] = value
+    return level
 
 
-def unflat(held: Mapping[str, Any]) -> Tree:
+def unflat(level: Mapping[str, Any]) -> Tree:
     """The inverse of `flat`."""
     nested: Tree = {}
-    for path, value in held.items():
+    for path, value in level.items():
         *folders, last = (name.replace("%2F", "/").replace("%25", "%") for name in path.split("/"))
         place = nested
         for name in folders:
@@ -238,23 +239,24 @@ def evaluating(task: Task) -> Task:
     return replace(task, model=copy.deepcopy(task.model).eval())
 
 
-def _form(own: Work) -> Any:
-    """What must agree for clients to be stacked."""
-    memory = tuple((name, value.shape, value.dtype) for name, value in sorted(own.memory.items()))
-    return _examples(own.batch), None if own.order is None else len(own.order), memory
+def _form(work: Work) -> Any:
+    """Clients with the same form can be stacked."""
+    memory = tuple((name, value.shape, value.dtype) for name, value in sorted(work.memory.items()))
+    return examples_in(work.batch), None if work.order is None else len(work.order), memory
 
 
-def _examples(batch: Batch) -> int:
+def examples_in(batch: Batch) -> int:
+    """Number of examples of a batch."""
     return next(iter(batch.values())).shape[0]
 
 
-def _rows(own: Work) -> Tensor:
-    assert own.order is not None  # of equal form
-    return own.order
+def _rows(work: Work) -> Tensor:
+    assert work.order is not None  # all in the group have the same form
+    return work.order
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
-    """A hook may remember a plain number; lanes can only hand back tensors."""
+    """A hook may remember a plain number; lanes can only return tensors."""
     return value if isinstance(value, Tensor) else torch.full((), value, device=like.device)
 
 
@@ -264,12 +266,12 @@ def _done(sent: Tree, num_examples: int, frozen: Params) -> Done:
 
 
 def _explained(problem: RuntimeError) -> RuntimeError:
-    told = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    message = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
     if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory: pass a smaller Engine(chunk=...), of clients at a time. ({told})")
-    if any(word in told for word in ("vmap", "randomness", "atching rule", "functorch", "data-dependent")):
+        return EngineError(f"Out of memory: pass a smaller Engine(chunk=...), of clients at a time. ({message})")
+    if any(word in message for word in ("vmap", "randomness", "atching rule", "functorch", "data-dependent")):
         return EngineError(
-            f"These clients cannot be trained together under vmap: {told} Engine(batched=False) trains one after the "
-            "other instead; task.check() tells the cause."
+            f"These clients cannot be trained together under vmap: {message} Engine(batched=False) trains one after "
+            "the other instead; task.check() tells the cause."
         )
     return problem

@@ -1,6 +1,6 @@
-"""Who takes part in a round: all clients, so many without replacement, or each with a probability.
+"""Who takes part in a round: all clients, a fixed number without replacement, or each with a probability.
 
-Amplification by sampling, as accountants of differential privacy know it, holds for `Poisson` and not for `Fixed`.
+Privacy amplification by sampling holds for `Poisson`, not for `Fixed`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Participation(Protocol):
     def chosen(self, clients: int, generator: torch.Generator) -> list[int]: ...
 
     def fraction(self, clients: int) -> float:
-        """The share of the clients that a round is expected to have."""
+        """The expected share of the clients in a round."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a denoiser makes of the same latents after some rounds, as pictures."""
+"""Images that a denoiser makes from the same latents after some rounds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradleak.core import random as draws
 from gradleak.core import tree
+from gradleak.core.pictures import png, sheet
 from gradleak.diffusion import Denoising, ddim
 from gradleak.federation.clients import evaluating
 from gradleak.federation.partition import FederationError, demand_number
@@ -39,7 +40,7 @@ class Samples:
             demand_number(f"{name} of samples", getattr(self, name), int, 1)
 
     def demand(self, task: Task) -> Denoising:
-        """The objective of a denoiser; anything else cannot be sampled from."""
+        """The task's objective; raises unless it is a denoiser's."""
         if not isinstance(task.objective, Denoising):
             raise FederationError(
                 f"Samples are of denoisers; the objective is {type(task.objective).__name__}. Leave samples out."
@@ -47,7 +48,7 @@ class Samples:
         return task.objective
 
     def of(self, task: Task, sent: Snapshot) -> Tensor:
-        """The pictures, (count, C, H, W) in [0, 1], that these weights give."""
+        """The images of these weights, (count, C, H, W) in [0, 1]."""
         objective, weights = self.demand(task), sent.weights
         like = next(tree.leaves(weights))
         shape = (self.count, *task.fields["x"].shape)
@@ -58,15 +59,13 @@ class Samples:
         return task.fields["x"].unit(images).clamp(0, 1).cpu()
 
     def sheet(self, task: Task, rows: Mapping[str, Snapshot]) -> bytes:
-        """A PNG with a row of pictures for each of these weights."""
-        from gradleak.core.pictures import png, sheet  # reports are no part of a training
-
+        """A PNG with a row of images for each of these snapshots."""
         return png(sheet([(name, list(self.of(task, sent))) for name, sent in rows.items()]))
 
-    def over_rounds(self, task: Task, kept: Checkpoints) -> bytes:
-        """A row for each checkpoint of a training: of its average where there is one, else of what was sent."""
+    def over_rounds(self, task: Task, checkpoints: Checkpoints) -> bytes:
+        """A row for each checkpoint of a training: of its average if there is one, else of what was sent."""
         like, rows = task.weights(), {}
-        for number in kept.rounds:
-            found = kept.averaged_at(number) or kept.at(number)
-            rows[f"round {number}"] = Snapshot(moved(found.weights, like), moved(found.buffers, like))
+        for number in checkpoints.rounds:
+            snapshot = checkpoints.averaged_at(number) or checkpoints.at(number)
+            rows[f"round {number}"] = Snapshot(moved(snapshot.weights, like), moved(snapshot.buffers, like))
         return self.sheet(task, rows)

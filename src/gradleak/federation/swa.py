@@ -1,4 +1,4 @@
-"""Averages of global models on the server, beside the one that is trained: stochastic and exponential ones."""
+"""Averages of the global models of several rounds: SWA and EMA."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DDPM = "Ho, Jain, Abbeel, Denoising Diffusion Probabilistic Models, NeurIPS 2020
 
 
 class Averaging(Protocol):
-    """A model that is evaluated, kept and sampled from, and never sent."""
+    """An average of models that is evaluated, saved and sampled from, and never sent."""
 
     @property
     def name(self) -> str: ...
@@ -40,14 +40,14 @@ class SWA:
     """From round `start` on, every `every` rounds: mean <- (n mean + theta) / (n + 1), theta the server's weights.
 
     The mean is for evaluation only. It is never broadcast and no client starts from it, so it cannot change what leaks
-    in a round; the cycle of the clients' learning rate, which goes with it, can.
+    in a round. The cycle of the clients' learning rate that goes with it can.
 
-    start    so many rounds are done before the first model is taken; the authors': 0.75 of all rounds
-    lowest   in the last round of a cycle clients use `lowest` times their learning rate, in those before it more, on a
-             straight line: (1 - t) + t lowest, t = ((round - start) mod every + 1) / every. 1, or every=1: no cycle
+    start    rounds before the first model is averaged; the authors': 0.75 of all rounds
+    lowest   within a cycle the clients' learning rate falls linearly to `lowest` times its value:
+             (1 - t) + t lowest, t = ((round - start) mod every + 1) / every. 1, or every=1: no cycle
 
-    Running statistics are averaged as weights are. Differs: released code takes every model a round later, when the
-    next cycle has begun.
+    Running statistics are averaged as weights are. Differs: the released code averages every model a round later, when
+    the next cycle has begun.
     """
 
     start: int
@@ -62,18 +62,18 @@ class SWA:
 
     @property
     def cycles(self) -> bool:
-        """Does the clients' learning rate depend on the round?"""
+        """Whether the clients' learning rate depends on the round."""
         return self.every > 1 and self.lowest < 1
 
     def factor(self, round: int) -> float:
-        """On the clients' learning rate in a round; rounds count from 0."""
+        """Factor on the clients' learning rate in a round; rounds count from 0."""
         if round < self.start or not self.cycles:
             return 1.0
         t = ((round - self.start) % self.every + 1) / self.every
         return (1 - t) + t * self.lowest
 
     def after(self, round: int, average: Tree, weights: Params, buffers: Params) -> Tree:
-        """The average once so many rounds are done: {"weights", "buffers", "count"}; empty before `start`."""
+        """The average after this many rounds: {"weights", "buffers", "count"}; empty before `start`."""
         if round < self.start or (round - self.start) % self.every:
             return average
         if not average:
@@ -86,11 +86,11 @@ class SWA:
 class EMA:
     """After every round: mean <- d mean + (1 - d) theta, theta the server's weights. Denoisers are sampled from it.
 
-    decay    d, of a round. Papers state it per step of a single trainer (0.9999): to the power of the local steps
-    start    so many rounds are done before the first model is taken
+    decay    d, per round. Papers state it per step (0.9999): raise that to the number of local steps of a round
+    start    rounds before the first model is averaged
     warm     d is at most (1 + n) / (10 + n) after n models, so that the untrained ones are soon forgotten
 
-    No client starts from the mean, and their learning rate stays: it cannot change what leaks.
+    No client starts from the mean, and their learning rate stays the same: it cannot change what leaks.
     """
 
     decay: float = 0.99
@@ -110,7 +110,7 @@ class EMA:
         return 1.0
 
     def after(self, round: int, average: Tree, weights: Params, buffers: Params) -> Tree:
-        """The average once so many rounds are done: {"weights", "buffers", "count"}; empty before `start`."""
+        """The average after this many rounds: {"weights", "buffers", "count"}; empty before `start`."""
         if round < self.start:
             return average
         if not average:
@@ -127,10 +127,10 @@ def _first(weights: Params, buffers: Params) -> Tree:
 
 
 def _towards(average: Tree, weights: Params, buffers: Params, share: Tensor) -> Tree:
-    """The average, moved by this share of the way to a new model. What is no fraction is taken from the new one."""
+    """The average, moved by this share of the way to a new model. Integers are taken from the new one."""
 
-    def mean(held: Tensor, new: Tensor) -> Tensor:
-        return held + share.to(new) * (new - held) if new.is_floating_point() else new
+    def mean(old: Tensor, new: Tensor) -> Tensor:
+        return old + share.to(new) * (new - old) if new.is_floating_point() else new
 
     return {
         "weights": tree.map(mean, average["weights"], weights),

@@ -1,4 +1,4 @@
-"""What a server takes from its clients: sound uploads only, and a reason for each of the others."""
+"""Which uploads the server accepts: sound ones only, with a reason for each of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradleak.scenario.defence import Upload
 
 
 class DroppedOut(Exception):
-    """Raised inside a client's hooks: this client sends nothing in this round, and the round goes on without it."""
+    """Raised inside a client's hooks: this client sends nothing in this round; the round continues without it."""
 
 
 class ExcludedClient(UserWarning):
@@ -31,10 +31,10 @@ class Accepted:
 
 
 def accepted(uploads: Mapping[int, Upload | None], weights: Params, sizes: Mapping[int, int] | None = None) -> Accepted:
-    """Divide the uploads of a round into those that fit and those that do not. None: the client sent nothing.
+    """Divide the uploads of a round into sound ones and others. None: the client sent nothing.
 
-    "update" must have the names and shapes of the weights; other trees (moments, masks) and buffers must look as those
-    of most clients do; every number must be finite; `num_examples` must be what `sizes` says, where the server knows.
+    "update" must have the names and shapes of the weights; other trees (moments, masks) and buffers must have those of
+    most clients; every number must be finite; `num_examples` must be that of `sizes`, if the server knows it.
     """
     excluded: dict[int, str] = {}
     for client, upload in uploads.items():
@@ -42,27 +42,29 @@ def accepted(uploads: Mapping[int, Upload | None], weights: Params, sizes: Mappi
             excluded[client] = reason
     fitting = {client: upload for client, upload in uploads.items() if upload is not None and client not in excluded}
     structures = {client: _structure(upload) for client, upload in fitting.items()}
-    # Of two that are equally common the first: a server has no better reason to prefer either.
+    # If two are equally common, the first: the server has no reason to prefer either.
     usual = Counter(structures.values()).most_common(1)[0][0] if structures else None
     for client, structure in structures.items():
         if structure != usual:
             excluded[client] = "its upload has other tensors than those of most clients"
-    for client, sound in zip(fitting, _all_finite(list(fitting.values())), strict=True):
-        if not sound:
+    for client, finite in zip(fitting, _all_finite(list(fitting.values())), strict=True):
+        if not finite:
             excluded.setdefault(client, "its upload holds values that are not finite (NaN or infinity)")
-    kept = {client: upload for client, upload in fitting.items() if client not in excluded}
-    return Accepted(kept, {client: excluded[client] for client in uploads if client in excluded})
+    sound = {client: upload for client, upload in fitting.items() if client not in excluded}
+    return Accepted(sound, {client: excluded[client] for client in uploads if client in excluded})
 
 
 def mean_buffers(uploads: Sequence[Upload], sizes: Sequence[int], before: Params) -> Params:
-    """Running statistics averaged as the weights are, as FedAvg does with a whole state_dict; counters are the first
-    client's. A client that withholds its buffers counts with those it was sent."""
+    """Average running statistics as FedAvg does with a whole state_dict; counters are the first client's.
+
+    A client that withholds its buffers counts with those it was sent.
+    """
     total = sum(sizes)
 
     def mean(start: Tensor, *values: Tensor) -> Tensor:
         if not start.is_floating_point():
             return values[0]
-        # As a change of what was sent, so that what nobody changed (frozen parameters) keeps its last digit.
+        # Averages changes, so that what nobody changed (frozen parameters) keeps its last digit.
         changes = [(value - start) * (size / total) for value, size in zip(values, sizes, strict=True)]
         return start + torch.stack(changes).sum(0)
 
@@ -70,7 +72,7 @@ def mean_buffers(uploads: Sequence[Upload], sizes: Sequence[int], before: Params
 
 
 def _misfit(upload: Upload | None, weights: Params, size: int | None) -> str:
-    """What is wrong with an upload by its form alone; empty: nothing."""
+    """What is wrong with the form of an upload; empty: nothing."""
     if upload is None:
         return "it dropped out: no upload"
     count = upload.num_examples
@@ -84,8 +86,8 @@ def _misfit(upload: Upload | None, weights: Params, size: int | None) -> str:
         return f"its update {what} {odd[0]!r}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}"
     for name, value in update.items():
         if not isinstance(value, Tensor) or value.shape != weights[name].shape:
-            given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return f"its update has {name!r} of shape {given} where the weights have {tuple(weights[name].shape)}"
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"its update has {name!r} of shape {shape} where the weights have {tuple(weights[name].shape)}"
     return ""
 
 
@@ -97,7 +99,7 @@ def _structure(upload: Upload) -> tuple[object, ...]:
 
 
 def _all_finite(uploads: Sequence[Upload]) -> list[bool]:
-    """Which uploads hold finite numbers only: one look from the host for all of them."""
+    """Which uploads hold finite numbers only, with one read from the device for all of them."""
     flags = []
     for upload in uploads:
         leaves = [leaf for params in (*upload.payload.values(), upload.buffers or {}) for leaf in tree.leaves(params)]

@@ -1,10 +1,10 @@
 """Flower: record what a server saw, defend clients, train by the same client rule. Needs the extra `fl`.
 
-Tap             around any strategy: writes Observations for `gradleak audit --observations`
+Tap             wraps any strategy: writes Observations for `gradleak audit --observations`
 train           a client's answer by `LocalTraining`, with any defence
-UploadDefence   a client mod, for defences that act on the upload alone
+UploadDefence   a client mod for defences that act on the upload alone
 Gate            a client mod that attacks the reply before it leaves: allow, noise or block
-Defended        around FedAvg: the server's part of a defence
+Defended        wraps FedAvg: the server's part of a defence
 recognised      Flower's own wrappers for differential privacy: what they do and prove
 Secure...       secure aggregation over Flower's messages
 InProcess       a grid without processes, for tests and notebooks

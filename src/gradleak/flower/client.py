@@ -1,4 +1,4 @@
-"""A client's side of Flower: the full client rule (`train`), or an upload-level defence around any training (a mod)."""
+"""The client's side of Flower: the full client rule (`train`), or a mod that defends the upload of any training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
-from gradleak.federation.clients import evaluating, flat, unflat
+from gradleak.federation.clients import evaluating, examples_in, flat, unflat
 from gradleak.federation.rounds import Snapshot, measured
 from gradleak.flower.records import (
     EXAMPLES,
@@ -53,17 +53,17 @@ def train(
     *,
     seed: int | None = None,
 ) -> Message:
-    """Answer a train message by the client rule: what a simulated client does, and what replaying attackers re-run.
+    """Answer a train message by the client rule: the same as a simulated client, and as attackers replay it.
 
     data      the examples of this round, in model-input space
-    defence   with all of its client-side hooks; what it remembers is kept in `context.state`. One that also acts on the
+    defence   with all of its client-side hooks; its memory is in `context.state`. A defence that also acts on the
               server needs `Defended` there
-    seed      None: noise and shuffles of this message alone, of secret numbers. A number: those of
-              `Federation(seed=...)`, client partition-id, so that a simulation repeats them; not for real clients
+    seed      None: noise and shuffles come from secret numbers. A number: they are those of `Federation(seed=...)` for
+              client partition-id, so that a simulation repeats them; not for real clients
 
-    The reply holds the trained weights under the name that the message had them, num-examples and train_loss (of the
-    model as it was sent, in evaluation mode). Nobody adds noise to a loss: beside an upload of which the defence proves
-    an epsilon (local model) it stays here, unless a `seed` has made it a simulation.
+    The reply holds the trained weights under the record name of the message, num-examples, and train_loss (of the model
+    as it was sent, in evaluation mode). The loss carries no noise: if the defence proves an epsilon for the upload
+    (local model), it is not sent, unless `seed` makes this a simulation.
     """
     name, record = model_record(message.content)
     sent = params_of(record)
@@ -77,7 +77,7 @@ def train(
         raise FlowerError(
             "The examples do not have the task's fields, shapes or classes: see this node's log."
         ) from None
-    count, number = len(next(iter(batch.values()))), round_of(message) - 1
+    count, number = examples_in(batch), round_of(message) - 1
     key, shuffle = _randomness(seed, context, number, like)
     state = ClientState(
         memory=_recalled(context, like),
@@ -91,30 +91,30 @@ def train(
     _keep(context, after.memory)
     arrays = answered(record, sent, weights, upload, buffers, task)
     proved = seed is None and defence is not None and _proved(defence, count, training)
-    told = {} if proved else {LOSS: float(loss) / count}
-    metrics = MetricRecord({EXAMPLES: upload.num_examples, **told})
+    reported = {} if proved else {LOSS: float(loss) / count}
+    metrics = MetricRecord({EXAMPLES: upload.num_examples, **reported})
     return Message(RecordDict({name: arrays, "metrics": metrics}), reply_to=message)
 
 
 def _proved(defence: Defence, examples: int, training: LocalTraining) -> bool:
-    """Is an epsilon claimed for what the client itself sends?"""
+    """Whether the defence claims an epsilon for what the client itself sends."""
     label = defence.guarantee(Exposure(examples=examples, training=training))
     return label.epsilon is not None and label.model != "central"
 
 
 def keep_truth(folder: str | os.PathLike[str], message: Message, context: Context, batch: Batch) -> Path:
-    """Keep what this client trains on in this round, for the auditor, under the name that `Tap` gives the observation.
+    """Write this client's examples of this round for the auditor, under the name that `Tap` gives the observation.
 
-    For clients whose data are the auditor's own (canaries): never call it in anybody else's client.
+    For clients whose data are the auditor's own (canaries). Never call it in anybody else's client.
     """
     from safetensors.torch import save
 
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = home / f"round{round_of(message):04d}-node{context.node_id}.safetensors"
-    held = save({name: value.detach().cpu().contiguous().clone() for name, value in batch.items()})
+    content = save({name: value.detach().cpu().contiguous().clone() for name, value in batch.items()})
     with open(path, "wb", opener=owners) as file:
-        file.write(held)
+        file.write(content)
     return path
 
 
@@ -122,7 +122,7 @@ def keep_truth(folder: str | os.PathLike[str], message: Message, context: Contex
 
 
 class UploadDefence:
-    """A client mod that runs the `upload` hook of a defence on whatever training returned: clipping, noise, pruning.
+    """A client mod that runs the `upload` hook of a defence on the result of any training: clipping, noise, pruning.
 
         @app.train(mods=[UploadDefence(Pruning(keep=0.1), task)])
 
@@ -130,7 +130,7 @@ class UploadDefence:
     seed      as in `train`
 
     A defence that changes the gradients of local steps, or looks at the examples, cannot act from outside the training
-    and is refused: `flower.train` runs it. One that acts on the server as well needs `Defended` there.
+    and is refused: use `flower.train`. A defence that also acts on the server needs `Defended` there.
     """
 
     def __init__(self, defence: Defence, task: Task | None = None, *, seed: int | None = None) -> None:
@@ -156,7 +156,7 @@ class UploadDefence:
             self._try(task)
 
     def _try(self, task: Task) -> None:
-        """One upload of noise, thrown away: what the defence asks for is known before the first round."""
+        """Defend one upload of noise, so that errors of the defence come before the first round."""
         source = Draws(randomness.key("flower", "trial"))
         weights = task.weights()
         update = tree.scale(
@@ -204,7 +204,7 @@ class UploadDefence:
 
 
 class _Absent:
-    """Stands for what a mod does not have; whoever looks at it is told what to do instead."""
+    """Stands for what a mod does not have; any use raises an error that says what to do instead."""
 
     def __init__(self, advice: str) -> None:
         self.__dict__["advice"] = advice
@@ -219,20 +219,20 @@ class _Absent:
 
 
 def _idle_gradient(defence: Defence) -> bool:
-    """Does the hook only ask for the gradient and hand it on? Some defences have such forms (clipping of updates)."""
+    """Whether the hook returns the gradient unchanged, as some defences do (clipping of updates)."""
     weights, batch, gradient = {"": torch.zeros(1)}, {"": torch.zeros(1, 1)}, {"": torch.zeros(1)}
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def compute(at: Params, on: Batch, *, statistics: bool = True) -> Params:
-        asked.append(at is weights and on is batch)
+        calls.append(at is weights and on is batch)
         return gradient
 
     absent: Any = _Absent("")
     try:
-        found = defence.gradient(compute, weights, batch, Client(absent, weights, {}, batch, {}, {}, {}, None))
-    except Exception:  # it looked at the model, or drew noise: whatever it is, it does something
+        result = defence.gradient(compute, weights, batch, Client(absent, weights, {}, batch, {}, {}, {}, None))
+    except Exception:  # it used the model or drew noise, so it is not idle
         return False
-    return found is gradient and asked == [True]
+    return result is gradient and calls == [True]
 
 
 # --- what both share --------------------------------------------------------------------------------------------------
@@ -241,24 +241,24 @@ def _idle_gradient(defence: Defence) -> bool:
 def _randomness(
     seed: int | None, context: Context, number: int, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Generator]:
-    """The key of this client in this round, and the source of its shuffles: secret, or as a simulation has them."""
+    """The random key of this client in this round, and the source of its shuffles: secret, or those of a simulation."""
     if seed is None:
         words = [secrets.randbits(32), secrets.randbits(32)]
         return torch.tensor(words).to(like.device), torch.Generator().manual_seed(secrets.randbits(63))
     client = context.node_config.get("partition-id", context.node_id)
     order = randomness.key("federation", seed, "order", client, number)
-    own = randomness.key("federation", seed, client, number).to(like.device)
-    return own, torch.Generator().manual_seed(int(order[0]))
+    key = randomness.key("federation", seed, client, number).to(like.device)
+    return key, torch.Generator().manual_seed(int(order[0]))
 
 
 def _recalled(context: Context, like: torch.Tensor) -> Tree:
-    held = context.state.array_records.get(MEMORY)
-    return {} if held is None else unflat(placed(params_of(held), like))
+    record = context.state.array_records.get(MEMORY)
+    return {} if record is None else unflat(placed(params_of(record), like))
 
 
 def _keep(context: Context, memory: Tree) -> None:
-    held = {name: torch.as_tensor(value) for name, value in flat(memory).items()}
-    if held:
-        context.state[MEMORY] = record_of(held)
+    tensors = {name: torch.as_tensor(value) for name, value in flat(memory).items()}
+    if tensors:
+        context.state[MEMORY] = record_of(tensors)
     elif MEMORY in context.state:
         del context.state[MEMORY]

@@ -1,4 +1,4 @@
-"""The gate as a client mod: what training returned is attacked on the client, and leaves only if it withstands."""
+"""The gate as a client mod: it attacks the trained update on the client, which leaves only if the attacks fail."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ HELD_BACK = "This client's gate held its update back."  # the same words whateve
 
 
 class Gate:
-    """A client mod that lets a reply out, noises it, or answers with an error in its place.
+    """A client mod that lets a reply out, adds noise to it, or answers with an error in its place.
 
         @app.train(mods=[Gate(task, Policy(on_leak="noise"), knows=Knowledge(training=training), batch=of_round)])
 
-    Flower's first mod is the outermost: put the gate first, so that it judges what the others leave.
+    Flower's first mod is the outermost: put the gate first, so that it judges what the others return.
 
-    batch    the examples of a message's round, which make the decision sharper, and without which no noise can be
-             judged: then what leaks is blocked. They stay on the client
-    knows    what the server is taken to know; the recipe at the least
+    batch    gives the examples of a message's round. They make the decision sharper and stay on the client. Without
+             them noise cannot be judged, and an update that leaks is blocked
+    knows    what the server is assumed to know; at least the recipe
 
-    It fails closed: whatever raises here blocks. The server is told that an update was held back and nothing of why;
-    the reason goes to this node's log. Where noise is added, buffers (BatchNorm statistics) go back as they were sent.
-    Metrics of the reply, such as a training loss, are not looked at.
+    It fails closed: any error blocks. The server learns that an update was held back, but not why; the reason goes to
+    this node's log. If noise is added, buffers (BatchNorm statistics) go back as they were sent. Metrics of the reply,
+    such as a training loss, are not checked.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Gate:
                 engine=self.engine,
             )
             if decision.action == NOISE and decision.update is not None:
-                # Without buffers: the noise is on the update alone, so the server gets back its own.
+                # Without buffers: only the update has noise, so the server gets its own buffers back.
                 noised = Upload({"update": decision.update}, examples)
                 reply.content[back] = answered(sent, before, seen.weights, noised, seen.buffers or {}, self.task)
-        except Exception as problem:  # an update that could not be looked at does not leave
+        except Exception as problem:  # an update that could not be checked does not leave
             log(WARNING, "gate, round %s: blocked, %s: %s", number, type(problem).__name__, problem)
             return _held_back(message)
         log(INFO, "gate, round %s: %s", number, decision)

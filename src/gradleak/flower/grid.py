@@ -17,10 +17,10 @@ RUN = 1
 
 
 class InProcess(Grid):
-    """Every node answers at once, in turn, each with a state of its own that lasts from round to round.
+    """Every node answers at once, one after the other; each has its own state, which lasts from round to round.
 
-    nodes       how many, or the node_config of each; a number gives them partition-id and num-partitions
-    unreachable nodes that never answer, as after a crash
+    nodes        how many, or the node_config of each; a number gives them partition-id and num-partitions
+    unreachable  nodes that never answer, as after a crash
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class InProcess(Grid):
     def _answer(self, message: Message, context: Context) -> Message:
         try:
             return copy.deepcopy(self.app(message, context))
-        except Exception as problem:  # as a SuperNode does: what a client's code raises becomes a reply that says so
+        except Exception as problem:  # as a SuperNode does: an error in client code becomes a reply
             code, reason = ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(problem).__name__}: {problem}"
             return Message(Error(code=code, reason=reason), reply_to=message)
 

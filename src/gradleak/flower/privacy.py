@@ -1,6 +1,6 @@
-"""Flower's own wrappers and mods for differential privacy: what they do to what a server sees, and what they prove.
+"""Flower's own wrappers and mods for differential privacy: how they change what a server sees, and what they prove.
 
-An epsilon is stated only where it follows from what Flower does; the words are those of every other guarantee here.
+An epsilon is stated only if it follows from what Flower does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Recognised:
 
 
 def recognised(thing: Any, exposure: Exposure | None = None) -> tuple[Recognised, ...]:
-    """What is known of a strategy with all that it wraps, or of a client mod; nothing: an empty tuple.
+    """The known privacy wrappers in a strategy (and all that it wraps) or a client mod; none: an empty tuple.
 
     `exposure`: how often a client takes part, for accountants.
     """
@@ -47,9 +47,9 @@ def recognised(thing: Any, exposure: Exposure | None = None) -> tuple[Recognised
 def _walk(thing: Any, exposure: Exposure) -> Iterator[Recognised]:
     if isinstance(thing, LocalDpMod):
         yield _local(thing, exposure)
-    for kind, told in _KINDS.items():
+    for kind, describe in _KINDS.items():
         if isinstance(thing, kind):
-            yield told(thing, exposure)
+            yield describe(thing, exposure)
     inner = getattr(thing, "strategy", None)
     if inner is not None:
         yield from _walk(inner, exposure)
@@ -88,20 +88,16 @@ def _adaptive() -> Guarantee:
 
 
 def _central(strategy: Any, exposure: Exposure) -> Guarantee:
-    """Of Gaussian noise on the mean: proved where Flower itself sees to what the proof asks for, with its accountant.
+    """Gaussian noise on the mean: proved only with Flower's accountant, which enforces what the proof needs.
 
-    Flower's mean is weighted by examples and of whoever answered; the noise is calibrated to equal weights and to the
-    number that was planned. With an accountant it refuses rounds where either does not hold; without one it does not.
+    Flower's mean is weighted by examples and over the clients that answered; the noise is calibrated to equal weights
+    and to the planned number. With an accountant Flower refuses rounds where either differs; without one it does not.
     """
-    lacks = []
     if strategy.accountant is None:
-        lacks = [
-            "central noise",
-            SERVER_SEES,
-            "without a PrivacyAccountant Flower takes rounds with unequal weights or missing clients, which the noise "
-            "is not calibrated to",
-        ]
-        return Guarantee(reason="; ".join(lacks))
+        return Guarantee(
+            reason=f"central noise; {SERVER_SEES}; without a PrivacyAccountant Flower takes rounds with unequal "
+            "weights or missing clients, which the noise is not calibrated to"
+        )
     config, spent = strategy.accountant.config, strategy.accountant.get_privacy_spent()
     apart = 2.0 if config.neighboring_relation is NeighboringRelation.REPLACE_ONE else 1.0
     relation = "another client in its place" if apart == 2 else "one client's update or zero in its place"
@@ -124,10 +120,10 @@ def _central(strategy: Any, exposure: Exposure) -> Guarantee:
 
 
 def _local(mod: Any, exposure: Exposure) -> Recognised:
-    """The mod's noise is sensitivity x sqrt(2 ln(1.25 / delta)) / epsilon; what it proves follows from clip and noise.
+    """The mod's noise is sensitivity x sqrt(2 ln(1.25 / delta)) / epsilon; its proof follows from clip and noise.
 
     Two data sets of a client move a clipped update by up to twice the clip, whatever sensitivity was stated, and the
-    formula itself holds below epsilon 1 only (Balle and Wang, ICML 2018); so the exact accountant is asked instead.
+    formula holds below epsilon 1 only (Balle and Wang, ICML 2018). So the exact accountant computes epsilon.
     """
     std = mod.sensitivity * math.sqrt(2 * math.log(1.25 / mod.delta)) / mod.epsilon
     defence = LocalGaussian(clip=mod.clipping_norm, noise_multiplier=std / mod.clipping_norm)

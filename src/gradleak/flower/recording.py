@@ -1,10 +1,10 @@
-"""A folder of what a server saw: observations as they come, tensor by tensor, and a line for every client asked.
+"""A folder of what a server saw: observations, written tensor by tensor, and a line for every chosen client.
 
-recording.json              who recorded, of which strategy, and what its privacy wrappers prove
-record.jsonl                one line per round and client: what came of it
+recording.json              software, strategy, and what its privacy wrappers prove
+record.jsonl                one line per round and client: its status
 round0001-nodeN.safetensors an Observation (docs/observations.md)
 
-The folder can be as sensitive as the clients' data. It is made readable for its owner alone.
+The folder can be as sensitive as the clients' data. Only its owner can read it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ SENSITIVE = (
 )
 _KINDS = {"float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32", "int16": "I16"}
 _KINDS |= {"int8": "I8", "uint8": "U8", "bool": "BOOL"}  # NumPy's names, and those of safetensors
-HEADER = 8  # bytes of the length, and what the header is padded to
+HEADER = 8  # bytes of the header's length; the header is padded to a multiple of it
 
 
 class SensitiveRecording(UserWarning):
-    """What is being written can be as sensitive as the clients' data."""
+    """The recording can be as sensitive as the clients' data."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One tensor of a file: what it is, and how to get it when its turn comes, in the memory that it is given."""
+    """One tensor of a file. `get(scratch)` returns its values, computed in that memory if they need any."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What writing a file took: seconds of computing, and of handing bytes to the disk."""
+    """A written file: seconds of computing, and of writing to the disk."""
 
     file: str
     seconds: float
@@ -66,7 +66,7 @@ class Written:
 
 
 class Recording:
-    """The folder. Made at the first line; a folder that holds another recording is left alone, and the next is used."""
+    """The folder, made at the first line. If it holds another recording, FOLDER-2, FOLDER-3, ... is used."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.wanted = Path(folder)
@@ -86,13 +86,13 @@ class Recording:
             self.folder.mkdir(parents=True, mode=0o700)
         if not self._warned:
             with open(self.folder / "record.jsonl", "ab", opener=owners):
-                pass  # from now on the folder is taken, also where the server dies before its first line
+                pass  # from now on the folder is in use, even if the server dies before its first line
             self._warned = True
             warnings.warn(f"{SENSITIVE} ({self.folder})", SensitiveRecording, stacklevel=5)
         return self.folder
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Write recording.json anew."""
+        """Replace recording.json."""
         folder = self._ready()
         partial = folder / "recording.json.part"
         with open(partial, "w", encoding="utf-8", opener=owners) as file:
@@ -100,20 +100,20 @@ class Recording:
         os.replace(partial, folder / "recording.json")
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines. Each is whole, or was in flight when the process died."""
+        """Append lines. Only the last one can be cut off, if the process dies."""
         folder = self._ready()
         with open(folder / "record.jsonl", "ab", opener=owners) as file:
             file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
 
     def write(self, stem: str, header: Mapping[str, Any], entries: Iterable[Entry]) -> Written:
-        """An observation, tensor by tensor: no more than one tensor is held beside what the server holds anyway."""
+        """Write an observation tensor by tensor: this needs memory for one tensor beyond what the server has."""
         name = f"{stem}.safetensors"
         seconds, disk = _stream(self._ready() / name, header, list(entries))
         return Written(name, seconds, disk)
 
 
 def rows_of(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a recording; one that was cut off is left out."""
+    """The lines of a recording, without one that was cut off."""
     path = Path(folder) / "record.jsonl"
     if not path.exists():
         return []
@@ -125,7 +125,7 @@ def entries_of(
 ) -> list[Entry]:
     """The tensors of an observation, from a model as it was sent and as it came back.
 
-    `trained`: which of them are trained, where that is known. Everything but the numbers themselves is checked here.
+    `trained`: the names of trained tensors, if known. Everything but the numbers themselves is checked here.
     """
     if odd := sorted(sent.keys() ^ returned.keys()):
         raise FlowerError(f"the model that came back {'lacks' if odd[0] in sent else 'has an unknown'} {odd[0]!r}")
@@ -141,14 +141,14 @@ def entries_of(
     ]
     if not weights:
         raise FlowerError("the model has no trained weights of floating point")
-    found = [_entry(f"weights/{name}", sent, name) for name in weights]
-    found += [_difference(f"update/{name}", sent, returned, name) for name in weights]
+    entries = [_entry(f"weights/{name}", sent, name) for name in weights]
+    entries += [_difference(f"update/{name}", sent, returned, name) for name in weights]
     others = [name for name in sent if name not in set(weights)]
-    found += [_entry(f"buffers/{name}", sent, name) for name in others]
-    found += [_entry(f"returned_buffers/{name}", returned, name) for name in others]
+    entries += [_entry(f"buffers/{name}", sent, name) for name in others]
+    entries += [_entry(f"returned_buffers/{name}", returned, name) for name in others]
     for what, record in extras.items():
-        found += [_entry(f"extras/{what}/{name}", record, name) for name in record]
-    return found
+        entries += [_entry(f"extras/{what}/{name}", record, name) for name in record]
+    return entries
 
 
 def _entry(name: str, record: ArrayRecord, key: str) -> Entry:
@@ -167,20 +167,20 @@ def _difference(name: str, sent: ArrayRecord, returned: ArrayRecord, key: str) -
 
 
 def _view(array: Array) -> NDArray[Any]:
-    """The array, not to be written to; without a copy where Flower's bytes are a plain .npy in C order.
+    """The array, read-only; without a copy if Flower's bytes are a plain .npy in C order.
 
-    What the header says beyond that is known already, and reading it by NumPy's parser costs more than all the rest.
+    NumPy's parser of the header would take longer than all the rest, so the header is compared as bytes.
     """
     size, dtype = _bytes(array.dtype, tuple(array.shape)), np.dtype(array.dtype)
     head = array.data[:128] if array.stype == SType.NUMPY else b""
     begin = 10 + int.from_bytes(head[8:10], "little")  # magic, version 1.0 and the length of the header come first
-    told = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {tuple(array.shape)}, }}".encode()
-    if head.startswith(b"\x93NUMPY\x01\x00" + head[8:10] + told) and 0 < size == len(array.data) - begin:
+    expected = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {tuple(array.shape)}, }}".encode()
+    if head.startswith(b"\x93NUMPY\x01\x00" + head[8:10] + expected) and 0 < size == len(array.data) - begin:
         return np.frombuffer(array.data, dtype, offset=begin).reshape(array.shape)
-    found = np.asarray(array.numpy())
-    if found.shape != tuple(array.shape):
-        raise FlowerError(f"an array of shape {found.shape} came where {tuple(array.shape)} was announced")
-    return found
+    values = np.asarray(array.numpy())
+    if values.shape != tuple(array.shape):
+        raise FlowerError(f"an array of shape {values.shape} came where {tuple(array.shape)} was announced")
+    return values
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -188,7 +188,7 @@ def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _stream(path: Path, header: Mapping[str, Any], entries: list[Entry]) -> tuple[float, float]:
-    """Write a safetensors file without holding it.
+    """Write a safetensors file without holding it in memory.
 
     The format (https://github.com/huggingface/safetensors, "Format"): the length of the header in 8 bytes, little
     endian; the header, a JSON object of name -> dtype, shape, begin and end; the bytes of all tensors, one by one.
@@ -212,7 +212,7 @@ def _stream(path: Path, header: Mapping[str, Any], entries: list[Entry]) -> tupl
                 if values.nbytes != entry.size:
                     raise FlowerError(f"{entry.name} has {values.nbytes} bytes where {entry.size} were announced")
         start = time.perf_counter()
-        os.replace(partial, path)  # a reader never meets half a file
+        os.replace(partial, path)  # a reader never sees half a file
         disk += time.perf_counter() - start
     finally:
         partial.unlink(missing_ok=True)
@@ -220,10 +220,10 @@ def _stream(path: Path, header: Mapping[str, Any], entries: list[Entry]) -> tupl
 
 
 def _in_turn(entries: list[Entry]) -> Iterator[tuple[Entry, NDArray[Any]]]:
-    scratch = np.empty(max(entry.size for entry in entries), np.uint8)  # one for all: fresh memory is slow
+    scratch = np.empty(max(entry.size for entry in entries), np.uint8)  # one for all: new memory is slow
     for entry in entries:
         values = np.ascontiguousarray(entry.get(scratch)).reshape(entry.shape)
-        # What was sent is in every update: where it is not finite, neither are those.
+        # Weights need no check: if they are not finite, neither are the updates.
         sent = entry.name.startswith("weights/")
         if not sent and values.dtype.kind == "f" and not np.isfinite(values.sum()) and not np.isfinite(values).all():
             raise FlowerError(f"{entry.name} holds NaN or infinity: the client's training diverged")

@@ -1,4 +1,4 @@
-"""Between Flower's records and dicts of tensors, and who sends a message."""
+"""Flower's records as dicts of tensors and back, and the identity of a sender."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ ROUND = "server-round"
 
 
 class FlowerError(ValueError):
-    """A message, a strategy or a defence that does not fit what is asked of it."""
+    """A message, strategy or defence that cannot be used as requested."""
 
 
 def model_record(content: RecordDict, key: str = "arrays") -> tuple[str, ArrayRecord]:
-    """The model in a message, and under which name: the record called `key`, else the only one that is not ours."""
-    held = {name: record for name, record in content.array_records.items() if not name.startswith("gradleak.")}
-    if key in held:
-        return key, held[key]
-    if len(held) != 1:
-        found = ", ".join(sorted(held)) or "none"
-        raise FlowerError(f"A message should hold the model as its array record {key!r}; it has: {found}.")
-    return next(iter(held.items()))
+    """Name and record of the model in a message: the record called `key`, else the only one that is not gradleak's."""
+    records = {name: record for name, record in content.array_records.items() if not name.startswith("gradleak.")}
+    if key in records:
+        return key, records[key]
+    if len(records) != 1:
+        names = ", ".join(sorted(records)) or "none"
+        raise FlowerError(f"A message should hold the model as its array record {key!r}; it has: {names}.")
+    return next(iter(records.items()))
 
 
 def params_of(record: ArrayRecord) -> Params:
@@ -49,32 +49,42 @@ def record_of(params: Params) -> ArrayRecord:
 
 def extras_of(content: RecordDict) -> dict[str, Params]:
     """What the server broadcast beside the model (`Defended`)."""
-    found = content.array_records.items()
-    return {name[len(EXTRAS) :]: params_of(record) for name, record in found if name.startswith(EXTRAS)}
+    return {what: params_of(record) for what, record in extra_records(content).items()}
+
+
+def extra_records(content: RecordDict) -> dict[str, ArrayRecord]:
+    """The array records that the server broadcast beside the model, without their prefix."""
+    records = content.array_records.items()
+    return {name[len(EXTRAS) :]: record for name, record in records if name.startswith(EXTRAS)}
 
 
 def answered(
     record: ArrayRecord, sent: Params, weights: Params, upload: Upload, buffers: Params, task: Task | None
 ) -> ArrayRecord:
-    """The model that leaves: the weights less the update, in the names, order and types in which they came.
+    """The client's answer: the weights minus the update, in the names, order and dtypes in which they came.
 
-    Buffers that the defence withholds go back as they were sent: strategies want the whole model.
+    Buffers that the defence withholds go back as they were sent: strategies need the whole model.
     """
     if upload.payload.keys() != {"update"}:
         others = ", ".join(sorted(upload.payload.keys() - {"update"})) or "no update"
         raise FlowerError(
             f"The defence sends {others}; a Flower strategy averages weights, and nothing else can be sent through it."
         )
-    names = {name: name for name in sent} if task is None else own_names(sent, task)
-    after: Params = {names[name]: value for name, value in sent.items()} | buffers | (upload.buffers or {})
-    after |= tree.subtract(weights, upload.payload["update"])
+    after = tree.subtract(weights, upload.payload["update"])
+    return replaced(record, sent, {**buffers, **(upload.buffers or {}), **after}, task)
+
+
+def replaced(record: ArrayRecord, state: Params, new: Params, task: Task | None) -> ArrayRecord:
+    """The model `state` of a record with new tensors by the task's names, in the record's names, order and dtypes."""
+    names = {name: name for name in state} if task is None else own_names(state, task)
+    after: Params = {names[name]: value for name, value in state.items()} | new
     if task is not None:
         after |= {name: after[first] for name, first in tied(task).items()}
-    return ArrayRecord({name: after[names[name]].detach().cpu().to(sent[name].dtype) for name in record})
+    return ArrayRecord({name: after[names[name]].detach().cpu().to(state[name].dtype) for name in record})
 
 
 def round_of(message: Message) -> int:
-    """Flower's number of the round, from 1; 1 where the message does not say."""
+    """Flower's number of the round, from 1; 1 if the message does not say."""
     for config in message.content.config_records.values():
         if ROUND in config:
             return int(config[ROUND])  # type: ignore[arg-type]
@@ -82,7 +92,7 @@ def round_of(message: Message) -> int:
 
 
 def examples_of(content: RecordDict, key: str = EXAMPLES) -> int:
-    """How many examples a client says it trained on."""
+    """The number of examples that a client reports."""
     for metrics in content.metric_records.values():
         if key in metrics:
             value: Any = metrics[key]
@@ -93,18 +103,16 @@ def examples_of(content: RecordDict, key: str = EXAMPLES) -> int:
 
 
 def owners(name: str, flags: int) -> int:
-    """An opener of files that are for their owner alone, whatever folder they lie in."""
+    """An opener of files that only their owner can read, in any folder."""
     return os.open(name, flags, 0o600)
 
 
 def placed(params: Params, like: torch.Tensor) -> Params:
-    """On the device of a model; numbers with fractions in its type."""
-    return {
-        name: value.to(like.device, like.dtype if value.is_floating_point() else None) for name, value in params.items()
-    }
+    """These tensors on the device of a model and, if they are floating point, in its dtype."""
+    return tree.to(params, like.device, like.dtype)
 
 
 def identify(run: int) -> None:
-    """Say who makes messages in this process, where Flower has not: outside a run it refuses to make any."""
+    """Give this process an identity unless Flower has: outside a run it refuses to make messages."""
     if TaskIdentity._run_id is None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 1, 1

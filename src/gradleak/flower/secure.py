@@ -1,9 +1,9 @@
 """Secure aggregation over Flower's messages: the server learns the sum of the updates, and not the updates.
 
-The protocol, what it assumes and what it hides: docs/secure-aggregation.md. Here its four stages travel as messages:
-two queries before the training (keys, shares), the train message itself (masked values) and one query after it
-(shares that take the masks off the sum). Flower starts a process for each of them, so that a client puts what it knows
-into `context.state` in between, which stays on its node.
+docs/secure-aggregation.md describes the protocol, its assumptions and what it hides. Its four stages travel as
+messages: two queries before the training (keys, shares), the train message itself (masked values) and one query after
+it (shares that remove the masks from the sum). Flower starts a process for each message, so a client keeps its state
+in `context.state` in between, which stays on its node.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore import log
 
-from gradleak.adapters import own_names, sorted_state, tied
+from gradleak.adapters import sorted_state
 from gradleak.core import tree
-from gradleak.core.tree import Params
-from gradleak.flower.records import FlowerError, examples_of, model_record, params_of
+from gradleak.flower.records import FlowerError, examples_of, model_record, params_of, replaced
 from gradleak.flower.wrapped import Wrapped
 from gradleak.scenario.task import Task
 from gradleak.secure import (
@@ -52,10 +50,10 @@ UPDATE, COUNT = "update", "examples"
 
 @dataclass(frozen=True)
 class Agreement:
-    """What every client and the server agree on before the training, on a way that the server cannot change.
+    """What clients and server agree on before the training, through a channel that the server cannot change.
 
     roster        who may take part, by number, and their public keys (`Identity.public`)
-    clip          the largest magnitude of an entry of an update; a client whose update is larger drops out of the round
+    clip          the largest magnitude of an entry of an update; a client with a larger one drops out of the round
     examples      the largest number of examples of a client
     minimum, threshold, neighbours, ring_bits   see `secure.Plan`
     """
@@ -69,7 +67,7 @@ class Agreement:
     ring_bits: int = 64
 
     def plan(self, size: int, session: bytes, round: int) -> Plan:
-        """Of one round of a training, for a model with so many trained entries."""
+        """The plan of one round, for a model with this many trained entries."""
         clients = len(self.roster)
         parts = (
             Part(UPDATE, size, FixedPoint.finest(self.clip, clients, ring_bits=self.ring_bits)),
@@ -91,10 +89,10 @@ class SecureClient:
         @app.train(mods=[secure])
         def train(message, context): ...
 
-    number, identity   under which it is in the roster; functions of the Context where one app serves many clients
+    number, identity   of this client in the roster; functions of the Context if one app serves many clients
 
-    Whatever the training returns, only masked values leave: weights, metrics and the number of examples are taken out
-    of the reply. What the client has to remember between messages is in `context.state`, secrets included.
+    Only masked values leave: weights, metrics and the number of examples are removed from the reply. The client's
+    state between messages, secrets included, is in `context.state`.
     """
 
     def __init__(
@@ -108,30 +106,29 @@ class SecureClient:
 
     def answer(self, message: Message, context: Context) -> Message:
         """The queries: advertise keys, share keys, unmask."""
-        asked = _asked(message.content)
-        stage, content = Stage[str(asked["stage"])], _bytes(asked.get("content", b""))
+        request = _record(message.content)
+        stage, content = Stage[str(request["stage"])], _bytes(request.get("content", b""))
         if stage is Stage.ADVERTISE:
             member = self._member(context)
-            plan = self._plan(asked)
-            client = member.join(plan)
+            client = member.join(self._plan(request))
             sent = client.advertise()
-            self._keep(context, member, client, asked)
+            self._keep(context, member, client, request)
             return _reply(message, sent)
-        member, client, told = self._resumed(context)
+        member, client, saved = self._resumed(context)
         sent = client.share(content) if stage is Stage.SHARE else client.unmask(content)
-        self._keep(context, member, client if stage is Stage.SHARE else None, told)
+        self._keep(context, member, client if stage is Stage.SHARE else None, saved)
         return _reply(message, sent)
 
     def __call__(self, message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
-        """Around training: what leaves is masked."""
-        asked = _asked(message.content)
+        """Train, and mask the result."""
+        request = _record(message.content)
         _, record = model_record(message.content)
         before = params_of(record)
         reply = call_next(message, context)
         if reply.has_error():
             return reply
-        member, client, told = self._resumed(context)
-        client.accept(_bytes(asked["content"]))
+        member, client, saved = self._resumed(context)
+        client.accept(_bytes(request["content"]))
         weights, _ = sorted_state(before, self.task)
         after, _ = sorted_state(params_of(model_record(reply.content)[1]), self.task)
         try:
@@ -143,40 +140,40 @@ class SecureClient:
             sent = client.mask(values)
         except Oversize:  # its text names the largest entry, and errors travel to the server
             raise FlowerError("The update, or the number of examples, is beyond what was agreed on (clip).") from None
-        self._keep(context, member, client, told)
+        self._keep(context, member, client, saved)
         return _reply(message, sent)
 
-    def _plan(self, asked: Mapping[str, Any]) -> Plan:
-        """Of this client's own agreement: the server names session and round, and nothing else."""
+    def _plan(self, request: Mapping[str, Any]) -> Plan:
+        """The plan by this client's own agreement: the server chooses session and round only."""
         size = tree.size(self.task.weights())
-        return self.agreement.plan(size, _bytes(asked["session"]), int(asked["round"]))
+        return self.agreement.plan(size, _bytes(request["session"]), int(request["round"]))
 
     def _member(self, context: Context) -> Member:
         number = self.number(context) if callable(self.number) else self.number
         identity = self.identity(context) if callable(self.identity) else self.identity
-        held = context.state.config_records.get(RECORD)
-        history = {} if held is None else json.loads(str(held["history"]))
+        record = context.state.config_records.get(RECORD)
+        history = {} if record is None else json.loads(str(record["history"]))
         joined = {
             bytes.fromhex(name): (last, attempt, Stage[stage]) for name, (last, attempt, stage) in history.items()
         }
         return Member(number, identity, joined)
 
     def _resumed(self, context: Context) -> tuple[Member, Client, dict[str, Any]]:
-        held = context.state.config_records.get(RECORD)
-        if held is None or not held.get("state"):
+        record = context.state.config_records.get(RECORD)
+        if record is None or not record.get("state"):
             raise FlowerError("This client has not advertised keys in this round: it joins the next one.")
-        member, told = self._member(context), {"session": held["session"], "round": held["round"]}
-        client = member.resume(self._plan(told), _bytes(held["state"]))
-        context.state[RECORD] = ConfigRecord({**dict(held), "state": b""})  # a state is used once
-        return member, client, told
+        member, request = self._member(context), {"session": record["session"], "round": record["round"]}
+        client = member.resume(self._plan(request), _bytes(record["state"]))
+        context.state[RECORD] = ConfigRecord({**dict(record), "state": b""})  # a state is used once
+        return member, client, request
 
     @staticmethod
-    def _keep(context: Context, member: Member, client: Client | None, told: Mapping[str, Any]) -> None:
+    def _keep(context: Context, member: Member, client: Client | None, request: Mapping[str, Any]) -> None:
         joined = {name.hex(): (last, attempt, stage.name) for name, (last, attempt, stage) in member.history.items()}
         history = json.dumps(joined)
         state = b"" if client is None else client.suspend()
         context.state[RECORD] = ConfigRecord(
-            {"session": told["session"], "round": told["round"], "state": state, "history": history}
+            {"session": request["session"], "round": request["round"], "state": state, "history": history}
         )
 
 
@@ -195,13 +192,13 @@ class _Round:
 class SecureAggregation(Wrapped):
     """FedAvg over secure sums: the mean of the clients' updates, each counted once.
 
-    strategy    of which only sampling and evaluation are used; it asks whom it samples, and no others are asked
-    agreement   the same that the clients hold
+    strategy    only its sampling and evaluation are used; only the clients it samples are asked
+    agreement   the same as the clients'
     timeout     seconds for each of the three queries; the training itself has Flower's
 
-    Clients that drop out, at any stage, are made up for down to the threshold. Below it the round gives no sum: the
-    model stays, and `trouble` says why. `aggregated` is what is known of the last sum: clients and their examples.
-    Running statistics are not sent: the model keeps those it began with.
+    Clients may drop out at any stage. If fewer than the threshold remain, the round has no sum: the model does not
+    change, and `trouble` says why. `aggregated` holds the numbers of clients and examples of the last sum. Running
+    statistics are not sent: the model keeps those it began with.
     """
 
     def __init__(self, strategy: Strategy, agreement: Agreement, task: Task, *, timeout: float = 600.0) -> None:
@@ -215,7 +212,7 @@ class SecureAggregation(Wrapped):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The first two stages, by queries; what is returned are the messages of the third."""
+        """Run the first two stages by queries; returns the messages of the third."""
         self._grid, self._round = grid, None
         self.trouble[server_round] = []
         messages = {
@@ -234,15 +231,15 @@ class SecureAggregation(Wrapped):
         ready = []
         for client, delivery in deliveries.items():
             message = messages[now.nodes[client]]
-            content = RecordDict(dict(message.content))  # Flower gives all messages one content: this is each one's own
-            content[RECORD] = self._told(now, Stage.MASK, delivery)
+            content = RecordDict(dict(message.content))  # a copy: Flower gives all messages the same content
+            content[RECORD] = self._request(now, Stage.MASK, delivery)
             ready.append(Message(content, dst_node_id=now.nodes[client], message_type=message.metadata.message_type))
         return ready
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The last stage, by a query, and the sum."""
+        """Run the last stage by a query, and apply the mean."""
         now, self._round, self.aggregated = self._round, None, None
         if now is None:
             return None, None
@@ -261,15 +258,15 @@ class SecureAggregation(Wrapped):
         mean = tree.scale(restored(sums[UPDATE], weights), 1 / clients)
         after = tree.map(lambda value, step: (value.double() - step).to(value.dtype), weights, mean)
         metrics = MetricRecord({"clients": clients, "num-examples": self.aggregated[1]})
-        return self._model(now.record, state, after), metrics
+        return replaced(now.record, state, after, self.task), metrics
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _query(self, now: _Round, stage: Stage, contents: Mapping[int, bytes], names: bool = False) -> None:
-        """Ask nodes, and hand what they answer to the server; who does not answer has dropped out."""
+        """Query nodes and pass their answers to the server; a node that does not answer has dropped out."""
         assert self._grid is not None
         messages = [
-            Message(RecordDict({RECORD: self._told(now, stage, content)}), dst_node_id=node, message_type=QUERY)
+            Message(RecordDict({RECORD: self._request(now, stage, content)}), dst_node_id=node, message_type=QUERY)
             for node, content in contents.items()
         ]
         replies = list(self._grid.send_and_receive(messages, timeout=self.timeout))
@@ -284,7 +281,7 @@ class SecureAggregation(Wrapped):
                 now.trouble.append(f"node {node}: {reply.error.reason}")
                 continue
             try:
-                client = now.server.receive(_bytes(_asked(reply.content)["content"]))
+                client = now.server.receive(_bytes(_record(reply.content)["content"]))
             except (SecureError, FlowerError, KeyError) as problem:
                 now.trouble.append(f"node {node}: {problem}")
                 continue
@@ -296,17 +293,11 @@ class SecureAggregation(Wrapped):
         log(WARNING, "Secure aggregation: no sum in round %s. %s", now.plan.round, problem)
         return []
 
-    def _told(self, now: _Round, stage: Stage, content: bytes) -> ConfigRecord:
+    def _request(self, now: _Round, stage: Stage, content: bytes) -> ConfigRecord:
         return ConfigRecord({"stage": stage.name, "session": self.session, "round": now.plan.round, "content": content})
 
-    def _model(self, like: ArrayRecord, state: Params, weights: Params) -> ArrayRecord:
-        names = own_names(state, self.task)
-        held: dict[str, torch.Tensor] = {**{names[name]: value for name, value in state.items()}, **weights}
-        held |= {name: held[first] for name, first in tied(self.task).items()}
-        return ArrayRecord({name: held[names[name]].to(state[name].dtype) for name in like})
 
-
-def _asked(content: RecordDict) -> ConfigRecord:
+def _record(content: RecordDict) -> ConfigRecord:
     if RECORD not in content.config_records:
         raise FlowerError("This message is none of secure aggregation: the other side must use it too.")
     return content.config_records[RECORD]

@@ -18,7 +18,7 @@ from gradleak import __version__
 from gradleak.audit.rows import guarantee_record as label
 from gradleak.flower.privacy import recognised
 from gradleak.flower.recording import Recording, Written, entries_of
-from gradleak.flower.records import EXAMPLES, EXTRAS, FlowerError, examples_of, model_record
+from gradleak.flower.records import EXAMPLES, FlowerError, examples_of, extra_records, model_record
 from gradleak.flower.wrapped import Wrapped
 from gradleak.scenario.guarantee import Exposure
 from gradleak.scenario.observation import MOST
@@ -28,8 +28,8 @@ KEEP = ("observations", "aggregate", "summary")
 
 
 @dataclass
-class _Asked:
-    """One recorded round while it goes on."""
+class _OpenRound:
+    """One recorded round between its messages and its replies."""
 
     sent: dict[int, Message] = field(default_factory=dict)  # by node
     seconds: float = 0.0
@@ -38,16 +38,16 @@ class _Asked:
 class Tap(Wrapped):
     """Any strategy of Flower's message API, with a record of what the server was sent.
 
-    rounds    to record, counted as Flower counts, from 1; None: all
+    rounds    to record, by Flower's numbers, from 1; None: all
     clients   how many of a round's clients (those with the lowest numbers), or which nodes; None: all
-    keep      "observations": what each client sent. "aggregate": only what the strategy made of them, one observation
-              of so many clients (all that is seen under secure aggregation). "summary": no tensors, only the record
-    out       the folder; where it holds another recording, OUT-2, OUT-3, ...
-    task      of the model, where it is at hand: says which tensors are trained (else names and types tell)
+    keep      "observations": what each client sent. "aggregate": only the aggregate of a round, one observation of many
+              clients (all that is seen under secure aggregation). "summary": no tensors, only the record
+    out       the folder; if it holds another recording, OUT-2, OUT-3, ...
+    task      of the model: says which tensors are trained; None: decided by names and dtypes
 
-    Put it outermost, around wrappers for privacy: those change replies, and the server has seen them before that.
-    Clients that fail, do not answer, or answer with something that is no model are lines of the record. An observation
-    is written tensor by tensor; nothing of it is held. `rounds` of an Observation are Flower's.
+    Put it outermost, around wrappers for privacy: the server sees replies before those change them. Clients that fail,
+    do not answer, or answer with something that is no model are lines of the record. An observation is written tensor
+    by tensor and not held in memory. `round` of an Observation is Flower's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tap(Wrapped):
         self.clients = clients if clients is None or isinstance(clients, int) else frozenset(clients)
         self.recording = Recording(out)
         self._trained = None if task is None else frozenset(task.weights())
-        self._open: dict[int, _Asked] = {}
+        self._open: dict[int, _OpenRound] = {}
         self._done = 0
 
     @property
@@ -77,7 +77,7 @@ class Tap(Wrapped):
         """Where the recording is."""
         return self.recording.folder
 
-    # --- what the strategy does, with an eye on it -------------------------------------------------------------------
+    # --- the strategy's methods, recorded ----------------------------------------------------------------------------
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -90,32 +90,34 @@ class Tap(Wrapped):
         return self._recorded(server_round, replies, self.strategy.aggregate_train)
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
-        """Flower's loop; where the strategy has a loop of its own, that one, with its two methods watched."""
+        """Flower's loop. If the strategy has its own loop, that one, with its two training methods recorded."""
         inner = self.strategy
         if type(inner).start is Strategy.start:
             return super().start(*args, **kwargs)
-        configure, aggregate, own = inner.configure_train, inner.aggregate_train, vars(inner)
-        before: dict[str, Any] = {name: own[name] for name in ("configure_train", "aggregate_train") if name in own}
+        configure, aggregate, members = inner.configure_train, inner.aggregate_train, vars(inner)
+        before: dict[str, Any] = {
+            name: members[name] for name in ("configure_train", "aggregate_train") if name in members
+        }
         try:
-            own["configure_train"] = lambda server_round, *rest, **named: self._noted(
+            members["configure_train"] = lambda server_round, *rest, **named: self._noted(
                 server_round, configure(server_round, *rest, **named)
             )
-            own["aggregate_train"] = lambda server_round, replies: self._recorded(server_round, replies, aggregate)
+            members["aggregate_train"] = lambda server_round, replies: self._recorded(server_round, replies, aggregate)
             return inner.start(*args, **kwargs)
         finally:
-            del own["configure_train"], own["aggregate_train"]
-            own.update(before)
+            del members["configure_train"], members["aggregate_train"]
+            members.update(before)
 
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def _noted(self, server_round: int, messages: Iterable[Message]) -> Iterable[Message]:
         if self.rounds is not None and server_round not in self.rounds:
             return messages
-        began, held = time.perf_counter(), list(messages)
-        asked = _Asked({message.metadata.dst_node_id: message for message in held})
-        asked.seconds = time.perf_counter() - began
-        self._open[server_round] = asked
-        return held
+        began, sent = time.perf_counter(), list(messages)
+        open_round = _OpenRound({message.metadata.dst_node_id: message for message in sent})
+        open_round.seconds = time.perf_counter() - began
+        self._open[server_round] = open_round
+        return sent
 
     def _recorded(
         self,
@@ -123,16 +125,16 @@ class Tap(Wrapped):
         replies: Iterable[Message],
         aggregate: Callable[[int, Iterable[Message]], tuple[ArrayRecord | None, MetricRecord | None]],
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        asked = self._open.pop(server_round, None)
-        if asked is None:
+        open_round = self._open.pop(server_round, None)
+        if open_round is None:
             return aggregate(server_round, replies)
-        # Before the strategy: wrappers for privacy change replies in place, after the server has seen them.
-        began, held = time.perf_counter(), list(replies)
-        rows = self._of_clients(server_round, asked, held)
-        seconds = asked.seconds + time.perf_counter() - began
+        # Recorded before the strategy runs: privacy wrappers change replies in place, after the server has seen them.
+        began, answers = time.perf_counter(), list(replies)
+        rows = self._of_clients(server_round, open_round, answers)
+        seconds = open_round.seconds + time.perf_counter() - began
         try:
-            arrays, metrics = aggregate(server_round, held)
-        except Exception as problem:  # the training ends here; what the server saw of the round is told all the same
+            arrays, metrics = aggregate(server_round, answers)
+        except Exception as problem:  # the training ends here; what the server saw of the round is recorded
             reason = f"{type(problem).__name__}: {problem}"
             self._tell(
                 server_round, [*rows, {"round": server_round, "node": None, "status": "error", "reason": reason}]
@@ -140,7 +142,7 @@ class Tap(Wrapped):
             raise
         began = time.perf_counter()
         self._done += 1
-        aggregated = self._of_round(server_round, asked, rows, arrays)
+        aggregated = self._of_round(server_round, open_round, rows, arrays)
         disk = sum(row.get("disk_seconds", 0.0) for row in (*rows, aggregated))
         spent = {"round": server_round, "tap_seconds": seconds + time.perf_counter() - began - disk}
         self._tell(server_round, [*rows, aggregated, {**spent, "disk_seconds": disk}])
@@ -153,30 +155,34 @@ class Tap(Wrapped):
         except OSError as problem:
             warnings.warn(f"Round {server_round} could not be recorded: {problem}.", RuntimeWarning, stacklevel=3)
 
-    def _of_clients(self, server_round: int, asked: _Asked, replies: list[Message]) -> list[dict[str, Any]]:
-        """One line for every client that was asked, whatever came of it; and for whoever answered unasked."""
-        wanted = self._wanted(asked)
+    def _of_clients(self, server_round: int, open_round: _OpenRound, replies: list[Message]) -> list[dict[str, Any]]:
+        """One line for every chosen client, whatever its answer, and for every other client that answered."""
+        wanted = self._wanted(open_round)
         rows: dict[int, dict[str, Any]] = {}
         for reply in replies:
             node = reply.metadata.src_node_id
             if node in rows and rows[node]["status"] != "error":
                 rows[node]["repeated"] = rows[node].get("repeated", 0) + 1  # the first one counts
                 continue
-            rows[node] = {"round": server_round, "node": node, **self._of_reply(server_round, asked, reply, wanted)}
-        for node in asked.sent:
+            rows[node] = {
+                "round": server_round,
+                "node": node,
+                **self._of_reply(server_round, open_round, reply, wanted),
+            }
+        for node in open_round.sent:
             rows.setdefault(node, {"round": server_round, "node": node, "status": "no reply"})
         return list(rows.values())
 
-    def _wanted(self, asked: _Asked) -> set[int]:
+    def _wanted(self, open_round: _OpenRound) -> set[int]:
         if isinstance(self.clients, int):
-            return set(sorted(asked.sent)[: self.clients])  # the same ones again, where they are asked again
-        return set(asked.sent) if self.clients is None else set(asked.sent) & self.clients
+            return set(sorted(open_round.sent)[: self.clients])  # the same clients in every round they take part in
+        return set(open_round.sent) if self.clients is None else set(open_round.sent) & self.clients
 
-    def _of_reply(self, server_round: int, asked: _Asked, reply: Message, wanted: set[int]) -> dict[str, Any]:
+    def _of_reply(self, server_round: int, open_round: _OpenRound, reply: Message, wanted: set[int]) -> dict[str, Any]:
         node = reply.metadata.src_node_id
         if reply.has_error():
             return {"status": "error", "reason": str(reply.error.reason)}
-        if node not in asked.sent:
+        if node not in open_round.sent:
             return {"status": "not asked"}
         try:
             examples = examples_of(reply.content, getattr(self.strategy, "weighted_by_key", EXAMPLES))
@@ -188,7 +194,7 @@ class Tap(Wrapped):
         if node not in wanted or self.keep != "observations":
             return {"status": "answered", **counted}
         try:
-            written = self._write(server_round, asked.sent[node], reply, node, examples or 1)
+            written = self._write(server_round, open_round.sent[node], reply, node, examples or 1)
         except OSError as problem:  # a full disk must not end a training
             return {"status": "not written", "reason": str(problem), **counted}
         except (ValueError, TypeError, EOFError) as problem:  # FlowerError, or NumPy's, of bytes that are no array
@@ -199,17 +205,17 @@ class Tap(Wrapped):
         key = getattr(self.strategy, "arrayrecord_key", "arrays")
         (_, before), (_, after) = model_record(sent.content, key), model_record(reply.content, key)
         header = self._header(server_round, f"node{node}/round{server_round}", examples, 1)
-        entries = entries_of(before, after, _extras(sent), self._trained)
+        entries = entries_of(before, after, extra_records(sent.content), self._trained)
         return self.recording.write(f"round{server_round:04d}-node{node}", header, entries)
 
     def _of_round(
-        self, server_round: int, asked: _Asked, rows: list[dict[str, Any]], arrays: ArrayRecord | None
+        self, server_round: int, open_round: _OpenRound, rows: list[dict[str, Any]], arrays: ArrayRecord | None
     ) -> dict[str, Any]:
-        """The line of what the strategy made of the round."""
-        told: dict[str, Any] = {"round": server_round, "node": None}
+        """The line of the round's aggregate."""
+        line: dict[str, Any] = {"round": server_round, "node": None}
         if arrays is None:
-            return {**told, "status": "not aggregated"}
-        counted = getattr(self.strategy, "aggregated", None)  # a strategy that knows better than the replies tell
+            return {**line, "status": "not aggregated"}
+        counted = getattr(self.strategy, "aggregated", None)  # secure aggregation knows this, the replies do not say it
         clients, examples = (
             counted
             if counted is not None
@@ -218,17 +224,17 @@ class Tap(Wrapped):
                 sum(row.get("num_examples", 0) for row in rows),
             )
         )
-        told |= {"status": "aggregated", "clients": clients, "num_examples": examples}
-        if self.keep != "aggregate" or not asked.sent:
-            return told
-        first = next(iter(asked.sent.values()))
+        line |= {"status": "aggregated", "clients": clients, "num_examples": examples}
+        if self.keep != "aggregate" or not open_round.sent:
+            return line
+        first = next(iter(open_round.sent.values()))
         try:
             _, before = model_record(first.content, getattr(self.strategy, "arrayrecord_key", "arrays"))
             header = self._header(server_round, f"round{server_round}", max(1, examples), max(1, clients))
-            entries = entries_of(before, arrays, _extras(first), self._trained)
-            return {**told, **asdict(self.recording.write(f"round{server_round:04d}", header, entries))}
+            entries = entries_of(before, arrays, extra_records(first.content), self._trained)
+            return {**line, **asdict(self.recording.write(f"round{server_round:04d}", header, entries))}
         except (FlowerError, OSError) as problem:
-            return {**told, "reason": str(problem)}
+            return {**line, "reason": str(problem)}
 
     @staticmethod
     def _header(server_round: int, key: str, examples: int, clients: int) -> dict[str, Any]:
@@ -248,13 +254,8 @@ class Tap(Wrapped):
         }
 
 
-def _extras(sent: Message) -> dict[str, ArrayRecord]:
-    records = sent.content.array_records.items()
-    return {name[len(EXTRAS) :]: record for name, record in records if name.startswith(EXTRAS)}
-
-
 def _name(strategy: Any) -> str:
     """The strategy and all that it wraps, outermost first."""
     inner = getattr(strategy, "strategy", None)
-    own = type(strategy).__name__
-    return own if inner is None else f"{own}({_name(inner)})"
+    name = type(strategy).__name__
+    return name if inner is None else f"{name}({_name(inner)})"

@@ -1,4 +1,4 @@
-"""A strategy around another one: what it does not change is the other's."""
+"""A strategy around another one: everything it does not change comes from the inner one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flwr.serverapp.strategy import Strategy
 
 
 class Wrapped(Strategy):
-    """Evaluation, summary and all attributes of the inner `strategy` are passed on; training is the subclass's."""
+    """Passes on evaluation, summary and all attributes of the inner `strategy`; subclasses define the training."""
 
     strategy: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name == "strategy":  # not set yet: while it is being unpickled
+        if name == "strategy":  # not set yet, during unpickling
             raise AttributeError(name)
         return getattr(self.strategy, name)
 

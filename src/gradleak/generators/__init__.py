@@ -1,12 +1,11 @@
-"""Image generators as priors: what an attack may ask of one, so that a latent, a feature or its weights can be unknown.
+"""Image generators as priors: the protocol by which attacks search latents, features or weights of one.
 
 stages.py           what our generators share
 dcgan.py            DCGAN and the generator of WGAN-GP, for tiny budgets
-stylegan2.py        a StyleGAN2 of any size; reads converted files of StyleGAN2-ADA too
+stylegan2.py        a StyleGAN2 of any size; fits converted files of StyleGAN2-ADA too
 files.py            safetensors with a card: what it is, what it was trained on, how good it is
-recipes.py          generators and their discriminators by name; settings of a training
-discriminators.py, augmentation.py, score.py, splits.py    what a training needs
-game.py, training.py    a step of the two networks; the whole of it, in a folder: no attack imports these
+
+`gradleak.priors` trains generators.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ Made = TypeVar("Made")
 class Generator(Protocol):
     """A trained network that turns a latent into images, block by block. An `nn.Module` in evaluation mode.
 
-    G = picture . block(K-1) . ... . block(0) . begin. What passes between blocks is `carried`: {"h": the feature that
-    enters the next block, (B, ...)}, and whatever the blocks still need beside it, by names of the generator's own:
-    styles, a class embedding, noise maps. All of it is differentiable and runs under vmap: no randomness of its own.
+    G = picture . block(K-1) . ... . block(0) . begin. The dict `carried` passes between blocks: "h" is the feature that
+    enters the next block, (B, ...); further entries, such as styles, a class embedding or noise maps, have names of the
+    generator's choice. All of it is differentiable and runs under vmap: it draws no random numbers.
 
     latent      entries of z, which is N(0, I) in training
     classes     of a class-conditional generator, else None
     shape       of its images: (channels, height, width)
-    blocks      K, how many
+    blocks      K, the number of blocks
     """
 
     latent: int
@@ -50,25 +49,25 @@ class Generator(Protocol):
     def begin(self, z: Tensor, y: Tensor | None = None) -> Tree:
         """(B, latent), and (B,) classes or (B, classes) shares of them -> what enters block 0.
 
-        Classes are not looked at where the generator has none.
+        A generator without classes ignores them.
         """
         ...
 
     def block(self, index: int, carried: Tree) -> Tree:
-        """What leaves a block: the same names, "h" replaced, and what must keep its size (a skip image)."""
+        """What leaves a block: the same names, with a new "h" and whatever follows its size (a skip image)."""
         ...
 
     def picture(self, carried: Tree) -> Tensor:
         """What leaves the last block -> images, (B, C, H, W) in [0, 1].
 
-        A generator whose last layer is linear may leave the interval a little. It is not clamped here, since gradients
-        end at a clamp: clamp what is handed out.
+        A generator whose last layer is linear may leave the interval a little. It is not clamped here, since a clamp
+        stops gradients: clamp the final images.
         """
         ...
 
 
 def images_of(generator: Generator, z: Tensor, y: Tensor | None = None) -> Tensor:
-    """G(z, y), all blocks one after the other."""
+    """G(z, y)."""
     carried = generator.begin(z, y)
     for index in range(generator.blocks):
         carried = generator.block(index, carried)
@@ -76,7 +75,7 @@ def images_of(generator: Generator, z: Tensor, y: Tensor | None = None) -> Tenso
 
 
 class _Applied(nn.Module):
-    """`functional_call` replaces weights for the length of a `forward`; this makes any function of a module one."""
+    """Any function of a module as a `forward`, for which `functional_call` can replace weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class _Applied(nn.Module):
 
 
 def with_weights(generator: Generator, weights: Mapping[str, Tensor], function: Callable[[Any], Made]) -> Made:
-    """function(generator) while its parameters of these names are the given ones; the rest are its own.
+    """function(generator) with some of its parameters replaced by these weights.
 
     Weights may be unknowns: it is differentiable and runs under vmap, with a copy of the weights in every lane.
 

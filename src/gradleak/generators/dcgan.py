@@ -1,4 +1,4 @@
-"""Generators of transposed convolutions, for budgets of minutes on a CPU: DCGAN and the one of WGAN-GP.
+"""Generators of transposed convolutions, which train in minutes on a CPU: DCGAN and the one of WGAN-GP.
 
 References: Radford, Metz, Chintala, ICLR 2016 (DCGAN; the 32 x 32 form is the one that GIAS, Jeon et al., NeurIPS 2021,
 uses); Gulrajani et al., NeurIPS 2017 (WGAN-GP; the form of GGL, Li et al., CVPR 2022). BatchNorm works with its running
@@ -17,7 +17,7 @@ from gradleak.generators.stages import Staged, doublings, normal
 
 
 class _Transposed(Staged):
-    """z, with an embedding of the class behind it, through `stages`, then `last` and tanh."""
+    """z, with an embedding of the class appended, through `stages`, then `last` and tanh."""
 
     stages: nn.ModuleList
     last: nn.Module
@@ -62,9 +62,9 @@ class _Transposed(Staged):
 class DCGAN(_Transposed):
     """z (100) -> ConvT(512, 4) -> ConvT(256, 4, stride 2) -> ... -> ConvT(64, 4, stride 2) -> ConvT(C, 1), tanh.
 
-    BatchNorm and ReLU after each but the last. The first kernel is as large as the smallest feature map (4 x 4 of 32 x
-    32, 7 x 7 of 28 x 28); every further stage doubles it. `width` is that of the last stage; those before it are twice
-    as wide each, up to eight times. Four stages at 32 x 32: 512 x 4 x 4, 256 x 8 x 8, 128 x 16 x 16, 64 x 32 x 32.
+    BatchNorm and ReLU after each but the last. The first kernel is as large as the smallest feature map (4 x 4 for
+    32 x 32, 7 x 7 for 28 x 28); every further stage doubles the map. `width` is that of the last stage; each stage
+    before is twice as wide, up to eight times. At 32 x 32: 512 x 4 x 4, 256 x 8 x 8, 128 x 16 x 16, 64 x 32 x 32.
     """
 
     architecture: ClassVar[str] = "dcgan"
@@ -97,9 +97,8 @@ class DCGAN(_Transposed):
 class WGAN(_Transposed):
     """z (128) -> linear to 4w x 4 x 4 -> ConvT(2w, 2, stride 2) -> ConvT(w, 2, stride 2) -> ConvT(C, ...), tanh.
 
-    BatchNorm and ReLU after each but the last. The last doubling makes the picture, so 32 x 32 has three stages: 512 x
-    4 x 4, 256 x 8 x 8, 128 x 16 x 16 for w = 128.
-    BatchNorm of the linear layer is over all of its outputs.
+    BatchNorm and ReLU after each but the last. The last doubling makes the image, so 32 x 32 has three stages: 512 x
+    4 x 4, 256 x 8 x 8, 128 x 16 x 16 for w = 128. BatchNorm of the linear layer is over all of its outputs.
     """
 
     architecture: ClassVar[str] = "wgan"

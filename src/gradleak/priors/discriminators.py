@@ -1,4 +1,4 @@
-"""What tells real images from made ones while a generator is trained; not kept afterwards."""
+"""Networks that tell real images from generated ones during training; not stored afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradleak.generators.stylegan2 import Linear, activated, boxes
 
 
 class Scaled(nn.Module):
-    """A convolution of unit weights with a gain of 1 / sqrt(fan-in); halving, it smooths first."""
+    """A convolution of unit weights with a gain of 1 / sqrt(fan-in); before halving it smooths."""
 
     def __init__(
         self, inputs: int, outputs: int, size: int, halve: bool = False, seed: torch.Generator | None = None
@@ -36,10 +36,10 @@ class Scaled(nn.Module):
 
 
 class Residual(nn.Module):
-    """StyleGAN2's (Karras et al., CVPR 2020): residual blocks that halve, the spread in a group of images, two linear.
+    """StyleGAN2's (Karras et al., CVPR 2020): residual blocks that halve, the spread within a group, two linear layers.
 
-    With classes, their embedding times the features is added (Miyato, Koyama, ICLR 2018). Groups are of neighbours in
-    the batch, so that real and made images may be judged in one.
+    With classes, their embedding times the features is added (Miyato, Koyama, ICLR 2018). Groups are neighbours in the
+    batch, so that real and generated images can share a batch.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Residual(nn.Module):
     ) -> None:
         super().__init__()
         start, times = doublings(shape)
-        inward = list(widths)[::-1]  # from the size of the picture to the smallest
+        inward = list(widths)[::-1]  # from the size of the image to the smallest
         self.group = group
         self.first = Scaled(shape[0], inward[0], 1, seed=seed)
         self.same = nn.ModuleList(Scaled(a, a, 3, seed=seed) for a in inward[:times])
@@ -78,9 +78,9 @@ class Residual(nn.Module):
 
 
 class Plain(nn.Module):
-    """DCGAN's, mirrored: convolutions of stride 2 with leaky ReLU, one linear layer.
+    """DCGAN's discriminator: convolutions of stride 2 with leaky ReLU, one linear layer.
 
-    Without BatchNorm, which R1 cannot go with: it penalises each image's own gradient.
+    Without BatchNorm: R1 penalises each image's own gradient, which BatchNorm mixes.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Plain(nn.Module):
 
 
 def spread(x: Tensor, group: int) -> Tensor:
-    """The mean standard deviation over each group of neighbours, (B, 1, H, W): copies of one image are noticed."""
+    """The mean standard deviation over each group of neighbours, (B, 1, H, W): it reveals copies of one image."""
     count = math.gcd(group, len(x))
     grouped = x.float().reshape(-1, count, *x.shape[1:])
     deviation = (grouped.var(1, correction=0) + 1e-8).sqrt().mean((1, 2, 3))

@@ -1,4 +1,4 @@
-"""How a generator is trained: networks by name (`stylegan2:width=256`), each with its discriminator and rates."""
+"""Settings of a generator's training: networks by name (`stylegan2:width=256`), with discriminators and rates."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PRECISIONS = ("strict", "fast", "half")
 
 
 class PriorError(ValueError):
-    """A training that cannot be, or that went astray."""
+    """A training with impossible settings, or one that diverged."""
 
 
 class Recipe(Protocol):
     """A frozen dataclass whose fields are settings of the network.
 
-    lr, betas    of Adam, unless others are asked for
+    lr, betas    of Adam; `PriorTraining.lr` overrides the first
     """
 
     @property
@@ -95,7 +95,7 @@ class DCGANRecipe:
 @named("wgan", kind="generator", paper="Gulrajani et al., NeurIPS 2017", status="")
 @dataclass(frozen=True)
 class WGANRecipe:
-    """The generator of GGL, from WGAN-GP. It is trained here as the others are: logistic loss, R1."""
+    """The generator of GGL, from WGAN-GP. It is trained like the others: logistic loss, R1."""
 
     latent: int = 128
     width: int = 128
@@ -114,14 +114,14 @@ class WGANRecipe:
 class PriorTraining:
     """How a generator is trained.
 
-    recipe       the networks, see `recipes`
+    recipe       the networks
     conditional  on the classes of the images
-    batch        images in a step, of each sort
-    lr           of Adam, of both networks; None: the recipe's
-    r1           gamma, at every `r1_every`-th step, where it counts as often
+    batch        real images per step, and as many generated ones
+    lr           of Adam for both networks; None: the recipe's
+    r1           gamma, at every `r1_every`-th step, with `r1_every` times its weight
     augment      names of augmentations
     mirror       flip half of the images left to right
-    average      images after which a weight counts half in the average that is kept
+    average      images after which a weight counts half in the average
     seed         of the weights and of every draw
     precision    "strict" float32; "fast" TF32 allowed; "half" bfloat16 products, on CUDA only
     """
@@ -150,6 +150,6 @@ class PriorTraining:
     @property
     def settings(self) -> dict[str, Any]:
         names = ("conditional", "batch", "r1", "r1_every", "mirror", "average", "seed", "precision")
-        held = {name: getattr(self, name) for name in names}
+        plain = {name: getattr(self, name) for name in names}
         rate = self.recipe.lr if self.lr is None else self.lr
-        return {"generator": spelled(self.recipe), "lr": rate, "augment": list(self.augment), **held}
+        return {"generator": spelled(self.recipe), "lr": rate, "augment": list(self.augment), **plain}

@@ -1,10 +1,10 @@
-"""How near made images are to real ones: the Frechet distance of two clouds of features.
+"""How close generated images are to real ones: the Frechet distance between two clouds of features.
 
     d^2 = |m1 - m2|^2 + tr(C1 + C2 - 2 (C1^1/2 C2 C1^1/2)^1/2)
 
-is that of the normal distributions with their means and covariances (Frechet 1957; Dowson, Landau 1982; as a score of
-generators: Heusel et al., NeurIPS 2017). FID is this with one certain Inception network, which is not at hand; a value
-means something only beside others of the same features and the same number of images, so it carries their names.
+is the distance between normal distributions with their means and covariances (Frechet 1957; Dowson, Landau 1982; as a
+score of generators: Heusel et al., NeurIPS 2017). FID uses a particular Inception network, which is not available here.
+Values compare only if features and number of images are the same, so they carry the name of both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANDOM_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """A fixed map from images, (N, C, H, W) in [0, 1], to features, and what to call a distance in them."""
+    """A fixed map from images, (N, C, H, W) in [0, 1], to features, with the name of its score."""
 
     name: str
     network: Callable[[Tensor], Tensor]
@@ -42,7 +42,7 @@ class Features:
 
 
 def found_features(device: torch.device) -> Features:
-    """VGG16's where the weights of LPIPS are on this machine, else those of a random network."""
+    """VGG16's if the weights of LPIPS are on this machine, else those of a random network."""
     from gradleak.metrics.perceptual import WeightsMissing
 
     try:
@@ -52,7 +52,7 @@ def found_features(device: torch.device) -> Features:
 
 
 def vgg_features(device: torch.device) -> Features:
-    """Means over the image of the last layer of VGG16's trunk (512), as LPIPS finds and feeds it."""
+    """Means over the image of the last layer of VGG16's trunk (512), with the weights and inputs of LPIPS."""
     from gradleak.metrics.perceptual import TRUNKS, find_weights
 
     (state, _), _ = find_weights("vgg")
@@ -73,17 +73,17 @@ def vgg_features(device: torch.device) -> Features:
 
 
 def random_features(device: torch.device) -> Features:
-    """Means and deviations over the image of a convolutional network that nobody trained (2 x 128)."""
+    """Means and deviations over the image of an untrained convolutional network (2 x 128)."""
     draw = torch.Generator().manual_seed(RANDOM_SEED)
     widths, layers = (3, 32, 64, 128), []
     for a, b in zip(widths, widths[1:]):
         layer = nn.Conv2d(a, b, 3, stride=1 if a == 3 else 2, padding=1, bias=False)
         layer.weight = nn.Parameter(torch.randn(layer.weight.shape, generator=draw) * (2 / (9 * a)) ** 0.5)
         layers += [layer, nn.ReLU()]
-    made = nn.Sequential(*layers).to(device).eval().requires_grad_(False)
+    untrained = nn.Sequential(*layers).to(device).eval().requires_grad_(False)
 
     def network(images: Tensor) -> Tensor:
-        x = made(2 * images.to(device, torch.float32).clamp(0, 1).expand(-1, 3, -1, -1) - 1)
+        x = untrained(2 * images.to(device, torch.float32).clamp(0, 1).expand(-1, 3, -1, -1) - 1)
         return torch.cat([x.mean((2, 3)), x.std((2, 3), correction=0)], 1)
 
     return Features(f"random convolutional features (seed {RANDOM_SEED})", network)
@@ -91,7 +91,7 @@ def random_features(device: torch.device) -> Features:
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
-    """Mean and covariance of features, and of how many images."""
+    """Mean and covariance of the features of `count` images."""
 
     mean: Tensor
     covariance: Tensor
@@ -109,12 +109,12 @@ def frechet(first: Cloud, second: Cloud) -> float:
     """The squared distance, in float64."""
     root = _root(first.covariance)
     cross = torch.linalg.eigvalsh(root @ second.covariance @ root).clamp(min=0).sqrt().sum()
-    moved = (first.mean - second.mean).square().sum()
-    return float(moved + first.covariance.trace() + second.covariance.trace() - 2 * cross)
+    shift = (first.mean - second.mean).square().sum()
+    return float(shift + first.covariance.trace() + second.covariance.trace() - 2 * cross)
 
 
 def _root(covariance: Tensor) -> Tensor:
-    """The symmetric square root; eigenvalues below zero are rounding."""
+    """The symmetric square root; eigenvalues below zero are rounding errors."""
     values, vectors = torch.linalg.eigh(covariance)
     return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
@@ -132,18 +132,18 @@ class Scored:
     def of(features: Features, x: Tensor, count: int) -> Scored:
         rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[:10_000]
         with float32_products():
-            found = features(x[rows.to(x.device)])
-        halves = found.chunk(2)
-        floor = frechet(Cloud.of(halves[0]), Cloud.of(halves[1])) if len(found) >= 4 else math.nan
-        return Scored(features, Cloud.of(found), count, floor)
+            real = features(x[rows.to(x.device)])
+        halves = real.chunk(2)
+        floor = frechet(Cloud.of(halves[0]), Cloud.of(halves[1])) if len(real) >= 4 else math.nan
+        return Scored(features, Cloud.of(real), count, floor)
 
     @property
-    def told(self) -> dict[str, Any]:
-        """What the value is: of which features, over how many images, and what two halves of real images have."""
-        told = {"name": self.features.score, "made": self.count, "real": self.real.count}
-        return told | ({"between_halves_of_real": round(self.floor, 4)} if math.isfinite(self.floor) else {})
+    def description(self) -> dict[str, Any]:
+        """Features, numbers of images, and the score between two halves of the real images."""
+        plain = {"name": self.features.score, "made": self.count, "real": self.real.count}
+        return plain | ({"between_halves_of_real": round(self.floor, 4)} if math.isfinite(self.floor) else {})
 
     def __call__(self, made: Tensor) -> float:
-        """The score of `count` made images."""
+        """The score of `count` generated images."""
         with float32_products():
             return round(frechet(self.real, Cloud.of(self.features(made))), 6)

@@ -1,4 +1,4 @@
-"""Which images a generator may learn from. All others stay unseen, and its card says which they are."""
+"""Which images a generator is trained on. All others stay unseen, and its card says which they are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gradleak.generators.files import fingerprints
 
 @dataclass(frozen=True)
 class Split:
-    """Some of the images that a name or a path gives.
+    """Some of the images of a name or path.
 
-    data        as `gradleak.data.load` takes it
+    data        as for `gradleak.data.load`
     part        "train" or "test"
     rows        of that part; None: all
-    held_out    share of them that is kept back at random, by `seed`
-    exclude     names of data: no image with the same pixels as one of theirs, of either part, is used
-    size        images are cropped and resized to
+    held_out    share of them that is held out at random, by `seed`
+    exclude     names of data: no image with the same pixels as one of theirs, in either part, is used
+    size        to which images are cropped and resized
     """
 
     data: str
@@ -40,31 +40,33 @@ class Split:
             raise DataError(f"The share that is held out must lie between 0 and 1; given {self.held_out}.")
 
     def taken(self) -> tuple[Images, dict[str, Any]]:
-        """The images, and in numbers which they are: for `Card.split`."""
-        held = load(self.data, split=self.part, size=self.size)
-        chosen = range(len(held)) if self.rows is None else self.rows
-        if not chosen or min(chosen) < 0 or max(chosen) >= len(held):
-            raise DataError(f"Rows {ranges(chosen)} are not among the {len(held)} images of {self.data}, {self.part}.")
+        """The images, and a description of which they are, for `Card.split`."""
+        images = load(self.data, split=self.part, size=self.size)
+        chosen = range(len(images)) if self.rows is None else self.rows
+        if not chosen or min(chosen) < 0 or max(chosen) >= len(images):
+            raise DataError(
+                f"Rows {ranges(chosen)} are not among the {len(images)} images of {self.data}, {self.part}."
+            )
         rows = torch.tensor(sorted(set(chosen)))
-        told: dict[str, Any] = {"data": self.data, "part": self.part, "of": len(held), "asked_for": ranges(chosen)}
+        card: dict[str, Any] = {"data": self.data, "part": self.part, "of": len(images), "asked_for": ranges(chosen)}
         if self.held_out:
             shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.seed))
             back = round(self.held_out * len(rows))
             unseen = ranges(rows[shuffled[:back]].tolist())
-            told["held_out"] = {"share": self.held_out, "seed": self.seed, "rows": unseen}
+            card["held_out"] = {"share": self.held_out, "seed": self.seed, "rows": unseen}
             rows = rows[shuffled[back:]].sort().values
         for name in self.exclude:
             theirs = [load(name, split=part, size=self.size).x for part in ("train", "test")]
-            same = torch.isin(fingerprints(held.x[rows]), torch.cat([fingerprints(x) for x in theirs]))
-            told.setdefault("excluded", {})[name] = int(same.sum())
+            same = torch.isin(fingerprints(images.x[rows]), torch.cat([fingerprints(x) for x in theirs]))
+            card.setdefault("excluded", {})[name] = int(same.sum())
             rows = rows[~same]
         if not len(rows):
             raise DataError(f"Of {self.data} nothing is left: exclude or hold out less, or take other rows.")
-        return held[rows], {**told, "used": len(rows), "used_rows": ranges(rows.tolist())}
+        return images[rows], {**card, "used": len(rows), "used_rows": ranges(rows.tolist())}
 
 
 def ranges(rows: Sequence[int], most: int = 20_000) -> str:
-    """`[0, 1, 2, 7]` -> `"0-2,7"`; where that is too long, how many and a hash of it."""
+    """`[0, 1, 2, 7]` -> `"0-2,7"`; if that is too long, their number and a hash."""
     pieces: list[tuple[int, int]] = []
     for row in sorted(rows):
         if pieces and pieces[-1][1] == row - 1:

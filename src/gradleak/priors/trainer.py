@@ -1,14 +1,14 @@
 """The two networks of a training, their optimisers and one step: logistic loss, lazy R1, an average of weights.
 
-    discriminator   softplus(D(T(G(z)))) + softplus(-D(T(x))) + every so often (gamma / 2) |grad_x D(T(x))|^2
+    discriminator   softplus(D(T(G(z)))) + softplus(-D(T(x))) + at some steps (gamma / 2) |grad_x D(T(x))|^2
     generator       softplus(-D(T(G(z))))
 
 T augments (`augmentation`). References: Goodfellow et al., NeurIPS 2014 (the non-saturating loss); Mescheder, Geiger,
 Nowozin, ICML 2018 (R1); Karras et al., CVPR 2020 (lazy regularisation, the average of weights). R1 is taken at the
 augmented images, which saves a second derivative through T.
 
-Every step draws from a generator seeded by (seed, step): a resumed training needs no random state, and on a CPU with as
-many threads it has the very weights of one that was not interrupted. Nothing in a step waits for the device.
+Every step draws from a generator seeded by (seed, step). So a resumed training needs no random state, and on a CPU with
+the same number of threads it has exactly the weights of an uninterrupted one. Nothing in a step waits for the device.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradleak.core.pictures import png, sheet
 from gradleak.core.tree import Params
 from gradleak.generators.stages import Staged
 from gradleak.generators.stylegan2 import exact
@@ -33,12 +34,12 @@ from gradleak.scenario.task import float32_products
 
 SUMS = ("generator_loss", "discriminator_loss", "real_logit", "made_logit")
 SHOWN = 12  # images in a row of a sheet
-RAMP = 0.05  # the average looks back over at most this share of what has been seen
+RAMP = 0.05  # the half-life of the average is at most this share of all images so far
 
 
 @dataclass(frozen=True, eq=False)
 class Best:
-    """The average of weights that scored lowest so far, and when."""
+    """The average of weights with the lowest score so far."""
 
     step: int
     score: float
@@ -46,7 +47,7 @@ class Best:
 
 
 class GANTrainer:
-    """Networks, optimisers and data on a device, and how far they are."""
+    """Networks, optimisers and data on a device, and the number of steps done."""
 
     def __init__(
         self, training: PriorTraining, x: Tensor, y: Tensor | None, classes: int | None, device: torch.device
@@ -62,26 +63,26 @@ class GANTrainer:
         shape = (int(x.shape[1]), int(x.shape[2]), int(x.shape[3]))
         seed = torch.Generator().manual_seed(training.seed)
         layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-        made = training.recipe.generator(shape, self.classes, seed)
-        judge = training.recipe.discriminator(shape, self.classes, seed)
-        copy = training.recipe.generator(shape, self.classes, torch.Generator().manual_seed(0))
-        copy.load_state_dict(made.state_dict())
+        generator = training.recipe.generator(shape, self.classes, seed)
+        discriminator = training.recipe.discriminator(shape, self.classes, seed)
+        average = training.recipe.generator(shape, self.classes, torch.Generator().manual_seed(0))
+        average.load_state_dict(generator.state_dict())
         self.layout = layout
-        self.generator: Staged = made.to(device, memory_format=layout).train()  # type: ignore[call-overload]
-        self.discriminator: nn.Module = judge.to(device, memory_format=layout).train()  # type: ignore[call-overload]
-        self.average: Staged = copy.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
+        self.generator: Staged = generator.to(device, memory_format=layout).train()  # type: ignore[call-overload]
+        self.discriminator: nn.Module = discriminator.to(device, memory_format=layout).train()  # type: ignore[call-overload]
+        self.average: Staged = average.to(device, memory_format=layout).eval().requires_grad_(False)  # type: ignore[call-overload]
         rate = training.recipe.lr if training.lr is None else training.lr
         adam = {"lr": rate, "betas": training.recipe.betas, "eps": 1e-8, "fused": device.type == "cuda"}
         self.of_generator = torch.optim.Adam(self.generator.parameters(), **adam)  # type: ignore[arg-type]
         self.of_discriminator = torch.optim.Adam(self.discriminator.parameters(), **adam)  # type: ignore[arg-type]
         self.x = x.to(device, torch.float32)
         self.y = None if self.classes is None or y is None else y.to(device)
-        now = self.generator.state_dict()
-        floats = [(mean, now[name]) for name, mean in self.average.state_dict().items() if mean.is_floating_point()]
+        current = self.generator.state_dict()
+        floats = [(mean, current[name]) for name, mean in self.average.state_dict().items() if mean.is_floating_point()]
         self.pairs = [mean for mean, _ in floats], [value for _, value in floats]
         self.sums = torch.zeros(len(SUMS) + 1, dtype=torch.float64, device=device)
         self.shown: list[int] = []
-        self.rows: list[Tensor] = []  # of what was shown, 8 bits
+        self.rows: list[Tensor] = []  # of samples at the steps `shown`, 8 bits
         self.best: Best | None = None
 
     @property
@@ -90,7 +91,7 @@ class GANTrainer:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Precision and the choice of kernels; the user's settings come back afterwards."""
+        """Set precision and the choice of kernels; the user's settings come back afterwards."""
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
         try:
@@ -123,23 +124,23 @@ class GANTrainer:
         with self._half():
             made, made_shares = self._made(draw)
             fooled = self.discriminator(self._augmented(made, draw), made_shares)
-        own = functional.softplus(-fooled).mean()
+        generator_loss = functional.softplus(-fooled).mean()
         self.of_generator.zero_grad(set_to_none=True)
-        own.backward()
+        generator_loss.backward()
         self.of_generator.step()
         self.discriminator.requires_grad_(True)
 
         self._follow()
         one = loss.new_ones(())
-        self.sums += torch.stack([own, loss, on_real.mean(), on_made.mean(), one]).detach().double()
+        self.sums += torch.stack([generator_loss, loss, on_real.mean(), on_made.mean(), one]).detach().double()
         self.step += 1
         self.whole = True
 
     def _half(self) -> AbstractContextManager[Any]:
-        """bfloat16 products where they are asked for.
+        """bfloat16 products, if the precision is "half".
 
         Casts of weights are not cached: PyTorch drops them when the outermost autocast ends, which is that of
-        `settled`, around all steps. Every step would go by the weights of the first one.
+        `settled`, around all steps. Every step would use the weights of the first one.
         """
         if self.training.precision != "half":
             return nullcontext()
@@ -150,7 +151,7 @@ class GANTrainer:
         return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _real(self, draw: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Images in [-1, 1], with shares of classes."""
+        """Real images in [-1, 1], with shares of classes."""
         rows = torch.randint(len(self.x), (self.training.batch,), generator=draw, device=self.device)
         x = 2 * self.x[rows] - 1
         if self.training.mirror:
@@ -160,7 +161,7 @@ class GANTrainer:
         return x, None if self.y is None else self.generator.shares(self.y[rows], x)
 
     def _made(self, draw: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Images in [-1, 1] of latents, classes and noise of its own."""
+        """Generated images in [-1, 1] from drawn latents, classes and noise, with shares of classes."""
         z = torch.randn(self.training.batch, self.generator.latent, generator=draw, device=self.device)
         shares = None
         if self.y is not None:
@@ -175,28 +176,28 @@ class GANTrainer:
         return augmented(x, self.training.augment, draw)
 
     def _penalty(self, x: Tensor, shares: Tensor | None) -> Tensor:
-        """R1, always without half precision: second derivatives need their digits."""
+        """R1, never in half precision: second derivatives need the digits."""
         x.requires_grad_(True)
         (slope,) = torch.autograd.grad(self.discriminator(x, shares).sum(), x, create_graph=True)
         return self.training.r1 / 2 * slope.square().sum((1, 2, 3)).mean()
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Move the average: half of it is of the last `average` images, or of the last twentieth of fewer."""
-        seen = (self.step + 1) * self.training.batch
-        keep = 0.5 ** (self.training.batch / min(self.training.average, RAMP * seen))
-        means, nows = self.pairs
-        torch._foreach_lerp_(means, nows, 1 - keep)
+        """Update the average: its half-life is `average` images, at most a twentieth of all images so far."""
+        images = (self.step + 1) * self.training.batch
+        keep = 0.5 ** (self.training.batch / min(self.training.average, RAMP * images))
+        means, weights = self.pairs
+        torch._foreach_lerp_(means, weights, 1 - keep)
 
     def means(self) -> dict[str, float | None]:
-        """The losses and logits since the last time; None where not finite. Waits for the device."""
+        """Mean losses and logits since the last call; None if not finite. Waits for the device."""
         *sums, count = self.sums.tolist()
         self.sums.zero_()
         values = {name: total / count for name, total in zip(SUMS, sums)}
         return {name: round(value, 6) if math.isfinite(value) else None for name, value in values.items()}
 
     def remember(self, score: float) -> None:
-        """Keep the average as it is now, if none scored lower."""
+        """Store the current average if none scored lower."""
         if self.best is None or score <= self.best.score:
             weights = {name: value.clone() for name, value in self.average.state_dict().items()}
             self.best = Best(self.step, score, weights)
@@ -204,7 +205,7 @@ class GANTrainer:
     # --- pictures ---
 
     def samples(self, count: int, name: str) -> Tensor:
-        """So many images of the average, in [0, 1], of latents that are the same whenever they are asked for."""
+        """This many images of the average, in [0, 1], from latents that are the same at every call."""
         draw = torch.Generator().manual_seed(int.from_bytes(name.encode()[:4], "little") + self.training.seed)
         z = torch.randn(count, self.average.latent, generator=draw)
         rows = torch.arange(count) % (self.classes or 1)
@@ -218,7 +219,7 @@ class GANTrainer:
         return torch.cat(made).clamp(0, 1)
 
     def show(self) -> None:
-        """Take note of what the average makes of the first latents now."""
+        """Store a row of samples of the current average."""
         row = self.samples(SHOWN, "sheet").mul(255).round().byte().cpu()
         if self.shown and self.shown[-1] == self.step:
             return
@@ -226,16 +227,13 @@ class GANTrainer:
         self.rows.append(row)
 
     def sheet(self) -> bytes:
-        from gradleak.core.pictures import png, sheet  # reports are no part of a training
-
+        """A PNG of samples of the current average."""
         images = self.samples(8 * SHOWN, "sheet").cpu()
         rows = [("", list(row)) for row in images.split(SHOWN)]
         return png(sheet(rows, scale=max(1, 64 // max(images.shape[2:]))))
 
     def history(self) -> bytes:
-        """A row for every time that samples were taken; of many, some."""
-        from gradleak.core.pictures import png, sheet
-
+        """A PNG with a row of samples for every step at which they were stored; about 16 of them if they are many."""
         stride = -(-len(self.shown) // 16)
         chosen = [*range(0, len(self.shown) - 1, stride), len(self.shown) - 1]
         rows = [(f"step {self.shown[place]}", list(self.rows[place].float() / 255)) for place in chosen]
@@ -244,39 +242,39 @@ class GANTrainer:
     # --- state ---
 
     def state(self) -> tuple[dict[str, Any], Params]:
-        """All that a later run needs to go on."""
-        held: Params = {"sums": self.sums}
+        """All that a later run needs to continue: a header and tensors."""
+        tensors: Params = {"sums": self.sums}
         for name, network in self._networks().items():
-            held |= {f"{name}/{key}": value for key, value in network.state_dict().items()}
+            tensors |= {f"{name}/{key}": value for key, value in network.state_dict().items()}
         for name, optimiser in self._optimisers().items():
             for place, state in optimiser.state_dict()["state"].items():
-                held |= {f"{name}/{place}/{key}": torch.as_tensor(value) for key, value in state.items()}
+                tensors |= {f"{name}/{place}/{key}": torch.as_tensor(value) for key, value in state.items()}
         if self.rows:
-            held["shown"] = torch.stack(self.rows)
+            tensors["shown"] = torch.stack(self.rows)
         header: dict[str, Any] = {"step": self.step, "shown": self.shown}
         if self.best is not None:
             header["best"] = {"step": self.best.step, "score": self.best.score}
-            held |= {f"best/{key}": value for key, value in self.best.weights.items()}
-        return header, held
+            tensors |= {f"best/{key}": value for key, value in self.best.weights.items()}
+        return header, tensors
 
-    def restore(self, header: Mapping[str, Any], held: Params) -> None:
+    def restore(self, header: Mapping[str, Any], tensors: Params) -> None:
         self.step, self.shown = int(header["step"]), [int(step) for step in header["shown"]]
-        self.rows = list(held["shown"]) if self.shown else []
-        self.sums.copy_(held["sums"])
+        self.rows = list(tensors["shown"]) if self.shown else []
+        self.sums.copy_(tensors["sums"])
         for name, network in self._networks().items():
-            network.load_state_dict(_under(name, held))
+            network.load_state_dict(_under(name, tensors))
         if (best := header.get("best")) is not None:
-            weights = {key: value.to(self.device) for key, value in _under("best", held).items()}
+            weights = {key: value.to(self.device) for key, value in _under("best", tensors).items()}
             self.best = Best(int(best["step"]), float(best["score"]), weights)
         for name, optimiser in self._optimisers().items():
             places: dict[int, dict[str, Tensor]] = {}
-            for key, value in held.items():
+            for key, value in tensors.items():
                 if key.startswith(f"{name}/"):
                     _, place, what = key.split("/")
                     places.setdefault(int(place), {})[what] = value
             optimiser.load_state_dict({"state": places, "param_groups": optimiser.state_dict()["param_groups"]})
             for parameter, state in optimiser.state.items():
-                for what in ("exp_avg", "exp_avg_sq"):  # fused kernels want them laid out as the weights are
+                for what in ("exp_avg", "exp_avg_sq"):  # fused kernels need the memory layout of the weights
                     state[what] = torch.empty_like(parameter, requires_grad=False).copy_(state[what])
 
     def _networks(self) -> dict[str, nn.Module]:
@@ -286,6 +284,6 @@ class GANTrainer:
         return {"of_generator": self.of_generator, "of_discriminator": self.of_discriminator}
 
 
-def _under(name: str, held: Params) -> Params:
-    """What a state holds for one network, by the network's own names."""
-    return {key.removeprefix(f"{name}/"): value for key, value in held.items() if key.startswith(f"{name}/")}
+def _under(name: str, tensors: Params) -> Params:
+    """The tensors of one network, by the network's own names."""
+    return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}

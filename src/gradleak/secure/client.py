@@ -1,4 +1,4 @@
-"""A client of secure aggregation: who it is over many rounds (`Member`), and what it does in one (`Client`)."""
+"""A client of secure aggregation: its identity over many rounds (`Member`), and its part in one (`Client`)."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Identity:
 
 @dataclass
 class Member:
-    """A client over many rounds. It remembers which it joined, and joins none of them again.
+    """A client over many rounds. It remembers the rounds that it joined, and joins none of them again.
 
-    history    per session: the last round, its attempt, and what comes next in it (done: shares were revealed). It has
-               to outlive the process: keep it with the identity.
+    history    per session: the last round, its attempt, and its next stage (done: shares were revealed). It must
+               outlive the process: store it with the identity.
     """
 
     number: int
@@ -60,8 +60,8 @@ class Member:
     def join(self, plan: Plan) -> Client:
         """Begin a round, with fresh keys.
 
-        A round can be tried again by increasing `attempt`, until this client has revealed shares in it. After that the
-        server may know a sum with this client's value; a second one, over other clients, would show the difference.
+        A round can be tried again with a higher `attempt`, until this client has revealed shares in it. After that the
+        server may know a sum with this client's value, and a second sum over other clients would reveal the difference.
         """
         if plan.roster.keys.get(self.number) != self.identity.public:
             raise Refused(f"Client {self.number} is not in the roster under its own key: ask for the right roster.")
@@ -82,7 +82,7 @@ class Member:
         return Client(plan, self)
 
     def resume(self, plan: Plan, state: bytes) -> Client:
-        """Go on with what `Client.suspend` returned. A state that was used already is refused when it is used again."""
+        """Continue from what `Client.suspend` returned. A state can be used once."""
         known = self.history.get(plan.session)
         if known is None or known[:2] != (plan.round, plan.attempt):
             raise Refused(
@@ -96,10 +96,10 @@ class Member:
         return client
 
     def reach(self, plan: Plan, stage: Stage) -> None:
-        """Note that this stage comes next; refused in a round that was left, and where it was reached before.
+        """Record that this stage comes next; refused in a round that was left, or if it was reached before.
 
-        Without this a server could have two attempts at a round unmasked whose survivors differ in one client, and a
-        state that was resumed twice would use its masks for two values.
+        Without this a server could unmask two attempts at a round whose survivors differ in one client, and a state
+        that was resumed twice would use its masks for two values.
         """
         known = self.history.get(plan.session)
         if known is None or known[:2] != (plan.round, plan.attempt):
@@ -122,8 +122,8 @@ class Client:
         advertise() -> bytes        share(directory) -> bytes        accept(delivery)
         mask(values) -> bytes       unmask(request) -> bytes
 
-    A method that raises has changed nothing and sent nothing: it can be called again with the right message. Made by
-    `Member.join`; it cannot be copied, since two copies would use the same masks for two values.
+    A method that raises has changed nothing and sent nothing: it can be called again with the right message.
+    `Member.join` makes it; it cannot be copied, since two copies would use the same masks for two values.
     """
 
     def __init__(self, plan: Plan, member: Member) -> None:
@@ -134,8 +134,8 @@ class Client:
         self._directory: dict[int, Advertisement] = {}
         self._graph: Graph = {}
         self._transcript = b""
-        self._channels: dict[int, bytes] = {}  # what is shared with others, to seal and open boxes
-        self._held: dict[int, tuple[int, int]] = {}  # owner -> shares of its key and of its own mask
+        self._channels: dict[int, bytes] = {}  # secrets shared with each other client, to seal and open boxes
+        self._shares: dict[int, tuple[int, int]] = {}  # owner -> shares of its key and of its own mask
         self._clients: frozenset[int] = frozenset()  # who shared; empty until `accept`
         self._seed: SharedSeed | None = None
 
@@ -187,12 +187,12 @@ class Client:
         message = Shares(transcript, self.number, own, tuple(boxes), tuple(seeds))
         self._member.reach(self.plan, Stage.MASK)
         self._directory, self._transcript, self._graph, self._channels = entries, transcript, graph, channels
-        self._held = {self.number: (of_key[points[self.number]], of_own[points[self.number]])}
+        self._shares = {self.number: (of_key[points[self.number]], of_own[points[self.number]])}
         self.stage = Stage.MASK
         return message.sign(self._member.identity.secret).to_bytes()
 
     def accept(self, delivery: bytes) -> None:
-        """Open the boxes of the neighbours. From now on it is settled with whom masks are shared."""
+        """Open the boxes of the neighbours. This fixes with whom masks are shared."""
         self._at(Stage.MASK)
         if self._clients:
             raise Rejected(f"Client {self.number} has accepted a delivery in this round and looks at no second one.")
@@ -205,7 +205,7 @@ class Client:
             raise Rejected(f"Shares must come once from each of the neighbours {sorted(near)}; given {senders}.")
         if len(near) + 1 < self.plan.needed:
             raise Refused(f"{len(near) + 1} clients hold shares, but {self.plan.needed} are needed to recover.")
-        held = {}
+        shares = {}
         for box in message.shares:
             key = channel_key(self._channels[box.other], self._transcript, "shares", box.other, self.number)
             promises = box.key_commitment, box.self_commitment
@@ -214,9 +214,9 @@ class Client:
             for kind, share, promise in zip(KINDS, pair, promises):
                 if commitment(kind, self._transcript, box.other, self.number, share) != promise:
                     raise Rejected(f"Client {box.other} committed itself to other shares than it sent.")
-            held[box.other] = (shamir.from_bytes(pair[0]), shamir.from_bytes(pair[1]))
+            shares[box.other] = (shamir.from_bytes(pair[0]), shamir.from_bytes(pair[1]))
         seed = self._combined(message.seeds, clients) if self.plan.factor_bits else None
-        self._held.update(held)
+        self._shares.update(shares)
         self._clients, self._seed = clients, seed
 
     def _combined(self, seeds: tuple[SealedSeed, ...], clients: frozenset[int]) -> SharedSeed:
@@ -235,12 +235,12 @@ class Client:
 
     @property
     def seed(self) -> SharedSeed:
-        """What all clients of this round share and the server does not know; after `accept`."""
+        """The secret that all clients of this round share and the server does not know; after `accept`."""
         if self._seed is None:
             raise Refused("There is a shared seed after `accept`, where the plan has factor_bits above 0.")
         return self._seed
 
-    # --- 3 and 4: values, and what takes the masks off ----------------------------------------------------------------
+    # --- 3 and 4: values, and what removes the masks ------------------------------------------------------------------
 
     def mask(self, values: Mapping[str, NDArray[Any]]) -> bytes:
         """The values of every part, under this client's own mask and one for each neighbour."""
@@ -260,25 +260,25 @@ class Client:
         return message.sign(self._member.identity.secret).to_bytes()
 
     def unmask(self, request: bytes) -> bytes:
-        """Shares that take the masks off the SUM: of survivors' own masks, and of the keys of those that dropped out.
+        """Shares that remove the masks from the SUM: of survivors' own masks, and of the keys of dropped-out clients.
 
-        Who has both secrets of a client can read its value. So this answers once, with one of the two for each.
+        Both secrets of a client together reveal its value. So this answers once, with one of the two for each.
         """
         self._at(Stage.UNMASK)
         message = Request.from_bytes(request)
         self._bound(message.binding)
         survivors = self._known(message.survivors, self._clients, "sent values")
         near = self._graph[self.number]
-        left = len(near & survivors) + 1
-        if left < self.plan.needed:
-            raise Refused(f"{left} of client {self.number}'s holders are left, but {self.plan.needed} are needed.")
+        remaining = len(near & survivors) + 1
+        if remaining < self.plan.needed:
+            raise Refused(f"{remaining} of client {self.number}'s holders are left, but {self.plan.needed} are needed.")
         if not connected(self._graph, survivors):
             raise Refused(
                 "The survivors fall into groups that share no masks, so the sum of each group would be seen. Use more "
                 "neighbours."
             )
-        of_own = tuple((owner, own) for owner, (_, own) in sorted(self._held.items()) if owner in survivors)
-        of_key = tuple((owner, key) for owner, (key, _) in sorted(self._held.items()) if owner not in survivors)
+        of_own = tuple((owner, own) for owner, (_, own) in sorted(self._shares.items()) if owner in survivors)
+        of_key = tuple((owner, key) for owner, (key, _) in sorted(self._shares.items()) if owner not in survivors)
         answer = Revealed(self._transcript, self.number, of_own, of_key)
         self._member.reach(self.plan, Stage.DONE)
         self._forget()
@@ -287,21 +287,21 @@ class Client:
     # --- between two messages, in another process --------------------------------------------------------------------
 
     def suspend(self) -> bytes:
-        """All that this client knows, secrets included, for `Member.resume`; this object can then do nothing more.
+        """The whole state of this client, secrets included, for `Member.resume`; this object cannot be used any more.
 
-        For deployments that start a process for every message. Keep it as the identity is kept, with the history: by
-        that a state that is used twice is refused, which could mask two values with the same masks.
+        For deployments that start a process for every message. Store it like the identity, with the history: by the
+        history a state is refused when it is used twice, which could mask two values with the same masks.
         """
         directory = Directory(self.plan.binding, 0, tuple(self._directory.values())) if self._directory else None
-        held = b"".join(
-            number(owner) + b"".join(map(shamir.to_bytes, pair)) for owner, pair in sorted(self._held.items())
+        shares = b"".join(
+            number(owner) + b"".join(map(shamir.to_bytes, pair)) for owner, pair in sorted(self._shares.items())
         )
         fields = (
             self.plan.binding,
             self.stage.name.encode(),
             *(self._channel, self._key, self._own, self._contribution),
             directory.to_bytes() if directory else b"",
-            held,
+            shares,
             b"".join(number(client) for client in sorted(self._clients)),
             self._seed.secret if self._seed else b"",
         )
@@ -310,7 +310,7 @@ class Client:
 
     def _restore(self, state: bytes) -> None:
         reader = Reader(state)
-        binding, stage, channel, key, own, contribution, directory, held, clients, seed = (
+        binding, stage, channel, key, own, contribution, directory, shares, clients, seed = (
             reader.take(reader.number()) for _ in range(10)
         )
         reader.end()
@@ -323,15 +323,15 @@ class Client:
             if self.stage is Stage.MASK:
                 self._channels = self._agreed(self._directory, self._graph)
         size = 8 + 2 * shamir.SHARE
-        rows = [Reader(held[start : start + size]) for start in range(0, len(held), size)]
-        self._held = {
+        rows = [Reader(shares[start : start + size]) for start in range(0, len(shares), size)]
+        self._shares = {
             row.number(): (shamir.from_bytes(row.take(shamir.SHARE)), shamir.from_bytes(row.take(shamir.SHARE)))
             for row in rows
         }
         self._clients = frozenset(int.from_bytes(clients[at : at + 8], "big") for at in range(0, len(clients), 8))
         self._seed = SharedSeed(seed, self._transcript) if seed else None
 
-    # --- what every stage looks at -----------------------------------------------------------------------------------
+    # --- checks of every stage ---------------------------------------------------------------------------------------
 
     def _at(self, stage: Stage) -> None:
         if self.stage is not stage:
@@ -348,22 +348,22 @@ class Client:
             raise Rejected(f"This is no message of round {self.plan.round}, attempt {self.plan.attempt} and its keys.")
 
     def _known(self, clients: tuple[int, ...], among: Collection[int], what: str) -> frozenset[int]:
-        """A set of clients, as the server tells it, if it makes sense."""
-        found = frozenset(clients)
-        if len(found) < len(clients) or not found <= set(among):
+        """The set of clients that the server names, after checks."""
+        named = frozenset(clients)
+        if len(named) < len(clients) or not named <= set(among):
             raise Rejected(f"Clients that {what} must be of this round, each named once; given {sorted(clients)}.")
-        if self.number not in found:
+        if self.number not in named:
             raise Rejected(f"Client {self.number} is not among those that {what}, although it did.")
-        if len(found) < self.plan.minimum:
-            raise Refused(f"Only {len(found)} clients {what}; a sum needs at least {self.plan.minimum}.")
-        return found
+        if len(named) < self.plan.minimum:
+            raise Refused(f"Only {len(named)} clients {what}; a sum needs at least {self.plan.minimum}.")
+        return named
 
     def _advertisement(self) -> Advertisement:
         public = primitives.agreement_public
         return Advertisement(self.plan.binding, self.number, public(self._channel), public(self._key))
 
     def _agreed(self, entries: Mapping[int, Advertisement], graph: Graph) -> dict[int, bytes]:
-        """What is shared with everyone that something is sealed for: neighbours or, with a seed, all."""
+        """The secrets shared with every receiver of a sealed box: neighbours or, with a seed, all."""
         others = entries.keys() - {self.number} if self.plan.factor_bits else graph[self.number]
         return primitives.agree(self._channel, {other: entries[other].channel_key for other in others})
 
@@ -376,7 +376,7 @@ class Client:
     def _forget(self) -> None:
         self.stage = Stage.DONE
         self._erase()
-        self._held, self._seed = {}, None
+        self._shares, self._seed = {}, None
 
     def _erase(self) -> None:
         self._channel = self._key = self._own = self._contribution = bytes(KEY)
@@ -393,7 +393,7 @@ def commitment(kind: str, transcript: bytes, owner: int, holder: int, secret: by
 
 
 def channel_key(shared: bytes, transcript: bytes, purpose: str, sender: int, receiver: int) -> bytes:
-    """For one box from one client to another."""
+    """The key of one box from one client to another."""
     return primitives.derive(shared, binding=transcript, purpose=purpose, clients=(sender, receiver))
 
 
@@ -403,13 +403,13 @@ def own_mask_key(secret: bytes, transcript: bytes, client: int) -> bytes:
 
 
 def pair_mask_key(shared: bytes, transcript: bytes, one: int, other: int) -> bytes:
-    """The same for both ends: the client with the lower number adds its stream, the other subtracts it."""
+    """The key of a mask that two clients share: the one with the lower number adds it, the other subtracts it."""
     pair = (min(one, other), max(one, other))
     return primitives.derive(shared, binding=transcript, purpose="pair mask", clients=pair)
 
 
 def checked_directory(plan: Plan, directory: Directory) -> tuple[dict[int, Advertisement], bytes]:
-    """The keys of a round by client, and the digest to which everything after them is bound."""
+    """The keys of a round by client, and the digest to which all later messages are bound."""
     if directory.binding != plan.binding:
         raise Rejected(f"This directory is not of round {plan.round}, attempt {plan.attempt} as planned.")
     entries: dict[int, Advertisement] = {}
@@ -433,7 +433,7 @@ def transcript_of(plan: Plan, entries: Mapping[int, Advertisement]) -> bytes:
 
 
 def check_sender(plan: Plan, message: Advertisement | Shares | MaskedInput | Revealed, binding: bytes) -> None:
-    """Is it of this round, from a client of the roster, and signed by it?"""
+    """Raise unless the message is of this round, from a client of the roster, and signed by it."""
     if message.binding != binding:
         raise Rejected(
             f"A message from client {message.sender} is not of round {plan.round}, attempt {plan.attempt} and its "

@@ -1,10 +1,10 @@
-"""What can go wrong in a round, by who has to do something about it."""
+"""Errors of a round."""
 
 from __future__ import annotations
 
 
 class SecureError(ValueError):
-    """Any refusal of the protocol. Nothing was changed by the call that raised it."""
+    """Base of all errors of the protocol. The call that raised it changed nothing."""
 
 
 class Rejected(SecureError):
@@ -12,12 +12,12 @@ class Rejected(SecureError):
 
 
 class Refused(SecureError):
-    """A client was asked for something that would endanger what it hides. It sent nothing."""
+    """A client was asked for something that would endanger its values. It sent nothing."""
 
 
 class BelowThreshold(SecureError):
-    """Too few clients are left: the sum cannot be recovered, or must not be."""
+    """Too few clients remain: the sum cannot be recovered, or must not be."""
 
 
 class Oversize(SecureError):
-    """A value, or a sum of so many values, does not fit into the ring: it would wrap round without a sign of it."""
+    """A value, or the sum of all clients' values, does not fit into the ring: it would wrap round silently."""

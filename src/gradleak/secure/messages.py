@@ -1,10 +1,10 @@
-"""What clients and server send each other: dataclasses, and their bytes with explicit sizes.
+"""The messages between clients and server: dataclasses, and their bytes with explicit sizes.
 
     kind 1 byte | binding 32 | sender 8 | length of the body 8 | body | signature 64 (clients only)
 
-`binding` is the digest of the plan in the first stage and, from then on, of the plan and all keys of the round, so a
-message of another round, attempt or set of keys is known as such. Clients sign every message with their long-term key.
-Numbers are big-endian, as usual on a wire; masked values are little-endian words of the ring.
+`binding` is the digest of the plan in the first stage and, from then on, of the plan and all keys of the round. It
+reveals messages of another round, attempt or set of keys. Clients sign every message with their long-term key. Numbers
+are big-endian; masked values are little-endian words of the ring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ M = TypeVar("M", bound="Message")
 
 
 class Reader:
-    """Takes fields of stated sizes off the front of some bytes."""
+    """Reads fields of stated sizes from bytes, one after the other."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
@@ -57,7 +57,7 @@ def _read_numbers(reader: Reader) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Message:
-    """What travels between a client and the server, bound to a session and signed by its sender."""
+    """A message between a client and the server, bound to a round."""
 
     kind: ClassVar[int]
 
@@ -78,7 +78,7 @@ class Message:
 
     @classmethod
     def from_bytes(cls: type[M], data: bytes) -> M:
-        """Read a message of this kind; `Rejected` for anything else. Signatures are not looked at here."""
+        """Read a message of this kind; `Rejected` for anything else. Signatures are not checked here."""
         reader = Reader(data)
         kind, binding, sender, length = _HEAD.unpack(reader.take(_HEAD.size))
         if kind != cls.kind:
@@ -139,7 +139,7 @@ class Advertisement(Signed):
 
 @dataclass(frozen=True)
 class Directory(Message):
-    """Server to clients: the advertisements of all that take part, as they signed them."""
+    """Server to clients: the signed advertisements of all that take part."""
 
     kind = 2
 
@@ -165,8 +165,8 @@ class SealedShares:
     """One holder's shares of a client's two secrets, sealed to the holder.
 
     The two commitments are digests of the shares: with them holder and server recognise a share that was changed.
-    In a client's own message `other` is the holder; in what the server delivers it is the owner. What a client holds
-    of its own secrets never travels: its box is empty.
+    In a client's own message `other` is the holder; in the server's delivery it is the owner. A client's shares of its
+    own secrets never travel: that box is empty.
     """
 
     other: int
@@ -215,7 +215,7 @@ def _read_boxes(reader: Reader) -> tuple[tuple[SealedShares, ...], tuple[SealedS
 
 @dataclass(frozen=True)
 class Shares(Signed):
-    """A client's secrets in shares, one box for every holder; and its contribution to the seed, for every client."""
+    """Shares of a client's secrets, one box for every holder; and its contribution to the seed, for every client."""
 
     kind = 3
 
@@ -233,7 +233,7 @@ class Shares(Signed):
 
 @dataclass(frozen=True)
 class Delivery(Message):
-    """Server to one client: who shared (`clients`), and the boxes that are for it."""
+    """Server to one client: who shared (`clients`), and the boxes for this client."""
 
     kind = 4
 
@@ -270,7 +270,7 @@ class MaskedInput(Signed):
 
 @dataclass(frozen=True)
 class Request(Message):
-    """Server to clients: whose values arrived. For these the share of the own mask is asked, for others of the key."""
+    """Server to clients: whose values arrived. It asks for shares of their own masks, and of the others' keys."""
 
     kind = 6
 

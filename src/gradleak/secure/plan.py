@@ -1,4 +1,4 @@
-"""What the clients of a round agree on before it begins: who they are, what is summed, and how safe it has to be."""
+"""What the clients of a round agree on before it begins: who they are, what is summed, and the security settings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Graph: TypeAlias = dict[int, frozenset[int]]  # client -> the clients it shares 
 class Roster:
     """The clients that may take part, by number, and the Ed25519 public key of each.
 
-    It has to reach every client on a way that the server cannot change: whoever writes the roster can invent clients,
-    and with all but one invented the sum is the last one's update.
+    It must reach every client through a channel that the server cannot change: whoever writes the roster can invent
+    clients, and if all but one are invented, the sum is that one's update.
     """
 
     members: tuple[tuple[int, bytes], ...]
@@ -36,8 +36,8 @@ class Roster:
                 raise ValueError(f"A client's number must be at least 0 and fit into 64 bits; given {client}.")
             if len(key) != KEY:
                 raise ValueError(f"An Ed25519 public key has {KEY} bytes; that of client {client} has {len(key)}.")
-        for what, found in (("number", {c for c, _ in self.members}), ("key", {k for _, k in self.members})):
-            if len(found) < len(self.members):
+        for what, distinct in (("number", {c for c, _ in self.members}), ("key", {k for _, k in self.members})):
+            if len(distinct) < len(self.members):
                 raise ValueError(f"Two clients of the roster have the same {what}: each may be listed once.")
 
     @classmethod
@@ -50,7 +50,7 @@ class Roster:
 
     @cached_property
     def points(self) -> dict[int, int]:
-        """Where each client's shares are taken from the polynomials: its place in the roster, from 1."""
+        """The point of the polynomials for each client's shares: its place in the roster, from 1."""
         return {client: place for place, (client, _) in enumerate(self.members, start=1)}
 
     def __len__(self) -> int:
@@ -65,15 +65,15 @@ class Plan:
     """One attempt at one round. Every client and the server hold the same plan; all keys and messages are bound to it.
 
     session       names a training: at least 16 random bytes, never used for another
-    round         counts up; a client never joins a round again that it has helped to finish
-    attempt       counts up where a round is tried again (`retry`)
-    minimum       of clients in a sum: fewer are not revealed
-    threshold     shares that recover a secret; None: more than half of the holders. Fewer than that are refused: with
-                  more than half, a server that tells clients different stories cannot have both secrets of a client
-                  (with c holders on its side: more than half of holders + c)
-    neighbours    with how many others a client shares masks and secrets; None: with all (Bonawitz et al. 2017). An even
-                  number is cheaper and hides less (Bell et al. 2020): a server reads a client's values with its
-                  neighbours on its side, and does not need all others; `risk` says how likely that is
+    round         counts up; a client never rejoins a round that it helped to finish
+    attempt       counts up when a round is tried again (`retry`)
+    minimum       number of clients in a sum: a sum of fewer is not revealed
+    threshold     number of shares that recover a secret; None: more than half of the holders. A smaller one is refused:
+                  with more than half, a server that sends clients different messages cannot get both secrets of a
+                  client (with c colluding holders: more than half of holders + c)
+    neighbours    number of others with whom a client shares masks and secrets; None: all (Bonawitz et al. 2017). An
+                  even number is cheaper and hides less (Bell et al. 2020): a server that colludes with a client's
+                  neighbours reads its values, without all others; `risk` says how likely that is
     factor_bits   above 0: clients agree on a shared mask of integers in 1 ... 2^factor_bits, see `Part.factor`
     ring_bits     32 or 64
 
@@ -133,12 +133,12 @@ class Plan:
 
     @property
     def holders(self) -> int:
-        """Who hold the shares of one client, where nobody is missing."""
+        """Number of holders of one client's shares, if nobody is missing."""
         return len(self.roster) if self.neighbours is None else min(self.neighbours + 1, len(self.roster))
 
     @property
     def needed(self) -> int:
-        """`threshold`, which is never None once the plan is made."""
+        """`threshold`, which is not None after construction."""
         assert self.threshold is not None
         return self.threshold
 
@@ -149,7 +149,7 @@ class Plan:
 
     @cached_property
     def binding(self) -> bytes:
-        """A digest of everything here: plans that differ in anything have nothing in common that fits both."""
+        """A digest of all fields: no message fits two different plans."""
         settings = (self.round, self.attempt, self.minimum, self.needed, self.neighbours or 0)
         pieces = [self.session, *(number(value) for value in (*settings, self.factor_bits, self.ring_bits))]
         pieces += [piece for client, key in self.roster.members for piece in (number(client), key)]
@@ -177,7 +177,7 @@ class Plan:
     def graph(self, clients: Collection[int], transcript: bytes) -> Graph:
         """The neighbours of each of these clients.
 
-        With k neighbours: clients stand in a circle, in an order that hangs on all keys of the round, and each is
+        With k neighbours: clients stand in a circle, in an order that depends on all keys of the round, and each is
         joined to the k / 2 before and behind it (the graph of Bell et al. 2020, section 3).
         """
         if self.neighbours is None or self.neighbours >= len(clients) - 1:
@@ -193,7 +193,7 @@ class Plan:
     # --- values and words --------------------------------------------------------------------------------------------
 
     def encode(self, values: Mapping[str, NDArray[Any]], seed: SharedSeed | None = None) -> Words:
-        """A client's values as ring elements, times the shared factors where a part asks for them."""
+        """A client's values as ring elements, times the shared factors for parts with a factor."""
         if values.keys() != {part.name for part in self.parts}:
             raise ValueError(
                 f"Values must be given for the parts {', '.join(part.name for part in self.parts)}; "
@@ -201,11 +201,11 @@ class Plan:
             )
         pieces = []
         for part in self.parts:
-            given = np.asarray(values[part.name], np.float64)
-            if given.shape != (part.size,):
-                raise ValueError(f"Part {part.name} must be a vector of {part.size} entries; given {given.shape}.")
+            vector = np.asarray(values[part.name], np.float64)
+            if vector.shape != (part.size,):
+                raise ValueError(f"Part {part.name} must be a vector of {part.size} entries; given {vector.shape}.")
             try:
-                coded = part.coding.encode(given)
+                coded = part.coding.encode(vector)
             except Oversize as error:
                 raise Oversize(f"Part {part.name}: {error}") from None
             if part.factor:
@@ -215,7 +215,7 @@ class Plan:
         return np.concatenate(pieces).astype(word(self.ring_bits))
 
     def decode(self, total: Words, clients: int) -> dict[str, NDArray[np.float64]]:
-        """The sums of so many clients, part by part; factors are still on them."""
+        """The sums of this many clients, part by part; still multiplied by the factors."""
         signed = total.view(f"<i{self.ring_bits // 8}").astype(np.int64)
         sums, start = {}, 0
         for part in self.parts:
@@ -233,11 +233,11 @@ class Plan:
 
 
 def connected(graph: Graph, clients: Collection[int]) -> bool:
-    """Do these clients form one group in the graph? Otherwise the sum of every group can be told apart."""
-    left = set(clients)
-    waiting = [left.pop()] if left else []
+    """Whether these clients form one group in the graph; otherwise the server could see the sum of each group."""
+    unvisited = set(clients)
+    waiting = [unvisited.pop()] if unvisited else []
     while waiting:
-        found = graph[waiting.pop()] & left
-        left -= found
-        waiting += found
-    return not left
+        reached = graph[waiting.pop()] & unvisited
+        unvisited -= reached
+        waiting += reached
+    return not unvisited

@@ -1,10 +1,10 @@
-"""The cryptography that the protocol is made of, all of it from the package `cryptography`.
+"""The cryptography of the protocol, all of it from the package `cryptography`.
 
 Key agreement X25519 (RFC 7748), derivation HKDF-SHA256 (RFC 5869), sealing ChaCha20-Poly1305 (RFC 8439), signatures
 Ed25519 (RFC 8032), key streams AES-256 in counter mode (NIST SP 800-38A). Keys are 32 bytes each, kept as `bytes`.
 
-Every derived key is bound to a round (`binding`), a purpose and the clients it belongs to, and is used once: this is
-why streams and sealed boxes can start from a constant nonce.
+Every derived key is bound to a round (`binding`), a purpose and its clients, and is used once. So streams and sealed
+boxes can start from a constant nonce.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def agreement_public(secret: bytes) -> bytes:
 
 @_needs_cryptography
 def agree(secret: bytes, publics: Mapping[int, bytes]) -> dict[int, bytes]:
-    """What the secret's owner shares with each of these clients and nobody else knows; to be given to `derive`."""
+    """The secret that the owner of `secret` shares with each of these clients and nobody else; input of `derive`."""
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-    own, shared = X25519PrivateKey.from_private_bytes(secret), {}
+    private, shared = X25519PrivateKey.from_private_bytes(secret), {}
     for client, public in publics.items():
         try:
-            shared[client] = own.exchange(X25519PublicKey.from_public_bytes(public))
+            shared[client] = private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError as error:  # a point of small order: the result would be known to everybody
             raise Rejected(f"Client {client}'s public key is no usable X25519 key: it must make a new one.") from error
     return shared
@@ -106,7 +106,7 @@ def seal(key: bytes, text: bytes, associated: bytes) -> bytes:
 
 @_needs_cryptography
 def unseal(key: bytes, sealed: bytes, associated: bytes) -> bytes:
-    """The text that was sealed; `Rejected` where a single bit differs."""
+    """The text that was sealed; `Rejected` if a single bit differs."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -134,7 +134,7 @@ def sign(secret: bytes, text: bytes) -> bytes:
 
 @_needs_cryptography
 def signed(public: bytes, signature: bytes, text: bytes) -> bool:
-    """Did the owner of the public key sign this text?"""
+    """Whether the owner of the public key signed this text."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

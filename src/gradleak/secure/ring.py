@@ -21,7 +21,7 @@ Words: TypeAlias = NDArray[Any]  # little-endian unsigned words of the ring
 
 RING_BITS = (32, 64)
 CHUNK = 1 << 18  # bytes of key stream at a time: it stays in the cache, where adding it costs little
-HEADROOM = 8  # bits above the largest sum: garbage lies beyond them for all but one in 256 entries
+HEADROOM = 8  # bits above the largest sum: all but one in 256 entries of garbage lie beyond them
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class FixedPoint:
     def finest(
         cls, clip: float, clients: int, *, ring_bits: int = 64, factor_bits: int = 0, headroom: int = HEADROOM
     ) -> FixedPoint:
-        """The most fraction bits with which the sum of so many clients fits into the ring, and `headroom` is left.
+        """The most fraction bits with which the sum of this many clients fits into the ring, less `headroom` bits.
 
-        `factor_bits`: how many bits a shared factor adds to every value, its power included.
+        `factor_bits`: number of bits that a shared factor adds to every value, its power included.
         """
         room, spare = ring_bits - 1 - headroom - factor_bits, bool(factor_bits)  # see `Part.bound`
         _check_clip(clip)
@@ -76,9 +76,9 @@ class FixedPoint:
         return math.ldexp(1.0, -self.fraction_bits)
 
     def encode(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Refuses what is not finite or beyond the clip: clipping is a choice that the caller has to make."""
+        """Values as integers. Raises if one is not finite or beyond the clip: clipping is the caller's choice."""
         largest = float(np.abs(values).max(initial=0.0))
-        if not largest <= self.clip:  # also where it is not a number
+        if not largest <= self.clip:  # also if it is NaN
             raise Oversize(
                 f"Values must be finite and at most {self.clip} in magnitude; given {largest:.6g}. "
                 "Clip or scale them first, or raise the clip for all clients."
@@ -98,8 +98,8 @@ def _check_clip(clip: float) -> None:
 class Part:
     """One of the vectors that are summed in a round.
 
-    factor    with which power of the round's shared positive mask its entries are multiplied before they are summed;
-              0: not at all. SecAdam sends m with power 1 and v with power 2, so that m / sqrt(v) is as it was.
+    factor    power of the round's shared positive mask that multiplies its entries before they are summed; 0: none.
+              SecAdam sends m with power 1 and v with power 2, so that m / sqrt(v) does not change.
     """
 
     name: str
@@ -117,33 +117,33 @@ class Part:
     def bound(self, factor_bits: int) -> int:
         """The largest magnitude that one client can send: 2^factor_bits is the largest shared factor.
 
-        With a factor one unit more, for what `blurred` adds.
+        With a factor one unit more, for the error that `blurred` adds.
         """
         return (self.coding.bound + bool(self.factor)) << (self.factor * factor_bits)
 
 
 def word(ring_bits: int) -> np.dtype[Any]:
-    """The type of a ring element, in memory and on the wire."""
+    """The dtype of a ring element, in memory and on the wire."""
     if ring_bits not in RING_BITS:
         raise ValueError(f"ring_bits must be 32 or 64; given {ring_bits}.")
     return np.dtype(f"<u{ring_bits // 8}")
 
 
 def blurred(coded: NDArray[np.int64], factors: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Encoded values times the shared factors, each off at random by up to half a factor, so by half of its unit.
+    """Encoded values times the shared factors, plus a random error of up to half a factor, so half a unit.
 
-    Exact products would give the factors away: the server has r a and r^b c as whole numbers, and the largest r that
-    divides both as it should is nearly always the factor. What is added is each client's own and not known to anyone.
-    Zeros stay zeros: they are seen anyway, and 0 / v has to be 0.
+    Exact products would reveal the factors: the server has r a and r^b c as integers, and the largest r that divides
+    both is nearly always the factor. Each client draws its own error, which nobody else knows. Zeros stay zeros: they
+    are visible anyway, and 0 / v must be 0.
     """
     words = np.zeros(coded.size, "<u8")
     add_streams(words, [(primitives.fresh(), True)])
-    off = (words % factors.astype("<u8")).astype(np.int64) - factors // 2
-    return np.where(coded == 0, 0, coded * factors + off)
+    error = (words % factors.astype("<u8")).astype(np.int64) - factors // 2
+    return np.where(coded == 0, 0, coded * factors + error)
 
 
 def add_streams(total: Words, streams: Iterable[tuple[bytes, bool]]) -> None:
-    """Add to `total`, in place, the key stream of every key that comes with True; subtract the others."""
+    """Add to `total`, in place, the key stream of every key with True; subtract the others."""
     opened = [(primitives.stream(key), np.add if plus else np.subtract) for key, plus in streams]
     width = total.dtype.itemsize
     zeros, block = memoryview(bytes(CHUNK)), bytearray(CHUNK + 16)

@@ -1,4 +1,4 @@
-"""What fewer neighbours give up: how likely a round exposes a client, or fails."""
+"""The risk of fewer neighbours: how likely a round exposes a client, or fails."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from math import comb
 class Risk:
     """Upper bounds on probabilities for one round, over all its clients together.
 
-    exposed    somewhere `threshold` holders of an honest client's shares are on the server's side
-    split      the honest survivors fall into groups without common masks, a single client included
-    failed     somewhere too few holders are left, and there is no sum
+    exposed    `threshold` holders of some honest client's shares collude with the server
+    split      the honest survivors fall into groups without common masks, single clients included
+    failed     too few holders of some client's shares remain, and there is no sum
     """
 
     exposed: float
@@ -24,12 +24,12 @@ class Risk:
 def risk(
     clients: int, neighbours: int | None = None, threshold: int | None = None, *, colluding: int = 0, dropping: int = 0
 ) -> Risk:
-    """For so many clients that tell the server all they know, and so many that drop out after sharing their keys.
+    """The risk with this many clients that collude with the server, and this many that drop out after sharing keys.
 
-    Who that is does not hang on the order of the circle, in which a client's neighbours are k of the others, all
-    equally likely: the count of bad ones among them is hypergeometric, and the sum over clients bounds the
-    probability that it happens to any. Honest survivors are split only where k / 2 in a row are missing, in two
-    places. After the analysis of Bell et al. 2020, with this graph's exact counts.
+    They do not depend on the order of the circle, in which any k others are equally likely to be a client's neighbours.
+    So the number of bad neighbours is hypergeometric, and the sum over clients bounds the probability that it happens
+    to any. Honest survivors are split only if k / 2 in a row are missing, in two places. After the analysis of Bell et
+    al. 2020, with this graph's exact counts.
     """
     if clients < 2 or min(colluding, dropping) < 0 or colluding + dropping > clients:
         raise ValueError(
@@ -41,7 +41,7 @@ def risk(
     others, bad = clients - 1, colluding + dropping
     exposed = (clients - colluding) * _at_least(needed, near, colluding, others)
     failed = (clients - dropping) * _at_least(near + 2 - needed, near, dropping, others)
-    if dropping:  # one that dropped out holds no share of its own any more
+    if dropping:  # a client that dropped out cannot send its share of its own secret
         failed += dropping * _at_least(near + 1 - needed, near, dropping - 1, others)
     if near == others:
         split = Fraction(bad >= others and colluding < clients)
@@ -52,6 +52,6 @@ def risk(
 
 
 def _at_least(count: int, drawn: int, bad: int, among: int) -> Fraction:
-    """The probability of `count` bad ones or more among `drawn` that are drawn from `among`."""
+    """The probability of at least `count` bad ones among `drawn` of `among`."""
     ways = sum(comb(bad, hits) * comb(among - bad, drawn - hits) for hits in range(max(count, 0), min(drawn, bad) + 1))
     return Fraction(ways, comb(among, drawn))

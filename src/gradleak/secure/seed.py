@@ -1,4 +1,4 @@
-"""A secret that all clients of a round share and the server does not know, and the positive factors made of it."""
+"""A secret that all clients of a round share and the server does not know, and the positive factors derived from it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from gradleak.secure import primitives
 from gradleak.secure.ring import add_streams
 
-FACTOR_BITS = 16  # the most that a factor may have
+FACTOR_BITS = 16  # most bits of a factor
 
 
 @dataclass(frozen=True)
 class SharedSeed:
     """One secret per round, derived from a random contribution of every client that shared its keys.
 
-    Contributions travel sealed from client to client, so the server knows none. It is unknown to the server as long
-    as NO client that shared its keys tells it: a single one is enough. `binding` names the round.
+    Contributions travel sealed from client to client, so the server knows none. But a SINGLE client that shared its
+    keys can tell the server the secret. `binding` names the round.
     """
 
     secret: bytes = field(repr=False)

@@ -29,9 +29,9 @@ LEAVE_OUT = "There is no sum of this round: go on with the next, and a roster wi
 class Server:
     """Collects one stage after the other: `receive` every message, then `advance` to get what to send, per client.
 
-    `receive` raises for a message that it does not accept, and is then as if it had not come. `advance` raises
-    `BelowThreshold` where too few messages have come; more can still be received, or the round be tried again with
-    `plan.retry()` and new clients. After the last stage `sums` holds the result.
+    `receive` raises for a message that it does not accept, and ignores it. `advance` raises `BelowThreshold` if too few
+    messages have come; more can still be received, or the round can be tried again with `plan.retry()` and new clients.
+    After the last stage `sums` holds the result.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -135,7 +135,7 @@ class Server:
         shared = set(self._shared)
         for client in shared:
             self._enough_holders(client, len(self._graph[client] & shared) + 1)
-        # Boxes were addressed by their senders; the receiver is told who that was.
+        # Boxes name the receiver; when delivered they name the sender.
         shares: dict[int, list[SealedShares]] = {client: [] for client in shared}
         seeds: dict[int, list[SealedSeed]] = {client: [] for client in shared}
         for sender, message in sorted(self._shared.items()):
@@ -184,12 +184,12 @@ class Server:
     def _receive_revealed(self, message: Revealed) -> int:
         self._check(message, self._survivors, self._revealed)
         holder = message.sender
-        held = ({holder} | self._graph[holder]) & self._shared.keys()
-        wanted = [held - self._survivors, held & self._survivors]
-        for which, (given, owners) in enumerate(zip((message.key_shares, message.self_shares), wanted)):
-            if sorted(owner for owner, _ in given) != sorted(owners):
+        owners_held = ({holder} | self._graph[holder]) & self._shared.keys()
+        wanted = [owners_held - self._survivors, owners_held & self._survivors]
+        for which, (revealed, owners) in enumerate(zip((message.key_shares, message.self_shares), wanted)):
+            if sorted(owner for owner, _ in revealed) != sorted(owners):
                 raise Rejected(f"Client {holder} did not reveal one {KINDS[which]} of each of {sorted(owners)}.")
-            for owner, share in given:
+            for owner, share in revealed:
                 made = commitment(KINDS[which], self._transcript, owner, holder, shamir.to_bytes(share))
                 if made != self._promises[owner, holder][which]:
                     raise Rejected(f"The {KINDS[which]} of client {owner} that client {holder} revealed was changed.")
@@ -199,16 +199,16 @@ class Server:
     def _after_unmasking(self) -> dict[int, bytes]:
         shares: dict[tuple[int, int], dict[int, int]] = {}  # (which secret, owner) -> point -> share
         for holder, message in self._revealed.items():
-            for which, given in enumerate((message.key_shares, message.self_shares)):
-                for owner, share in given:
+            for which, revealed in enumerate((message.key_shares, message.self_shares)):
+                for owner, share in revealed:
                     shares.setdefault((which, owner), {})[self.plan.roster.points[holder]] = share
         # A client that dropped out without a surviving neighbour left no mask in the sum.
         dropped = {client for client in self._shared.keys() - self._survivors if self._graph[client] & self._survivors}
         for which, owners in enumerate((dropped, self._survivors)):
             for owner in sorted(owners):
-                if (found := len(shares.get((which, owner), {}))) < self.plan.needed:
+                if (count := len(shares.get((which, owner), {}))) < self.plan.needed:
                     raise BelowThreshold(
-                        f"{found} shares of client {owner}'s secret came, {self.plan.needed} are needed: the sum stays "
+                        f"{count} shares of client {owner}'s secret came, {self.plan.needed} are needed: the sum stays "
                         "hidden. Wait for more clients, or go on with plan.next()."
                     )
         streams = [(self._recovered_own(owner, shares[1, owner]), False) for owner in self.survivors]
@@ -240,23 +240,23 @@ class Server:
             (pair_mask_key(shared, self._transcript, owner, other), owner < other) for other, shared in agreed.items()
         ]
 
-    # --- what every stage looks at -----------------------------------------------------------------------------------
+    # --- checks of every stage ---------------------------------------------------------------------------------------
 
     def _check(
         self,
         message: Shares | MaskedInput | Revealed,
         expected: dict[int, Advertisement] | dict[int, Shares] | set[int],
-        come: dict[int, Shares] | dict[int, Revealed] | set[int],
+        received: dict[int, Shares] | dict[int, Revealed] | set[int],
     ) -> None:
         check_sender(self.plan, message, self._transcript)
         if message.sender not in expected:
             raise Rejected(f"Client {message.sender} missed an earlier stage of this round; it can join the next one.")
-        self._first_of(message.sender, come)
+        self._first_of(message.sender, received)
 
     def _first_of(
-        self, client: int, come: dict[int, Advertisement] | dict[int, Shares] | dict[int, Revealed] | set[int]
+        self, client: int, received: dict[int, Advertisement] | dict[int, Shares] | dict[int, Revealed] | set[int]
     ) -> None:
-        if client in come:
+        if client in received:
             raise Rejected(f"Client {client} has already sent its message of the stage '{self.stage.value}'.")
 
     def _enough(self, count: int, what: str) -> None:

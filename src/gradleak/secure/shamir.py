@@ -1,4 +1,4 @@
-"""Shamir's secret sharing of 32-byte secrets: any `threshold` shares give the secret, fewer say nothing about it.
+"""Shamir's secret sharing of 32-byte secrets: any `threshold` shares give the secret, fewer reveal nothing about it.
 
 Shamir, "How to share a secret", Communications of the ACM, 1979. The field is the integers modulo the smallest prime
 above 2^256, so that every 32-byte secret is an element of it and a share takes 33 bytes. Arithmetic is on Python's
@@ -63,12 +63,12 @@ def _ratio(others: Iterable[int], point: int) -> int:
 
 
 def to_bytes(share: int) -> bytes:
-    """A share as it is sent: of fixed length."""
+    """A share in a fixed number of bytes."""
     return share.to_bytes(SHARE, "big")
 
 
 def from_bytes(share: bytes) -> int:
-    """The share in these bytes; another length, or a number outside the field, is refused."""
+    """The inverse of `to_bytes`; another length, or a number outside the field, is refused."""
     value = int.from_bytes(share, "big")
     if len(share) != SHARE or value >= PRIME:
         raise Rejected(f"A share is {SHARE} bytes of a number below the field's prime; this is none.")
