@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated
 
 import pytest
@@ -92,3 +92,17 @@ def test_plain_keywords_places_and_a_whole_object() -> None:
 def test_settings_are_a_dataclass() -> None:
     with pytest.raises(TypeError, match="needs a dataclass of settings; given"):
         takes(int)
+
+
+@dataclass(frozen=True)
+class Split:
+    first: int
+    _: KW_ONLY
+    second: int = 2
+
+
+def test_keyword_only_settings_stay_so() -> None:
+    both = takes(Split)(lambda settings: (settings.first, settings.second))
+    assert both(1, second=3) == (1, 3)
+    with pytest.raises(TypeError, match="positional"):
+        both(1, 3)

@@ -61,7 +61,7 @@ def takes(settings: type[Settings]) -> Callable[[Callable[[Settings], Result]], 
 def _parameters(settings: Any, group: Any = None) -> Iterator[inspect.Parameter]:
     """The flat parameters. `group`: the instance that gives a nested class its defaults."""
     hints = get_type_hints(settings, include_extras=True)
-    for field in fields(settings):
+    for field in (each for each in fields(settings) if each.init):
         default = _default(field) if group is None else getattr(group, field.name)
         if _is_group(hints[field.name]):
             yield from _parameters(hints[field.name], None if default is MISSING else default)
@@ -84,5 +84,6 @@ def _is_group(hint: Any) -> bool:
 
 def _build(settings: Any, values: Mapping[str, Any]) -> Any:
     """The settings object of flat values, groups included."""
-    hints = get_type_hints(settings).items()
-    return settings(**{name: _build(hint, values) if _is_group(hint) else values[name] for name, hint in hints})
+    hints = get_type_hints(settings)
+    named = {field.name: hints[field.name] for field in fields(settings) if field.init}
+    return settings(**{name: _build(hint, values) if _is_group(hint) else values[name] for name, hint in named.items()})
