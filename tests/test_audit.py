@@ -24,7 +24,6 @@ from gradleak import attacks
 from gradleak.attack import Reconstruction
 from gradleak.audit import Audit, AuditError, FolderInUse, Interrupted, builtin, estimate, from_settings
 from gradleak.audit.cells import defence_of, forms_of
-from gradleak.audit.probe import gradient_of
 from gradleak.audit.result import AuditResult
 from gradleak.audit.store import Folder
 from gradleak.core import tree
@@ -33,6 +32,7 @@ from gradleak.core.listeners import Silent
 from gradleak.core.random import Draws, key
 from gradleak.data import Images
 from gradleak.scenario.observation import MissingKnowledge
+from gradleak.scenario.probe import gradient_of
 
 SHAPE = (1, 6, 6)
 WORKS = "idlg:steps=40"  # recovers this network's inputs exactly, in half a second
@@ -852,7 +852,7 @@ def test_the_environment_is_recorded(tmp_path: Path) -> None:
 def test_the_estimate_is_of_the_right_size(tmp_path: Path) -> None:
     planned = audit(attacks=["ig:steps=100"], seeds=[0, 1])
     told = estimate(planned)
-    assert (told.cells, told.lanes, told.steps) == (2, 10, 1000)
+    assert [told.counts[name] for name in ("cells", "lanes", "steps")] == [2, 10, 1000]
     assert told.seconds is not None
     assert "about" in str(told)
     began = time.perf_counter()
@@ -863,7 +863,7 @@ def test_the_estimate_is_of_the_right_size(tmp_path: Path) -> None:
     assert "1 cell, 3 reconstructions" in str(estimate(audit(attacks=["second-order"], targets=2, unrelated=1)))
     audit(attacks=["ig:steps=3"]).run(tmp_path / "run")
     rest = estimate(audit(attacks=["ig:steps=3"]), out=tmp_path / "run")
-    assert (rest.cells, rest.kept, rest.seconds) == (0, 1, 0)
+    assert (rest.counts["cells"], rest.counts["kept"], rest.seconds) == (0, 1, 0)
     assert "(1 more are kept from before)" in str(rest)
     assert "and 1 cells whose time" in str(estimate(audit(attacks=["ig:steps=9", Spy()])))
 

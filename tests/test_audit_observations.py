@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from gradleak.audit.private import AuditError
-from gradleak.audit.recorded import RecordedAudit, blind, read, replays, reproduced, summary, told
+from gradleak.audit.recorded import RecordedAudit, blind, read, replay_text, replays, reproduced, summary
 from gradleak.audit.result import AuditResult
 from gradleak.cli import app
 from test_audit import SHAPE, WORKS, comparable, private, task
@@ -138,7 +138,7 @@ def test_the_stated_defence_is_attacked_in_its_forms(tmp_path: Path) -> None:
     assert {"naive", "adaptive"} <= forms
     assert "averaged" not in forms
     errors = replays(task(), known, TRAINING, gl.defences.Pruning(keep=0.5))
-    assert told(errors, known, TRAINING).startswith("Replay check: the stated recipe reproduces 2 of 2")
+    assert replay_text(errors, known, TRAINING).startswith("Replay check: the stated recipe reproduces 2 of 2")
 
 
 # --- the replay check -------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def test_a_wrong_recipe_is_found_out(tmp_path: Path) -> None:
     right, wrong = (replays(task(), known, gl.LocalTraining(lr=lr)) for lr in (0.5, 0.05))
     assert [reproduced(error, one.seen, TRAINING) for error, one in zip(right.values(), known)] == ["yes", "yes"]
     assert [reproduced(error, one.seen, TRAINING) for error, one in zip(wrong.values(), known)] == ["no", "no"]
-    assert "reproduces 2 of 2 updates" in told(right, known, TRAINING)
-    assert "10 times as long as the replay's hints at another learning rate" in told(wrong, known, TRAINING)
+    assert "reproduces 2 of 2 updates" in replay_text(right, known, TRAINING)
+    assert "10 times as long as the replay's hints at another learning rate" in replay_text(wrong, known, TRAINING)
 
 
 def test_shuffled_batches_are_nearly_reproduced(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_shuffled_batches_are_nearly_reproduced(tmp_path: Path) -> None:
     recipe = gl.LocalTraining(lr=0.05, epochs=1, batch_size=2)
     error = replays(task(), known, recipe)
     assert reproduced(error["round0001-node0"], known[0].seen, recipe) == "nearly"
-    assert "the order of batches" in told(error, known, recipe)
+    assert "the order of batches" in replay_text(error, known, recipe)
 
 
 # --- without the truth ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import Replay
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.defence import Defence, overrides
+from gradleak.scenario.forms import AttackerForm
 from test_engine import gate, searches
 
 TRAINING = LocalTraining(lr=0.5)
@@ -46,7 +47,7 @@ DETERMINISTIC = [name for name in NAMES if name not in RANDOM]
 
 def knowing(name: str, form: str) -> gl.Knowledge:
     given = {"y": private(2)["y"]}
-    return gl.Knowledge(given=given, training=TRAINING, defence=FORMS[form](made(name)))
+    return gl.Knowledge(given=given, training=TRAINING, defence=AttackerForm(form).known(made(name)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -769,7 +769,7 @@ def test_a_training_is_estimated_by_one_timed_round(
     told = estimate(LONG, tiny(), data(20), rounds=7)
     assert told.seconds == pytest.approx(7 * a_round)
     # Three of five clients, each with four examples in minibatches of two, twice.
-    assert (told.rounds, told.steps) == (7, 3 * 2 * 2)
+    assert told.counts == {"rounds": 7, "steps": 3 * 2 * 2}
     assert not list(readings)
 
 

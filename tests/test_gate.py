@@ -87,8 +87,8 @@ def test_noise_is_fresh_attacked_again_and_sent_only_if_it_helps(monkeypatch: py
     task, seen, batch = update()
     asked: list[Knowledge] = []
 
-    def finding(task: Any, seen: Any, policy: Any, knows: Knowledge, *rest: Any) -> Any:
-        asked.append(knows)
+    def finding(update: gate.Update, seconds: float) -> Any:
+        asked.append(update.knows)
         return gate.Finding(len(asked) % 2 == 1, "Told.")
 
     monkeypatch.setattr(gate, "_finding", finding)
@@ -192,8 +192,8 @@ def test_whoever_attacks_the_noised_update_still_knows_the_defence(monkeypatch: 
     task, seen, batch = update(pruning)
     asked: list[Knowledge] = []
 
-    def finding(task: Any, seen: Any, policy: Any, knows: Knowledge, *rest: Any) -> Any:
-        asked.append(knows)
+    def finding(update: gate.Update, seconds: float) -> Any:
+        asked.append(update.knows)
         return gate.Finding(len(asked) == 1, "Told.")
 
     monkeypatch.setattr(gate, "_finding", finding)

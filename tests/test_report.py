@@ -16,16 +16,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gradleak.audit.certificate import Certified
-from gradleak.audit.labels import Trained
+from gradleak import report
 from gradleak.audit.result import Control, Rate, Summary, Verdict
+from gradleak.audit.rows import Trained
+from gradleak.audit.summary import Certified
 from gradleak.core import pictures
 from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
-from gradleak.report import evidence, gallery, render
+from gradleak.report import evidence, gallery, render, repeat
 from gradleak.report.limits import untested
 from gradleak.report.matrix import matrix
-from gradleak.report.page import Page
+from gradleak.report.page import SECTIONS, Page, Section
 from gradleak.report.rounds import rounds, scatter
 from gradleak.scenario.guarantee import Exposure, Guarantee
 
@@ -176,8 +177,26 @@ def test_every_section_of_the_report_card_is_there_in_order() -> None:
         assert "How to read this." in own or part in ("repeat", "references"), part
 
 
+def contents(result: Any) -> dict[str, Any]:
+    """What each section of the report draws, by its anchor."""
+    return {section.anchor: content for section, content in Page(result).sections}
+
+
+def test_a_section_is_one_line_of_the_table_and_one_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = '<h2 id="seeds">Seeds</h2><p>{{ content | join(", ") }}</p>'
+    read = report.text
+    more = Section("seeds", "Seeds of the run", lambda page: sorted({row["seed"] for row in page.rows}))
+    monkeypatch.setattr(report.page, "SECTIONS", (*SECTIONS, more))
+    monkeypatch.setattr(report, "text", lambda name: drawn if name == "sections/seeds.html.j2" else read(name))
+    report.template.cache_clear()
+    text = render(sample())
+    report.template.cache_clear()
+    assert '<a href="#seeds">Seeds of the run</a>' in text
+    assert '<h2 id="seeds">Seeds</h2><p>0</p>' in text
+
+
 def test_the_threat_model_is_one_sentence() -> None:
-    told = Page.of(sample()).threat
+    told = Page(sample()).threat
     assert re.fullmatch(r"[^.]*(al\. )?[^.]*\.", told), told
     assert "predict through it" in told
     assert "averag" not in told
@@ -189,10 +208,10 @@ def test_it_says_what_a_reader_could_get_wrong() -> None:
     assert "clearest 33.0" in page
     assert "worst 33.0" not in page
     assert "From the folder where it was started" in page
-    assert Page.of(sample()).command == "gradleak audit --config runs/sample/run.toml --out runs/sample-again"
+    assert repeat.command(sample()) == "gradleak audit --config runs/sample/run.toml --out runs/sample-again"
     inside = sample(folder=Path.cwd() / "runs" / "my run")
-    assert Page.of(inside).command == "gradleak audit --config 'runs/my run/run.toml' --out 'runs/my run-again'"
-    assert "QUICK RUN" in Page.of(sample(settings={"trial": True})).subtitle
+    assert repeat.command(inside) == "gradleak audit --config 'runs/my run/run.toml' --out 'runs/my run-again'"
+    assert "QUICK RUN" in Page(sample(settings={"trial": True})).subtitle
 
 
 def certificate(**changes: Any) -> dict[str, Any]:
@@ -283,10 +302,10 @@ def test_utility_stands_beside_privacy_where_a_training_measured_it() -> None:
 
 def test_a_missing_reference_is_called_untested() -> None:
     rows = [row("b" * 16, target, 8.0, defence="fedsam", form="naive") for target in range(4)]
-    untested = Page.of(sample(rows=rows)).untested
+    untested = Page(sample(rows=rows)).untested
     assert any("without a defence" in line for line in untested)
     assert any("who know the defence" in line for line in untested)
-    assert not any("without a defence" in line for line in Page.of(sample()).untested)
+    assert not any("without a defence" in line for line in Page(sample()).untested)
 
 
 def test_hostile_text_stays_text() -> None:
@@ -444,7 +463,7 @@ def test_the_matrix_shows_the_strongest_attacker_and_hatches_what_did_not_conver
     assert "[40, 100], 24.0 dB, round 3" in best.note
     assert (clip.shade, clip.hatched) == (1, True)
     assert "adaptive" in clip.note
-    assert "ended well on 50" in clip.note
+    assert "converged on 50" in clip.note
     assert (open_.text, open_.shade, open_.hatched) == ("inconclusive", -1, True)
     assert (safe.text, safe.shade, safe.hatched) == ("0\N{NO-BREAK SPACE}%", 0, False)
     assert (failed.text, failed.hatched, not_run.text, not_run.hatched) == ("failed", True, "not run", True)
@@ -489,7 +508,7 @@ def test_many_large_images_stay_a_modest_file() -> None:
     true = torch.rand(300, 1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     rows = [row("a" * 16, target, 10.0 + target / 10) for target in range(300)]
     text = render(sample(images={"a" * 16: {"true": true, "found": true}}, rows=rows))
-    found = re.search(r"(\d+) images that were recovered less well", text)
+    found = re.search(r"(\d+) less well recovered images", text)
     assert found is not None
     assert len(Reader(text).cards) == 300 - int(found[1]) + 3
     assert 0.9 * gallery.ROOM < len(text) < 15e6
@@ -567,20 +586,20 @@ def test_members_that_auto_ran_are_not_called_untested() -> None:
 def test_references_name_parts_of_a_composed_defence_and_what_auto_ran() -> None:
     tried = [{"member": "cpl", "attack": "cpl", "outcome": "ran"}]
     rows = [row("a" * 16, 0, 20.0, attack="auto", tried=tried, defence="clipping:norm=1 + pruning", form="naive")]
-    names = {reference.name for reference in Page.of(sample(rows=rows)).references}
+    names = {reference.name for reference in contents(sample(rows=rows))["references"]}
     assert names == {"auto", "cpl", "clipping", "pruning", "threat levels"}
 
 
 def test_the_evidence_sheet_has_assumptions_tests_results_and_limits() -> None:
-    page = Page.of(sample())
-    parts = {part.name: dict(part.entries) for part in page.evidence}
+    page = Page(sample())
+    parts = {part.name: dict(part.entries) for part in contents(sample())["evidence"]}
     assert list(parts) == ["System", "Assumptions", "Tests", "Results", "Limits", "Provenance"]
     assert parts["Assumptions"]["threat model"] == (page.threat,)
     assert parts["Tests"]["measure"] == (evidence.RECOVERED,)
     assert parts["Results"]["undefended"] == ("leaks. ig recovered 75 % of the images.",)
     assert parts["Results"]["fedsam"] == ("inconclusive. The attack did not converge.",)
     assert parts["Limits"]["not tested"] == page.untested
-    assert parts["Provenance"]["to repeat"] == (page.command,)
+    assert parts["Provenance"]["to repeat"] == (repeat.command(sample()),)
     sheet = render(sample()).split('class="sheet"')[1]
     assert "The attack did not converge." in sheet
 

@@ -17,16 +17,14 @@ import torch
 import gradleak as gl
 from gradleak.audit import comparison
 from gradleak.audit import rows as schema
-from gradleak.audit.headline import headlines_of
-from gradleak.audit.labels import Trained, guarantee_of, record
+from gradleak.audit.intervals import rate
 from gradleak.audit.result import AuditResult
-from gradleak.audit.schema import ROW, page
+from gradleak.audit.rows import ROW, Trained, guarantee_of, guarantee_record, page
 from gradleak.audit.store import Folder, Memory
-from gradleak.audit.summary import rate, summaries_of
-from gradleak.audit.verdict import RULE
-from gradleak.core import files
+from gradleak.audit.summary import summaries_of
+from gradleak.audit.verdict import RULE, headlines_of
 from gradleak.core.configuration import from_toml, to_toml
-from gradleak.core.files import BadRun
+from gradleak.core.files import BadRun, encode, finite
 from gradleak.defences import DPFedAvg, LocalGaussian
 from gradleak.scenario.guarantee import Exposure, Guarantee
 
@@ -248,7 +246,7 @@ NOTHING_PROVED = Guarantee(reason="small entries are dropped")
 def attacked(defence: str, proved: Guarantee, hits: dict[str, tuple[list[bool], float]], first: int) -> AuditResult:
     """Every form with its own hits and PSNR, beside an undefended client that leaks."""
     parts = [
-        rows_of(own, first + place, defence=defence, form=form, psnr=psnr, guarantee=record(proved))
+        rows_of(own, first + place, defence=defence, form=form, psnr=psnr, guarantee=guarantee_record(proved))
         for place, (form, (own, psnr)) in enumerate(hits.items())
     ]
     return result(rows_of(ALL, psnr=40.0), *parts)
@@ -318,7 +316,7 @@ def test_only_an_epsilon_that_was_given_is_printed() -> None:
 
 def test_labels_that_change_with_the_round_are_all_listed() -> None:
     early, late = (LocalGaussian(noise_multiplier=4.0).guarantee(Exposure(rounds=rounds)) for rounds in (1, 50))
-    rows = [rows_of(NONE, 2 + n, defence="dp", form="naive", round=49 * n, guarantee=record(proved))
+    rows = [rows_of(NONE, 2 + n, defence="dp", form="naive", round=49 * n, guarantee=guarantee_record(proved))
             for n, proved in enumerate((early, late))]  # fmt: skip
     told = result(rows_of(ALL), *rows).table()
     assert f"- dp, round 0, B = 1: {str(early).splitlines()[0]}" in told
@@ -327,8 +325,8 @@ def test_labels_that_change_with_the_round_are_all_listed() -> None:
 
 def test_guarantees_are_read_back_as_they_were() -> None:
     for proved in (CENTRAL, LOCAL, NOTHING_PROVED):
-        assert guarantee_of(json.loads(json.dumps(record(proved)))) == proved
-    infinite = record(LocalGaussian(noise_multiplier=1e-300).guarantee(Exposure()))
+        assert guarantee_of(json.loads(json.dumps(guarantee_record(proved)))) == proved
+    infinite = guarantee_record(LocalGaussian(noise_multiplier=1e-300).guarantee(Exposure()))
     assert infinite["text"] == "no formal guarantee (its epsilon is infinite)"
     assert infinite["epsilon"] is None
 
@@ -660,7 +658,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
 
 
 def forged(**changes: Any) -> dict[str, Any]:
-    return {"guarantee": {**record(NOTHING_PROVED), **changes}}
+    return {"guarantee": {**guarantee_record(NOTHING_PROVED), **changes}}
 
 
 BROKEN: list[tuple[Any, str]] = [
@@ -727,11 +725,15 @@ def test_broken_rows_are_one_clear_error(folder: Path, change: Any, message: str
 
 def test_rows_are_what_the_schema_says() -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    held = [*rows_of(SOME), *failed(), {**row(), "certificate": CERTIFICATE, "guarantee": record(NOTHING_PROVED)}]
+    held = [
+        *rows_of(SOME),
+        *failed(),
+        {**row(), "certificate": CERTIFICATE, "guarantee": guarantee_record(NOTHING_PROVED)},
+    ]
     held.append({**row(), "trained": {"rounds": 3, "defence": "none", "test_loss": None, "test_accuracy": 0.9}})
     jsonschema.Draft202012Validator.check_schema(ROW)
     for entry in held:
-        jsonschema.validate(json.loads(files.encode(entry)), ROW)
+        jsonschema.validate(json.loads(encode(entry)), ROW)
     wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 2}]
     for change in wrong:
         with pytest.raises(jsonschema.ValidationError):
@@ -794,7 +796,7 @@ with any tool, or with `gl.AuditResult.load(folder).rows`, which checks every li
 Every row has a `version`. Within a version entries may be added, never changed or taken away: ignore those that you do
 not know. Rows of an older version are brought up to date when they are read; those of a newer one are refused with a
 message that says so. `run.toml` (what was configured), `environment.json` (where) and `verdict.json` (what is said of
-it) carry versions of their own. Written by `python tests/test_results.py` from `gradleak.audit.schema`; a test checks
+it) carry versions of their own. Written by `python tests/test_results.py` from `gradleak.audit.rows`; a test checks
 that it is current, and that an audit writes what it says.
 
 ```python
@@ -831,7 +833,7 @@ def test_infinite_numbers_are_refused(folder: Path) -> None:
 
 def test_rows_of_a_cell_must_agree(folder: Path) -> None:
     with open(folder / "rows.jsonl", "ab") as file:
-        file.write(files.encode(row(1, 9, targets=6, attack="dlg")))
+        file.write(encode(row(1, 9, targets=6, attack="dlg")))
     with pytest.raises(BadRun, match="contradict"):
         AuditResult.load(folder)
 
@@ -874,7 +876,7 @@ def test_toml_round_trip() -> None:
 
 
 def test_rows_have_no_infinite_numbers() -> None:
-    cleaned = files.finite({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (-float("inf"),)}, "e": "text"})
+    cleaned = finite({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (-float("inf"),)}, "e": "text"})
     assert cleaned == {"a": None, "b": [None, 1.0], "c": {"d": [None]}, "e": "text"}
 
 

@@ -12,7 +12,7 @@ import torch
 
 import gradleak as gl
 from conftest import private, tiny
-from gradleak.audit.ablation import CAPABILITIES, Ablation, ablation
+from gradleak.audit.assumptions import CAPABILITIES, Ablation, ablation
 from gradleak.audit.intervals import paired
 from gradleak.audit.ruling import RULES, WORDS
 from gradleak.audit.summary import summaries_of

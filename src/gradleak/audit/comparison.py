@@ -1,9 +1,9 @@
 """Two runs side by side: what leaks more, what leaks less, and how sure that is.
 
-Lines are matched by attack, defence, form, round and batch size; differences are second minus first. Where both runs
+Lines are matched by attack, defence, form, round and batch size; differences are second minus first. If both runs
 attack the same examples (data, clients and seed of the split are equal), differences are taken target by target, with
-Student's t. Else the runs are independent, and shares get the interval that follows from those of the two shares
-(Newcombe, Statistics in Medicine 17, 1998, method 10; here with the intervals of intervals.py), PSNR Welch's.
+Student's t. Otherwise the runs are independent: a difference of shares gets the interval that follows from those of the
+two (Newcombe, Statistics in Medicine 17, 1998, method 10, with the intervals of intervals.py), PSNR gets Welch's.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from functools import cached_property
 from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
+from gradleak.audit.formats import DRAWN, Grid, csv_of
 from gradleak.audit.intervals import NAN, Rate
+from gradleak.audit.ruling import INCONCLUSIVE, VOID, WORDS
 from gradleak.audit.summary import Name, Summary, name_of
-from gradleak.audit.tables import DRAWN, Grid, csv_of
-from gradleak.audit.verdict import INCONCLUSIVE, VOID, WORDS
 from gradleak.core.files import Row
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult
 
-SAME_TARGETS = ("clients", "examples", "seed", "split")  # of the federation: they say which examples a target is
+SAME_TARGETS = ("clients", "examples", "seed", "split")  # of the federation: they fix the examples of a target
 
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the table in both runs, or in one of them: then the differences are NaN."""
+    """One line of the table in both runs, or in one of them (then the differences are NaN)."""
 
     first: Summary | None
     second: Summary | None
@@ -38,9 +38,9 @@ class Change:
 
     @property
     def line(self) -> Summary:
-        found = self.second or self.first
-        assert found is not None  # a pair has at least one side
-        return found
+        line = self.second or self.first
+        assert line is not None  # a pair has at least one side
+        return line
 
     @property
     def both(self) -> bool:
@@ -48,14 +48,14 @@ class Change:
 
     @property
     def words(self) -> str:
-        """`leaks -> not shown to leak`, or the one word where it is the same; which run has the line where one has."""
+        """`leaks -> not shown to leak`, or one word if both have it, or which run has the line if only one does."""
         if self.first is None or self.second is None:
             return f"only in the {'second' if self.first is None else 'first'} run: {self.line.word}"
         return self.second.word if not self.changed else f"{self.first.word} -> {self.second.word}"
 
     @property
     def changed(self) -> bool:
-        """Is it another word, or a line that only one run has?"""
+        """Does the word differ, or does only one run have the line?"""
         return self.first is None or self.second is None or self.first.word != self.second.word
 
     @property
@@ -92,51 +92,51 @@ class Comparison:
         one, two = ({line.name: line for line in run.summaries} for run in (self.first, self.second))
         names = [*one, *(name for name in two if name not in one)]
         before, after = (_by_line(run.rows) for run in (self.first, self.second))
-        found = [
+        changes = [
             _change(one.get(name), two.get(name), before.get(name, []), after.get(name, []), self.paired)
             for name in names
         ]
-        return sorted(found, key=_place)
+        return sorted(changes, key=_place)
 
     @property
     def worse(self) -> tuple[str, ...]:
-        """Why the second run is worse than the first, reason by reason; empty: it is not shown to be."""
+        """Reasons why the second run is worse than the first; empty if it is not shown to be."""
         before, after = self.first.verdict.word, self.second.verdict.word
-        told = []
+        reasons = []
         if after == VOID != before:
-            told.append("The second run is void, so it shows nothing that the first did.")
+            reasons.append("The second run is void, so it shows nothing that the first did.")
         elif _rank(after) < _rank(before):
-            told.append(f"The verdict is worse: {before} -> {after}.")
-        return (*told, *(f"It leaks more: {change}" for change in self.changes if change.worse))
+            reasons.append(f"The verdict is worse: {before} -> {after}.")
+        return (*reasons, *(f"It leaks more: {change}" for change in self.changes if change.worse))
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Everything that differs in a word or is in one run only."""
+        """Everything that has another word or is in one run only."""
         before, after = self.first.verdict.word, self.second.verdict.word
-        told = (f"The verdict changed: {before} -> {after}.",) if before != after else ()
-        return (*told, *(f"It changed: {change}" for change in self.changes if change.changed))
+        verdict = (f"The verdict changed: {before} -> {after}.",) if before != after else ()
+        return (*verdict, *(f"It changed: {change}" for change in self.changes if change.changed))
 
     def table(self, format: str = "text") -> str:
-        """In "text", "markdown" and "latex" with the verdicts above and how it was compared below; in "csv" numbers."""
+        """In "text", "markdown" or "latex", with the verdicts above and the method below; in "csv" numbers only."""
         if format == "csv":
             return csv_of([_record(change) for change in self.changes])
         if format not in DRAWN:
             raise ValueError(f"format is {format!r}; there are {', '.join([*DRAWN, 'csv'])}.")
-        drawn, said = DRAWN[format]
+        draw, write = DRAWN[format]
         if not self.changes:
-            return said("Neither run has a line.")
+            return write("Neither run has a line.")
         before, after = self.first.verdict.word, self.second.verdict.word
         verdict = f"Verdict: {before}, as before." if before == after else f"Verdict: {before} -> {after}."
         how = "the same examples, target by target" if self.paired else "two sets of examples, as independent"
         below = f"Second run minus first, with 95 % intervals; compared as {how}."
-        return "\n\n".join([said(verdict), drawn(_entries(self.changes)), said(below)])
+        return "\n\n".join([write(verdict), draw(_entries(self.changes)), write(below)])
 
     def __str__(self) -> str:
         return self.table()
 
 
 def _rank(word: str) -> int:
-    """The smaller, the worse; a void run shows as little as an inconclusive one."""
+    """Smaller is worse; a void run shows as little as an inconclusive one."""
     return WORDS.index(INCONCLUSIVE if word == VOID else word)
 
 
@@ -178,7 +178,7 @@ def _within(one: Mapping[int, float], two: Mapping[int, float], most: float = ma
     if number == 1:
         return Rate(value, -most if bounded else NAN, most if bounded else NAN, 1)
     reach = _student(number - 1) * math.sqrt(variance(differences) / number)
-    if bounded and not reach:  # no spread is no certainty: the exact bound, as of shares that all agree
+    if bounded and not reach:  # no spread is no certainty: the exact bound, as for shares that all agree
         reach = 1 - 0.025 ** (1 / number)
     return Rate(value, max(-most, value - reach), min(most, value + reach), number)
 
@@ -214,29 +214,29 @@ def _student(free: float) -> float:
 
 def _per_target(rows: Sequence[Row], take: Any) -> dict[int, float]:
     """The mean over all seeds and examples of a target."""
-    held: dict[int, list[float]] = {}
+    targets: dict[int, list[float]] = {}
     for row in rows:
-        held.setdefault(row["target"], []).extend(value for value in take(row) if value is not None)
-    return {target: fmean(values) for target, values in held.items() if values}
+        targets.setdefault(row["target"], []).extend(value for value in take(row) if value is not None)
+    return {target: fmean(values) for target, values in targets.items() if values}
 
 
 def _by_line(rows: Sequence[Row]) -> dict[Name, list[Row]]:
-    found: dict[Name, list[Row]] = {}
+    lines: dict[Name, list[Row]] = {}
     for row in rows:
         if row["status"] == "done" and not row["control"]:
-            found.setdefault(name_of(row), []).append(row)
-    return found
+            lines.setdefault(name_of(row), []).append(row)
+    return lines
 
 
 def _examples(settings: Mapping[str, Any]) -> Any:
-    """What says which examples are attacked; None where a run does not say."""
+    """What identifies the attacked examples; None if a run does not say."""
     data, clients = settings.get("fingerprint", {}).get("data"), settings.get("federation", {})
     observed = settings.get("fingerprint", {}).get("observations")
     return None if data is None else (data, observed, *(clients.get(name) for name in SAME_TARGETS))
 
 
 def _place(change: Change) -> tuple[int, float]:
-    """Worse, otherwise changed, the same, in one run only; in each the largest difference first."""
+    """Sorts by worse, otherwise changed, same, in one run only; within each the largest difference first."""
     group = 3 if not change.both else 0 if change.changed and change.worse else 1 if change.changed else 2
     size = change.recovered.value
     return group, 0.0 if math.isnan(size) else -abs(size)

@@ -5,11 +5,11 @@
     if decision.action == "block": ...                      # else send decision.update
 
 The client attacks its own update with `auto`, as a server that knows the recipe would. With its batch at hand it
-compares, image by image; without, an update that a search explains all but a tenth of counts as inverted: that may be
-another image, and in doubt nothing is sent. It fails closed: whatever goes wrong, and whatever is not decided in time,
-is treated as the policy says of what is undecided, and that cannot be "allow".
+compares image by image. Without, an update counts as inverted if a search explains all but a tenth of it: that may be
+another image, and in doubt nothing is sent. The gate fails closed: an error, or no decision in time, is "undecided",
+for which a policy cannot say "allow".
 
-What it cannot do: an update that passes has withstood these attacks for so long, on this machine. That is no proof of
+What it cannot do: an update that passes has withstood these attacks for that long, on this machine. That is no proof of
 safety; a server has more time. Only differential privacy with a stated epsilon proves anything.
 """
 
@@ -29,11 +29,10 @@ from gradleak import metrics
 from gradleak.attack.checks import observation_checks
 from gradleak.auto import PRESETS, Auto, Case
 from gradleak.auto.residual import residuals
-from gradleak.core import tree
+from gradleak.core import registry, tree
 from gradleak.core.configuration import from_toml
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params
-from gradleak.defences.gaussian import LocalGaussian
 from gradleak.engine import Engine
 from gradleak.identify.risk import risk
 from gradleak.scenario.client import fitting
@@ -42,8 +41,8 @@ from gradleak.scenario.observation import Knowledge, Observation, Track
 from gradleak.scenario.task import Batch, Task
 
 ALLOW, NOISE, BLOCK = "allow", "noise", "block"
-SLACK = 1e-3  # that examples may leave their bounds by, in units of them
-STRANGE = 0.1  # of the update that the client's own examples may leave unexplained
+SLACK = 1e-3  # how far examples may leave their bounds, in units of them
+STRANGE = 0.1  # share of the update that the client's own examples may leave unexplained
 
 
 class BadPolicy(ValueError):
@@ -54,12 +53,12 @@ class BadPolicy(ValueError):
 class Policy:
     """What a client lets out. In TOML each setting by its name, at the top of the file.
 
-    on_leak      "noise" or "block", where the update gives images away
-    undecided    "noise" or "block", where the check failed, found no working attack, or ran out of time
+    on_leak      "noise" or "block", if the update gives images away
+    undecided    "noise" or "block", if the check failed, found no working attack, or ran out of time
     psnr, ssim   with the batch at hand: an image counts as given away above both
-    residual     without it: given away where a search leaves no more than this share of the update unexplained
-    most_bits    without it: block from this risk score on (bits per pixel), if not inverted anyway; none: not looked at
-    noise        standard deviation that is added, as a multiple of the update's root mean square
+    residual     without it: given away if a search leaves at most this share of the update unexplained
+    most_bits    without it: block from this risk score on (bits per pixel); None: no risk score
+    noise        standard deviation of the added noise, as a multiple of the update's root mean square
     preset       of `auto`
     """
 
@@ -87,11 +86,7 @@ class Policy:
                 raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
         if self.noise <= 0:
             raise BadPolicy(f"noise must be above 0; given {self.noise}.")
-        for name, most in (
-            ("residual", 1),
-            ("ssim", 1),
-            ("psnr", 60),
-        ):  # beyond, nothing would ever count as given away
+        for name, most in (("residual", 1), ("ssim", 1), ("psnr", 60)):  # beyond, nothing would count as given away
             if not 0 < getattr(self, name) < most:
                 raise BadPolicy(f"{name} must lie between 0 and {most}; given {getattr(self, name)}.")
 
@@ -99,18 +94,18 @@ class Policy:
     def load(path: str | Path) -> Policy:
         """From a TOML file; an unknown setting is an error that names the nearest."""
         try:
-            held: Mapping[str, Any] = from_toml(Path(path).read_text(encoding="utf-8"))
+            settings: Mapping[str, Any] = from_toml(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as problem:
             raise BadPolicy(f"{path} cannot be read as a policy: {problem}.") from None
         known = [entry.name for entry in fields(Policy)]
-        if odd := [name for name in held if name not in known]:
+        if odd := [name for name in settings if name not in known]:
             raise BadPolicy(f"{path} has no setting {odd[0]!r}.{did_you_mean(odd[0], known)}")
-        return Policy(**held)
+        return Policy(**settings)
 
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """`action` with its reason. `update`: what may be sent; None where nothing may. `figures`: what was measured."""
+    """`action` with its reason. `update`: what may be sent; None if nothing may. `figures`: what was measured."""
 
     action: str
     reason: str
@@ -127,11 +122,24 @@ class Decision:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an attack on the client's own update showed. `leaks`: None where that could not be decided."""
+    """What an attack on the client's own update showed. `leaks`: None if that could not be decided."""
 
     leaks: bool | None
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One update with everything that the gate judges it by."""
+
+    task: Task
+    seen: Observation
+    policy: Policy
+    knows: Knowledge
+    batch: Batch | None
+    seed: int
+    engine: Engine | None
 
 
 def check(
@@ -147,65 +155,55 @@ def check(
 ) -> Decision:
     """Decide on one update. `batch`: the client's own examples, which make the decision sharper and stay here.
 
-    Noise is drawn afresh from the system's random source, and the noised update is attacked again, by an attacker who
-    knows how much noise there is, in what is left of the time; one that still leaks, or is not decided, is blocked. So
-    is every one without examples: noise alone keeps an attack from explaining an update, whatever its images show.
+    Noise is drawn afresh from the system's random source. The noised update is attacked again in the remaining time, by
+    an attacker who knows how much noise there is; if it still leaks, or is not decided, it is blocked. Without examples
+    it is always blocked: noise alone keeps an attack from explaining an update, whatever its images show.
     """
     began, policy = time.perf_counter(), policy or Policy()
-    found = _finding(task, seen, policy, knows, batch, seconds, seed, engine)
-    action = {False: ALLOW, True: policy.on_leak, None: policy.undecided}[found.leaks]
+    update = Update(task, seen, policy, knows, batch, seed, engine)
+    first = _finding(update, seconds)
+    action = {False: ALLOW, True: policy.on_leak, None: policy.undecided}[first.leaks]
     spent = time.perf_counter() - began
     if action == NOISE and batch is None:
-        action, told = BLOCK, f"{found.text} Whether noise would help cannot be told without the client's examples."
-        return Decision(action, told, None, spent, found.figures)
+        text = f"{first.text} Whether noise would help cannot be judged without the client's examples."
+        return Decision(BLOCK, text, None, spent, first.figures)
     if action != NOISE:
-        return Decision(action, found.text, seen.update if action == ALLOW else None, spent, found.figures)
+        return Decision(action, first.text, seen.update if action == ALLOW else None, spent, first.figures)
     noised, std = _noised(seen.update, policy.noise)
-    added = LocalGaussian(sigma=std)
-    defence = added if knows.defence is None else Chain(knows.defence, added)
+    added = registry.get("defence", "local-gaussian", sigma=std)
     again = _finding(
-        task,
-        replace(seen, update=noised),
-        replace(policy, most_bits=None),
-        replace(knows, defence=defence),
-        batch,
+        replace(
+            update,
+            seen=replace(seen, update=noised),
+            policy=replace(policy, most_bits=None),
+            knows=replace(knows, defence=added if knows.defence is None else Chain(knows.defence, added)),
+        ),
         max(0.01, seconds - spent),
-        seed,
-        engine,
     )
-    figures = {"before": found.figures, "after": again.figures, "noise": std}
+    figures = {"before": first.figures, "after": again.figures, "noise": std}
     spent = time.perf_counter() - began
     if again.leaks is False:
-        text = f"{found.text} With noise of {policy.noise:g} times its root mean square: {again.text}"
+        text = f"{first.text} With noise of {policy.noise:g} times its root mean square: {again.text}"
         return Decision(NOISE, text, noised, spent, figures)
     why = "it still leaks" if again.leaks else "it could not be decided"
-    return Decision(BLOCK, f"{found.text} With noise {why}: {again.text}", None, spent, figures)
+    return Decision(BLOCK, f"{first.text} With noise {why}: {again.text}", None, spent, figures)
 
 
-def _finding(
-    task: Task,
-    seen: Observation,
-    policy: Policy,
-    knows: Knowledge,
-    batch: Batch | None,
-    seconds: float,
-    seed: int,
-    engine: Engine | None,
-) -> Finding:
-    """What an attack shows of this update, within `seconds`. Whatever happens on the way is no answer, never a pass."""
+def _finding(update: Update, seconds: float) -> Finding:
+    """What an attack shows of this update within `seconds`. An error is no answer, and never a pass."""
     began = time.perf_counter()
     try:
-        if odd := _odd(task, seen, batch):
+        if odd := _odd(update.task, update.seen, update.batch):
             return Finding(None, f"The update cannot be judged: {odd}.")
-        return _attacked(task, seen, policy, knows, batch, began, seconds, seed, engine)
+        return _attacked(update, began, seconds)
     except Exception as problem:
-        # Whatever happens here must not let an update pass: an error is the same as no answer.
+        # No error may let an update pass: it is the same as no answer.
         first = str(problem).partition("\n")[0]
         return Finding(None, f"The check could not be made ({type(problem).__name__}: {first}).")
 
 
 def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
-    """Why nothing can be said of this update, or not with these examples: scores against others would let it pass."""
+    """Why this update cannot be judged, or not with these examples: scores against others would let it pass."""
     if errors := [check for check in observation_checks(seen, task) if check.severity == "error"]:
         return errors[0].text
     if batch is None:
@@ -215,44 +213,37 @@ def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
     if count != seen.num_examples:
         return f"it is of {seen.num_examples} examples, and {count} were given to compare with"
     for name, value in batch.items():
-        known = task.fields[name]
+        field = task.fields[name]
         if not bool(value.isfinite().all()):
             return f"{name} of the examples is not finite"
-        if known.classes is None and known.bounded:
-            unit = known.unit(value)
+        if field.classes is None and field.bounded:
+            unit = field.unit(value)
             if float(unit.min()) < -SLACK or float(unit.max()) > 1 + SLACK:
                 return f"{name} of the examples lies outside the task's bounds: give them as the model receives them"
     return None
 
 
-def _attacked(
-    task: Task,
-    seen: Observation,
-    policy: Policy,
-    knows: Knowledge,
-    batch: Batch | None,
-    began: float,
-    seconds: float,
-    seed: int,
-    engine: Engine | None,
-) -> Finding:
+def _attacked(update: Update, began: float, seconds: float) -> Finding:
+    task, seen, policy, knows, batch = update.task, update.seen, update.policy, update.knows, update.batch
     figures: dict[str, Any] = {}
     if batch is None and policy.most_bits is not None:
-        figures["risk"] = risk(task, seen, knows, engine=engine).record()
+        figures["risk"] = risk(task, seen, knows, engine=update.engine).record()
         if not figures["risk"]["score"] < policy.most_bits:
-            told = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
-            return Finding(True, f"The update says too much: {told}.", figures)
-    left = max(0.01, seconds - (time.perf_counter() - began))
-    result = Auto(preset=policy.preset, seconds=left, certify=False).run(task, seen, knows, seed, engine=engine)
+            bits = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
+            return Finding(True, f"The update says too much: {bits}.", figures)
+    remaining = max(0.01, seconds - (time.perf_counter() - began))
+    auto = Auto(preset=policy.preset, seconds=remaining, certify=False)
+    result = auto.run(task, seen, knows, update.seed, engine=update.engine)
+    tried = result.settings["tried"]
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
-    figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in result.settings["tried"]]
-    cut = any(each["outcome"] == "stopped" or "are over" in each.get("why", "") for each in result.settings["tried"])
+    figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in tried]
+    cut = any(each["outcome"] == "stopped" or "are over" in each.get("why", "") for each in tried)
     leak = _inverted(policy, figures) if batch is None else _compared(result, batch, policy, figures)
     if leak is not None:
         return Finding(True, leak, figures)
-    if batch is not None and _strange(task, seen, knows, batch, figures, engine):
-        told = "The examples given do not make this update, and other images were found that do"
-        return Finding(None, f"{told}: they are not those of this round.", figures)
+    if batch is not None and _strange(update, batch, figures):
+        text = "The examples given do not make this update, and other images were found that do"
+        return Finding(None, f"{text}: they are not those of this round.", figures)
     if cut:
         return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
     if time.perf_counter() - began > seconds:
@@ -263,41 +254,39 @@ def _attacked(
 
 
 def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]) -> str | None:
-    """With the client's own images: is any of them shown?"""
+    """With the client's own images: does any of them come back?"""
     scores = metrics.compare(result, batch)
     if not bool(scores.psnr.isfinite().all() and scores.ssim.isfinite().all()):
         raise ValueError("the scores of the reconstruction are not finite")
-    shown = (scores.psnr > policy.psnr) & (scores.ssim > policy.ssim)
-    figures |= {"psnr": float(scores.psnr.max()), "ssim": float(scores.ssim.max()), "shown": int(shown.sum())}
-    if not bool(shown.any()):
+    recovered = (scores.psnr > policy.psnr) & (scores.ssim > policy.ssim)
+    figures |= {"psnr": float(scores.psnr.max()), "ssim": float(scores.ssim.max()), "shown": int(recovered.sum())}
+    if not bool(recovered.any()):
         return None
     return (
-        f"{int(shown.sum())} of {shown.numel()} images come back from this update, the clearest with "
+        f"{int(recovered.sum())} of {recovered.numel()} images come back from this update, the clearest with "
         f"{figures['psnr']:.1f} dB."
     )
 
 
 def _inverted(policy: Policy, figures: dict[str, Any]) -> str | None:
-    """Without them: images that explain nearly all of the update are taken for the client's."""
+    """Without them: images that explain nearly all of the update count as the client's."""
     if figures["residual"] > policy.residual:
         return None
     return f"{figures['winner']} reproduces the update to {figures['residual']:.0e}: images were found that give it."
 
 
-def _strange(
-    task: Task, seen: Observation, knows: Knowledge, batch: Batch, figures: dict[str, Any], engine: Engine | None
-) -> bool:
-    """Are these the wrong examples? They leave much of the update unexplained, and what was found ten times less."""
-    case = Case(task, (Track((seen,)),), knows, engine or Engine())
-    if not case.followed or not task.fields.keys() <= batch.keys():
+def _strange(update: Update, batch: Batch, figures: dict[str, Any]) -> bool:
+    """Are these the wrong examples? They leave much of the update unexplained, and the reconstruction a tenth of it."""
+    case = Case(update.task, (Track((update.seen,)),), update.knows, update.engine or Engine())
+    if not case.followed or not update.task.fields.keys() <= batch.keys():
         return False
-    [own] = residuals(case, [0], [batch])
-    figures["residual of the examples"] = own.value
-    return own.value > STRANGE and figures["residual"] < STRANGE * own.value
+    [residual] = residuals(case, [0], [batch])
+    figures["residual of the examples"] = residual.value
+    return residual.value > STRANGE and figures["residual"] < STRANGE * residual.value
 
 
 def _noised(update: Params, share: float) -> tuple[Params, float]:
-    """The update with fresh noise, and its standard deviation. The seed is the system's: no server can draw it too."""
+    """The update with fresh noise, and its standard deviation. The system gives the seed, so no server can know it."""
     std = share * float(tree.norm(update)) / math.sqrt(tree.size(update))
     source = torch.Generator().manual_seed(secrets.randbits(63))
     noise = {

@@ -1,6 +1,6 @@
 """The experiment: every attack against every defence, scored, with a positive control and a no-gradient baseline.
 
-`data` is the only place where private data enters. Attacks get observations; metrics get the truth.
+Private data enter only through `data`. Attacks get observations; metrics get the truth.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradleak import data, models
+from gradleak import data
 from gradleak.attack import Attack, require
-from gradleak.attacks.spans.layers import spanning_layers
 from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
-from gradleak.audit.cost import Estimate, estimate
 from gradleak.audit.execution import Analysis, Runner
 from gradleak.audit.private import AuditError, PrivateSide, examples_of
-from gradleak.audit.probe import NOT_RUN, gradient_of
 from gradleak.audit.result import AuditResult
 from gradleak.audit.runfile import arguments, settings_of, toml_of
 from gradleak.audit.store import Arrays, Folder, Memory, prepare
@@ -29,7 +26,7 @@ from gradleak.core import registry
 from gradleak.core.configuration import digest
 from gradleak.core.environment import describe
 from gradleak.core.files import Row
-from gradleak.core.folder import FolderInUse, Interrupted
+from gradleak.core.folder import Interrupted
 from gradleak.core.listeners import Progress, Silent
 from gradleak.engine import Engine
 from gradleak.federation import Federation, network_of
@@ -37,22 +34,18 @@ from gradleak.federation.checkpoints import Checkpoints
 from gradleak.generators import load as load_generator
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Defence, overrides
-from gradleak.scenario.rules import SGD
+from gradleak.scenario.probe import NOT_RUN, gradient_of
 from gradleak.scenario.task import Task
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
-__all__ = ["Audit", "AuditError", "Cell", "Estimate", "FolderInUse", "Interrupted"]
-__all__ += ["Workers"]
-__all__ += ["FINAL", "builtin", "default_attacks", "estimate", "final_network", "from_settings"]
-
 WITHHELD = ("recipe", "statistics")
-FINAL = "the trained model"  # of run.toml: the attacker's generator is what came of the training that is attacked
+FINAL = "the trained model"  # in run.toml: the attacker's generator is the final model of the attacked training
 
 
 class Workers(Protocol):
-    """Runs cells elsewhere, several at a time, such as `distributed.RayWorkers`."""
+    """Runs cells elsewhere, several at a time, such as `ray.RayWorkers`."""
 
     def run(
         self,
@@ -61,7 +54,7 @@ class Workers(Protocol):
         progress: Progress,
         log: Callable[[dict[str, Any]], None],
     ) -> Iterator[tuple[Cell, list[Row], Arrays | None]]:
-        """The rows and arrays of each cell once, in any order. `log`: what happened to whom, for the record."""
+        """Yield rows and arrays of each cell once, in any order. `log` records what happened to each attempt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +67,20 @@ class Audit:
     rounds       of training before the attacked round; 0 attacks the task's own weights
     targets      updates attacked in every cell; the same batches in all of them
     seeds        of the attack's starts and the clients' noise
-    knowledge    what attackers know of a defence: "naive", "masked", "adaptive", and, of one that draws fresh noise for
-                 every upload, "averaged" over several rounds; forms that do not differ run once
-    repeats      rounds that the averaging attacker has seen, of the same examples at the same weights
+    knowledge    what attackers know of a defence: "naive", "masked", "adaptive" and, if it draws fresh noise for every
+                 upload, "averaged" over several rounds; forms that do not differ run once
+    repeats      rounds that the averaging attacker saw, of the same examples at the same weights
     gallery      real images that are not the clients', for re-identification; None: the data that are no target
     analyses     functions (task, observation, batch) -> numbers, kept beside the scores
     unrelated    updates of other images attacked in every cell, as the no-gradient baseline
     origin       where the command line found task and data, for run.toml
-    trained      checkpoints of a training (`Federation.train`), at whose weights every defence is attacked
+    trained      checkpoints of a training (`Federation.train`); every defence is attacked at their weights
     trial        a quick run that shows only that everything runs; verdict and report say so
     given        fields that the threat model grants the attacker, such as ("t", "noise") of a denoiser's clients
-    generator    a prior of the attacker's own (`Knowledge.generator`), such as a trained denoiser
-    withheld     what the attacker is not told although an audit grants it otherwise: "recipe", the client's training
+    generator    the attacker's prior (`Knowledge.generator`), such as a trained denoiser
+    withheld     what this audit does not grant although audits usually do: "recipe", the client's training
                  (`Knowledge.training`), and "statistics", the buffers that clients return (see `ablation`)
-    snapshots    images of every search kept on its way, which the report shows; they change no result
+    snapshots    how many images of every search the report shows; they change no result
     """
 
     task: Task
@@ -117,9 +110,9 @@ class Audit:
         if odd := [name for name in self.withheld if name not in WITHHELD]:
             raise AuditError(f"withheld names {odd[0]!r}.{registry.did_you_mean(odd[0], WITHHELD)}")
         for name in ("attacks", "defences", "rounds", "seeds", "knowledge"):
-            given = getattr(self, name)
-            if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-                raise AuditError(f"{name} must be a list with at least one entry; given {given!r}.")
+            entries = getattr(self, name)
+            if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
+                raise AuditError(f"{name} must be a list with at least one entry; given {entries!r}.")
         if unknown := [form for form in self.knowledge if form not in FORMS]:
             raise AuditError(f"knowledge holds {unknown[0]!r}.{registry.did_you_mean(unknown[0], FORMS)}")
         counts: dict[str, Sequence[int]] = {"targets": [self.targets], "repeats": [self.repeats]}
@@ -140,7 +133,7 @@ class Audit:
     # --- the plan --------------------------------------------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
-        """The grid in canonical order; the positive control comes first where it is not in the grid anyway."""
+        """The grid in canonical order, after the positive control if that is not in the grid."""
         attacks, defences = named_attacks(self.attacks), named_defences(self.defences)
         grid = [
             self._keyed(
@@ -163,29 +156,29 @@ class Audit:
         return list({cell.key: cell for cell in (*apart, *grid)}.values())  # what was named twice runs once
 
     def _random(self, defence: Defence | None) -> bool:
-        """Is it worth seeing a client of this defence several times?"""
+        """Does it help to see a client of this defence several times?"""
         if defence is None or "averaged" not in self.knowledge or self.repeats == 1:
             return False
         try:
             return self.side.random(self.federation, defence)
-        except ValueError:  # it cannot be used on this model: `run` says so, by its name, before the first cell
+        except ValueError:  # it cannot be used on this model: `run` says so before the first cell
             return False
 
     def _control(self) -> Cell:
-        """Undefended, one example, one plain step, before training: where an attack fails here it shows nothing."""
+        """Undefended, one example, one plain step, before training: an attack that fails here shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
         known = {"given": tuple(self.given), "generator": self.generator, "withheld": tuple(self.withheld)}
         return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
 
     def _keyed(self, cell: Cell) -> Cell:
-        """Named by a hash of everything that its result depends on."""
-        what: list[Any] = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
-        what += [cell.repeats] * (cell.repeats > 1)
-        what += [{"given": sorted(cell.given)}] * bool(cell.given)
-        what += [{"withheld": sorted(cell.withheld)}] * bool(cell.withheld)
-        what += [{"generator": self._prior}] * (cell.generator is not None)
-        return replace(cell, key=digest([what, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
+        """The cell, with a key that hashes everything its result depends on."""
+        parts: list[Any] = [cell.attack, cell.defence, cell.form, cell.round, cell.seed, cell.federation]
+        parts += [cell.repeats] * (cell.repeats > 1)
+        parts += [{"given": sorted(cell.given)}] * bool(cell.given)
+        parts += [{"withheld": sorted(cell.withheld)}] * bool(cell.withheld)
+        parts += [{"generator": self._prior}] * (cell.generator is not None)
+        return replace(cell, key=digest([parts, self.targets, self.unrelated, self.fingerprint, self.engine.precision]))
 
     @cached_property
     def _prior(self) -> str:
@@ -194,23 +187,23 @@ class Audit:
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Hashes of the task, of what it computes, of the data and the gallery."""
-        held = {"task": digest(self.task), "gradient": gradient_of(self.task), "data": self.side.data.fingerprint}
+        hashes = {"task": digest(self.task), "gradient": gradient_of(self.task), "data": self.side.data.fingerprint}
         gallery, trained = self.side.given_gallery, self.trained
         if trained is not None:
-            self._demand_training(trained, held)
-            held["trained"] = trained.fingerprint([0, *self.rounds])  # 0: where the positive control is
-        held |= self._more_fingerprints()
-        return held if gallery is None else {**held, "gallery": gallery.fingerprint}
+            self._demand_training(trained, hashes)
+            hashes["trained"] = trained.fingerprint([0, *self.rounds])  # 0: where the positive control is
+        hashes |= self._more_fingerprints()
+        return hashes if gallery is None else {**hashes, "gallery": gallery.fingerprint}
 
     def _more_fingerprints(self) -> dict[str, str]:
-        """Of what else the targets come from."""
+        """Hashes of other sources of the targets."""
         return {}
 
-    def _demand_training(self, trained: Checkpoints, held: Mapping[str, str]) -> None:
-        """The training must be one of this task on these data, and of a defence that steers it from the server."""
+    def _demand_training(self, trained: Checkpoints, hashes: Mapping[str, str]) -> None:
+        """The checkpoints must be of this task, these data, and any defence that changes what the server sends."""
         there = trained.settings.get("fingerprint", {})
         for name in ("task", "data"):
-            if there.get(name) != held[name]:
+            if there.get(name) != hashes[name]:
                 raise AuditError(f"{trained.folder} is a training of another {name}: attack what was trained there.")
         for name, defence in named_defences(self.defences):
             steers = defence is not None and any(overrides(defence, hook) for hook in ("initial", "advance"))
@@ -240,7 +233,7 @@ class Audit:
         return PrivateSide(**parts)
 
     def settings(self) -> dict[str, Any]:
-        """What run.toml holds; `from_settings` makes an audit from it where every part has a name."""
+        """The content of run.toml; `from_settings` makes an audit from it if every part has a name."""
         return settings_of(self, self.cells(), self._control().key)
 
     # --- running ---------------------------------------------------------------------------------------------------
@@ -253,15 +246,14 @@ class Audit:
         resume: bool = True,
         workers: Workers | None = None,
     ) -> AuditResult:
-        """Run every cell that `out` does not hold yet, here or by `workers`. Killed at any moment, it loses at most the
-        cells in flight.
+        """Run every cell that `out` does not hold yet, here or on `workers`. A kill loses at most the cells in flight.
 
         The folder will hold the private images beside their reconstructions: treat it as the data itself.
         """
         progress = progress or Silent()
         cells, settings, environment = self.cells(), self.settings(), describe()
         for cell in cells:
-            require(cell.attack, cell.knows)  # known before the first cell, so said before the first cell
+            require(cell.attack, cell.knows)  # before the first cell, not hours later
         self._try_defences()
         self._demand_unseen(cells)
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
@@ -276,29 +268,29 @@ class Audit:
             progress.start(len(cells))
             if self.fingerprint["gradient"].startswith(NOT_RUN):
                 progress.note(
-                    f"The model does not run on the CPU ({self.fingerprint['gradient']}): whether a later run is the "
-                    "same one is told by its code, weights and settings alone."
+                    f"The model does not run on the CPU ({self.fingerprint['gradient']}): only its code, weights and "
+                    "settings tell whether a later run is the same one."
                 )
             self._loop(cells, store, runner, progress, workers)
         except KeyboardInterrupt:
             kept = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"
-            told = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
-            raise Interrupted(f"Interrupted: {told}.") from None
+            message = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
+            raise Interrupted(f"Interrupted: {message}.") from None
         finally:
             if isinstance(store, Folder):
                 store.close()
         return AuditResult.of(store, settings, environment, folder)
 
     def _demand_unseen(self, cells: Sequence[Cell]) -> None:
-        """A generator that has learnt the targets by heart would show them without any update."""
+        """A generator trained on the targets would show them without any update."""
         card = getattr(self.generator, "card", None)
         if card is None or card.images is None:
             return
         for federation in {repr(cell.federation): cell.federation for cell in cells}.values():
             pictures = self.task.fields["x"].unit(self.side.truth(federation)["x"]).flatten(0, 1)
-            if seen := len(card.seen(pictures)):
+            if known := len(card.seen(pictures)):
                 raise AuditError(
-                    f"The generator was trained on {seen} of the {len(pictures)} images that are to be attacked: what "
+                    f"The generator was trained on {known} of the {len(pictures)} images that are to be attacked: what "
                     "it shows of them is no leakage. Attack others, or train it without them (gradleak prior train "
                     "--exclude)."
                 )
@@ -308,7 +300,7 @@ class Audit:
             if defence is not None:
                 try:
                     self.side.try_out(self.federation, defence)
-                except ValueError as problem:  # of TaskError too: the model lacks what the defence needs
+                except ValueError as problem:  # TaskError too: the model lacks what the defence needs
                     raise AuditError(f"The defence {name} cannot be used here. {problem}") from problem
 
     def _loop(
@@ -319,45 +311,45 @@ class Audit:
         progress: Progress,
         workers: Workers | None = None,
     ) -> None:
-        held: dict[str, list[Row]] = {}
+        done: dict[str, list[Row]] = {}
         for row in store.rows():
-            held.setdefault(row["cell"], []).append(row)
+            done.setdefault(row["cell"], []).append(row)
         if workers is not None:
-            for cell in (cell for cell in cells if cell.key in held):
-                progress.finished(cell, held[cell.key])
-            work = [(cell, self._rounds(cell)) for cell in cells if cell.key not in held]
+            for cell in (cell for cell in cells if cell.key in done):
+                progress.finished(cell, done[cell.key])
+            work = [(cell, self._rounds(cell)) for cell in cells if cell.key not in done]
             for cell, rows, arrays in workers.run(runner, work, progress, store.log):
                 store.add(cell.key, rows, arrays)
                 progress.finished(cell, rows)
             return
         for index, cell in enumerate(cells):
-            if cell.key not in held:
+            if cell.key not in done:
                 progress.cell(cell, index)
                 rows, arrays = runner.attempt(cell, self._rounds(cell), progress.share)
                 store.add(cell.key, rows, arrays)
-                held[cell.key] = rows
-            progress.finished(cell, held[cell.key])
+                done[cell.key] = rows
+            progress.finished(cell, done[cell.key])
 
     def _rounds(self, cell: Cell) -> tuple[int, ...]:
-        """Of training, up to those that the cell's defence is attacked at."""
+        """All rounds at which the cell's defence is attacked: one training reaches them."""
         return (0,) if cell.control else tuple(sorted(set(self.rounds)))
 
 
 def from_settings(settings: Mapping[str, Any], *, task: Task, data: Any) -> Audit:
-    """The audit that a run.toml describes, on this task and data. The gallery is loaded by name where it has one."""
-    given = arguments(settings)
-    names = given["origin"].get("gallery")
+    """The audit that a run.toml describes, on this task and data. Gallery and generator are loaded by their names."""
+    options = arguments(settings)
+    names = options["origin"].get("gallery")
     gallery = None if names is None else _pictures(names, task)
-    if "trained" in given["origin"]:
-        given["trained"] = Checkpoints(Path(given["origin"]["trained"]))
-    where = given["origin"].get("generator")
+    if "trained" in options["origin"]:
+        options["trained"] = Checkpoints(Path(options["origin"]["trained"]))
+    where = options["origin"].get("generator")
     if where is not None:
-        given["generator"] = final_network(task, given["trained"]) if where == FINAL else load_generator(where)
-    return Audit(task, data, gallery=gallery, **given)
+        options["generator"] = final_network(task, options["trained"]) if where == FINAL else load_generator(where)
+    return Audit(task, data, gallery=gallery, **options)
 
 
 def final_network(task: Task, trained: Checkpoints) -> nn.Module:
-    """What came of a training: the average of its models where it kept one, else the last that was kept."""
+    """The final model of a training: the average of its models if it kept one, else the last kept."""
     return network_of(task, trained.averaged or trained.at(trained.rounds[-1]))
 
 
@@ -366,52 +358,20 @@ def _pictures(names: str, task: Task) -> dict[str, Tensor]:
     return {"x": task.fields["x"].model(torch.cat([data.load(name).x for name in names.split("+")]))}
 
 
-# Attacks and steps were picked for two minutes on two cores, on twenty CIFAR-10 images with their scores in view.
-DEFAULT_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the first must pass the positive control
-DEFAULT_ON_GPU = ("second-order",)  # exact, in half a second an image of 32 x 32 there; a minute on two cores
-
-
-def default_attacks(
-    engine: Engine, task: Task | None = None, examples: int | None = 1, training: LocalTraining | None = None
-) -> tuple[str, ...]:
-    """What an audit runs that names no attack, on this engine.
-
-    task       of a classification where none is given
-    examples   of an update; None: updates have different numbers of them
-    training   the clients' recipe, one gradient where none is given
-    """
-    if task is not None and {"t", "noise"} <= task.drawn:
-        return _default_of_denoisers(task, examples, training)
-    return DEFAULT_ATTACKS + (DEFAULT_ON_GPU if engine.where.type == "cuda" else ())
-
-
-def _default_of_denoisers(task: Task, examples: int | None, training: LocalTraining | None) -> tuple[str, ...]:
-    """Granted fields are used, not searched for; steps of several gradients add up, and cannot be read off.
-
-    Restarts, not waves, whose cost cannot be told beforehand; but for `span-dm`, whose starts are cheap.
-    """
-    single = training is None or len(training.order(examples or 1)) == 1
-    plain_rule = training is None or isinstance(training.optimiser, SGD)
-    t = "analytic" if single else "soft"
-    plain = tuple(f"dlg-dm:noise=unknown,t={t},param={param},steps=1000,restarts=4" for param in ("x0_eps", "xt_q"))
-    if not single:
-        return plain
-    spectral = (*plain, f"spectral-dm:noise=unknown,t={t},steps=800,restarts=4")
-    return (*spectral, "span-dm") if examples and plain_rule and spanning_layers(task, examples) else spectral
-
-
-# A demonstration, not a measurement: picked, with the scores in view, so that the exact attack fits some two minutes on
-# two cores.
+# A demonstration, not a measurement: chosen, with the scores in view, to fit the exact attack into two minutes on two
+# cores.
 BUILTIN_DATA, BUILTIN_GALLERY = "fashion-mnist-samples", "fashion-mnist-samples+mnist-samples"
 BUILTIN_ATTACKS = ("second-order", "cpl:steps=300")
-BUILTIN_DEFENCES = (None, "fedsam")  # blurs what attackers find who do not know it, and nothing for one who does
+BUILTIN_DEFENCES = (None, "fedsam")  # blurs what naive attackers find, and changes nothing for informed ones
 
 
 def builtin(targets: int = 3, engine: Engine | None = None) -> Audit:
     """The audit that runs without any argument: real images, the LeNet of DLG, one example per update."""
     images = data.load(BUILTIN_DATA)
     colours, height, width = images.x.shape[1:]
-    network = models.lenet_zhu(shape=(colours, height, width), generator=torch.Generator().manual_seed(0))
+    network = registry.get(
+        "model", "lenet-zhu", shape=(colours, height, width), generator=torch.Generator().manual_seed(0)
+    )
     task = Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
     origin = {"task": "builtin", "data": BUILTIN_DATA, "gallery": BUILTIN_GALLERY}
     return Audit(

@@ -1,20 +1,20 @@
-"""Intervals and tests over targets: what so few clients allow to be said of all.
+"""Intervals and tests over targets: what a few clients allow us to say of all.
 
 A target with its seeds and examples is one draw: results of the same client are not independent, so whole targets are
-resampled or counted, never single images. All of it repeats: the random numbers are fixed.
+resampled or counted, never single images. The random numbers are fixed, so every figure repeats.
 
 share         Jeffreys' interval, Beta(k + 1/2, n - k + 1/2) (Brown, Cai and DasGupta, Statistical Science 16, 2001),
               with n the number of independent results that the spread between targets amounts to, p (1 - p) / variance
-              of p, less a little where that variance is estimated, and k = p n (Korn and Graubard, Survey Methodology
-              24, 1998). Where all agree on 0 or 1 the exact bound (Clopper and Pearson, Biometrika 26, 1934): 0 of n
+              of p, less a little if that variance is estimated, and k = p n (Korn and Graubard, Survey Methodology
+              24, 1998). If all agree on 0 or 1, the exact bound (Clopper and Pearson, Biometrika 26, 1934): 0 of n
               still allows 1 - 0.025^(1/n)
 difference    Student's t over targets
 paired        sign-flip test of paired differences: under no effect each target's difference is as likely negative
 
-Why no percentile bootstrap, as so often: of 60 targets with a true rate of 0.3 its 95 % interval of a share holds the
-rate in 92.4 % of cases (Wilson's in 97.0 % at 0.1 and 50 targets); Jeffreys' stays between 93.5 % and 95.7 % from 0.1
-to 0.9 for 50, 60, 80, 100 and 200 targets, by exact sums over the binomial. Of differences BCa (Efron, JASA 82, 1987)
-fell to 92.1 % in a trial. `benchmarks/interval_coverage.py` measures the code as it is.
+Why no percentile bootstrap: with 60 targets and a true rate of 0.3 its 95 % interval of a share covers the rate in
+92.4 % of cases (Wilson's in 97.0 % at 0.1 and 50 targets). Jeffreys' stays between 93.5 % and 95.7 % from 0.1 to 0.9
+for 50, 60, 80, 100 and 200 targets, by exact sums over the binomial. For differences BCa (Efron, JASA 82, 1987) fell
+to 92.1 % in a trial. `benchmarks/interval_coverage.py` measures this code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-RESAMPLES = 2000  # of the intervals elsewhere that have no such formula (analysis/association.py)
+RESAMPLES = 2000  # for intervals without such a formula (curvature/association.py)
 NORMAL = 1.959963984540054  # the 97.5 % point
-FLIPS = 10_000  # random signs, where there are too many to try all
+FLIPS = 10_000  # random signs, if there are too many to try all
 EXACT = 14  # targets up to which all signs are tried
 NAN = float("nan")
 
@@ -51,10 +51,10 @@ class Rate:
 
 
 def rate(targets: Sequence[Sequence[float]], *, difference: bool = False) -> Rate:
-    """The mean over everything, of values in [-1, 1]: a share where all lie in [0, 1], else a difference.
+    """The mean over all values in [-1, 1]: a share if all lie in [0, 1], else a difference.
 
-    `difference`: it may lie below zero even where no value here does. Where all targets agree there is no spread to go
-    by; what so few leave open (`slack`: the share of targets that may still differ) is then left open on both sides.
+    `difference`: the true value may lie below zero even if no value here does. If all targets agree there is no spread;
+    the interval then reaches `slack` to both sides, the share of targets that may still differ.
     """
     if not targets:
         return Rate(NAN, NAN, NAN, 0)
@@ -113,24 +113,24 @@ class Paired:
     unit: str = "dB"
 
     def __str__(self) -> str:
-        told = f"{self.difference:+.1f} {self.unit} against an unrelated update (p = {self.p:.2g}, sign flips, "
+        text = f"{self.difference:+.1f} {self.unit} against an unrelated update (p = {self.p:.2g}, sign flips, "
         few = f", which is the smallest that {self.count} can give" if self.p <= self.least else ""
-        return f"{told}{self.count} {'target' if self.count == 1 else 'targets'}{few})"
+        return f"{text}{self.count} {'target' if self.count == 1 else 'targets'}{few})"
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def paired(differences: Sequence[float], unit: str = "dB") -> Paired | None:
-    """The sign-flip test of these differences, one per target; None where there are none."""
-    held = np.array(differences, dtype=float)
-    number = len(held)
+    """The sign-flip test of these differences, one per target; None if there are none."""
+    values = np.array(differences, dtype=float)
+    number = len(values)
     if not number:
         return None
     if number <= EXACT:
         signs = np.array(list(product((1.0, -1.0), repeat=number)))
-        p = float((signs @ held >= held.sum() - 1e-12 * np.abs(held).sum()).mean())
-        return Paired(float(held.mean()), p, 2.0**-number, number, unit)
+        p = float((signs @ values >= values.sum() - 1e-12 * np.abs(values).sum()).mean())
+        return Paired(float(values.mean()), p, 2.0**-number, number, unit)
     signs = 2.0 * np.random.default_rng(0).integers(2, size=(FLIPS, number)) - 1.0
-    as_far = int((signs @ held >= held.sum() - 1e-12 * np.abs(held).sum()).sum())
-    return Paired(float(held.mean()), (as_far + 1) / (FLIPS + 1), 1 / (FLIPS + 1), number, unit)
+    as_far = int((signs @ values >= values.sum() - 1e-12 * np.abs(values).sum()).sum())
+    return Paired(float(values.mean()), (as_far + 1) / (FLIPS + 1), 1 / (FLIPS + 1), number, unit)

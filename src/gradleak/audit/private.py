@@ -1,6 +1,6 @@
 """The private side of an audit: the data, the attacked batches, the clients' uploads. Attack code never imports this.
 
-Private tensors leave it in two ways only: as `Observation`s, which the attacker gets, and as truth, which metrics get.
+Private tensors leave it in two ways only: as `Observation`s for the attacker, and as truth for the metrics.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.audit.labels import Trained
+from gradleak.audit.rows import Trained
 from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.assignment import pairwise_mse
@@ -22,7 +22,6 @@ from gradleak.core.configuration import digest
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.data import Images, load
-from gradleak.diffusion import SharedDraws
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Remembered, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
@@ -33,8 +32,8 @@ from gradleak.scenario.guarantee import Guarantee
 from gradleak.scenario.observation import Observation, Track, stack
 from gradleak.scenario.task import Batch, Task
 
-SIGNAL = 8  # targets at most, of whose updates the size is measured
-GALLERY = 200  # images at most, where the gallery is the rest of the data: a guess identifies one image in 200
+SIGNAL = 8  # targets at most whose updates are measured for their size
+GALLERY = 200  # images at most, if the gallery is the rest of the data: a guess identifies one image in 200
 
 
 class AuditError(ValueError):
@@ -46,7 +45,7 @@ class AuditError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Examples held as tensors. `marks`: their classes, where the task has no labels but a split may look at some."""
+    """Examples as tensors. `marks`: their classes, for splits by class of a task without labels."""
 
     tensors: Batch
     marks: Tensor | None = None
@@ -74,9 +73,9 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Examples read from a dataset when they are needed, as its own transforms give them: (x, y), or as the task has.
+    """Examples that a dataset reads when they are needed, after its own transforms: (x, y), or the task's fields.
 
-    Of a task whose other fields the client draws, items are x alone, or (x, ...) of which the rest is not looked at.
+    If the client draws all other fields of the task, items are x alone, or (x, ...) whose rest is ignored.
     """
 
     dataset: Any
@@ -101,7 +100,7 @@ class Read:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Reading everything may take hours, so 64 examples stand for all."""
+        """A hash of 64 examples: reading all of them may take hours."""
         rows = torch.linspace(0, len(self) - 1, min(64, len(self))).long()
         return digest([type(self.dataset).__name__, len(self), self.batch(rows)])
 
@@ -109,9 +108,9 @@ class Read:
 def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     """Data in any of the accepted forms, in model-input space, on the device and in the type of the model.
 
-    `Images` hold [0, 1] pixels and are normalised here; tensors and datasets are taken as the client's pipeline gives
-    them, so a task whose mean and std were forgotten is found by their range. Fields that a client draws itself (the
-    step and the noise of a denoiser) need not be there.
+    `Images` hold pixels in [0, 1] and are normalised here. Tensors and datasets are taken as the client's pipeline
+    gives them; their range shows if the task lacks its mean and std. Fields that a client draws itself (the step and
+    the noise of a denoiser) may be missing.
     """
     like = next(iter(task.weights().values()))
     names = tuple(name for name in task.fields if name not in task.drawn)
@@ -147,19 +146,19 @@ def _demand_shape(x: Tensor, task: Task, what: str) -> None:
 
 
 def _demand_range(batch: Batch, task: Task, what: str) -> None:
-    """All at once and before the first cell, since every cell would fail or mislead."""
+    """Checked before the first cell, since every cell would fail or mislead."""
     _demand_shape(batch["x"], task, what)
-    for name, held in task.fields.items():
-        if held.classes is not None and name in batch and not batch[name].is_floating_point():
+    for name, classes in ((name, each.classes) for name, each in task.fields.items()):
+        if classes is not None and name in batch and not batch[name].is_floating_point():
             least, most = int(batch[name].min()), int(batch[name].max())
-            if least < 0 or most >= held.classes:
-                raise AuditError(f"{what}: {name} runs from {least} to {most}; the task has {held.classes} classes.")
+            if least < 0 or most >= classes:
+                raise AuditError(f"{what}: {name} runs from {least} to {most}; the task has {classes} classes.")
     unit = task.fields["x"].unit(batch["x"])
     low, high = float(unit.min()), float(unit.max())
     if not (low > -1e-3 and high < 1 + 1e-3):
         raise AuditError(
             f"{what} leaves the bounds of the task: in units of those bounds it runs from {low:.3g} to {high:.3g}. "
-            "Tell Task.supervised the mean, std and bounds of the client's input pipeline, or give Images in [0, 1]."
+            "Give Task.supervised the mean, std and bounds of the client's input pipeline, or give Images in [0, 1]."
         )
 
 
@@ -168,15 +167,15 @@ def _demand_range(batch: Batch, task: Task, what: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Victims:
-    """What one cell attacks: the observations of its targets, those of unrelated clients, and the truth beside them."""
+    """What one cell attacks: observations of its targets and of unrelated clients, and the truth about them."""
 
     seen: Sequence[Observation | Track]
     unrelated: Sequence[Observation | Track]
     truth: Batch  # (targets, examples, ...); for metrics only
-    others: Batch = field(default_factory=dict)  # the same of the unrelated clients
+    others: Batch = field(default_factory=dict)  # the truth of the unrelated clients
 
     def given(self, names: Iterable[str]) -> Batch:
-        """These fields of all clients, for a threat model that grants them: (targets and unrelated, examples, ...)."""
+        """The fields that a threat model grants, for all clients: (targets and unrelated, examples, ...)."""
         missing = [name for name in names if name not in self.truth]
         if missing:
             raise AuditError(
@@ -194,8 +193,8 @@ class PrivateSide:
     targets: int
     unrelated: int
     given_gallery: Stored | Read | None = None
-    trained: Checkpoints | None = None  # weights of later rounds come from there; None: from a training of our own
-    engine: Engine | None = None  # that training's
+    trained: Checkpoints | None = None  # where weights of later rounds come from; None: from a training here
+    engine: Engine | None = None  # of the training here
     _trained: dict[Any, dict[int, Snapshot]] = field(default_factory=dict)
     _signals: dict[Any, float] = field(default_factory=dict)
     _random: dict[Any, bool] = field(default_factory=dict)
@@ -207,8 +206,8 @@ class PrivateSide:
     def truth(self, federation: Federation) -> Batch:
         """The batches of all targets, (targets, examples, ...).
 
-        With them the fields that a client draws, where it draws them once: these are sealed here, for the scorer, and
-        the client uses them. Of a client with several steps, which draws anew in each, nobody keeps them.
+        They include the fields that a client draws, if it draws them once: drawn here, used by the client, and kept
+        for the scores. A client with several steps draws anew in each, and nobody keeps those.
         """
         _size(federation)
         rows = torch.stack([federation.target(self.data, index).rows for index in range(self.targets)])
@@ -232,22 +231,22 @@ class PrivateSide:
         return rows[torch.randperm(len(rows), generator=_generator("rest"))]
 
     def gallery(self, federations: Iterable[Federation]) -> Batch:
-        """Real images that are not the clients', for re-identification: those given, else the rest of the data."""
+        """Real images that are not the clients', for re-identification: the given ones, else the rest of the data."""
         federations = list(federations)
         truths = [self.truth(federation) for federation in federations]
         if self.given_gallery is not None:
-            held = self.given_gallery.batch(torch.arange(len(self.given_gallery)))
+            batch = self.given_gallery.batch(torch.arange(len(self.given_gallery)))
         else:
-            held = self.data.batch(rows) if len(rows := self.rest(federations)[:GALLERY]) else {}
-        if not held:
+            batch = self.data.batch(rows) if len(rows := self.rest(federations)[:GALLERY]) else {}
+        if not batch:
             raise AuditError(
-                f"All {len(self.data)} examples are targets, so none is left to look reconstructions up among. Pass "
-                "gallery= (real images that are not the clients'), or fewer targets."
+                f"All {len(self.data)} examples are targets, so none is left for the gallery. Pass gallery= (real "
+                "images that are not the clients'), or fewer targets."
             )
-        _demand_range({"x": held["x"]}, self.task, "gallery")
+        _demand_range({"x": batch["x"]}, self.task, "gallery")
         for federation, truth in zip(federations, truths, strict=True):
-            self._unrelated(federation, truth)  # so that all that is wrong with the data is said before the first cell
-        return held
+            self._unrelated(federation, truth)  # so that errors in the data come before the first cell
+        return batch
 
     def victims(
         self,
@@ -258,21 +257,21 @@ class PrivateSide:
         seed: int,
         repeats: int = 1,
     ) -> Victims:
-        """Let every target upload once, or several times. Keys name client, round and target, and say nothing more."""
+        """Let every target upload once, or `repeats` times. Keys name client, round and target, nothing else."""
         snapshot = self._snapshots(federation, defence, rounds)[round]
         task, truth = with_buffers(self.task, snapshot.buffers), self.truth(federation)
-        # All uploads follow the recipe of the attacked round, which is the one that the attacker knows.
+        # All uploads follow the recipe of the attacked round: the attacker knows that one.
         federation = replace(federation, training=federation.training_at(round), averaging=None)
 
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
-            """The first is what a single attacked round would be; the others draw noise of their own."""
+            """Number 0 is the upload of a single attacked round; the others draw noise of their own."""
             own = f"{key}/again{number}" if number else key
             sent, when, remembered = snapshot.weights, round + number, Remembered(memory, dict(snapshot.server))
             return federation.observe(task, batch, sent, defence, key=own, round=when, seed=seed, remembered=remembered)
 
         def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:
-            seen = [once(batch, key, memory, number) for number in range(repeats)]
-            return seen[0] if repeats == 1 else Track(tuple(seen))
+            uploads = [once(batch, key, memory, number) for number in range(repeats)]
+            return uploads[0] if repeats == 1 else Track(tuple(uploads))
 
         owners = [federation.target(self.data, index).client for index in range(self.targets)]
         seen = [
@@ -288,7 +287,7 @@ class PrivateSide:
         return Victims(seen, blind, truth, stack(others) if others else {})
 
     def random(self, federation: Federation, defence: Defence) -> bool:
-        """Does the defence make another upload of the same examples every time? One plain step: no shuffle differs."""
+        """Does the defence upload something else for the same examples each time? One plain step, without a shuffle."""
         key = digest([federation, defence])
         if key not in self._random:
             plain = replace(federation, training=LocalTraining(lr=federation.training.lr))
@@ -301,11 +300,7 @@ class PrivateSide:
         return self._random[key]
 
     def try_out(self, federation: Federation, defence: Defence) -> None:
-        """One upload, thrown away: what a defence asks of model and recipe is known before the first cell."""
-        if isinstance(defence, SharedDraws):
-            raise AuditError(
-                "It only says who draws steps and noise; an attacker that knows them is Audit(given=('t', 'noise'))."
-            )
+        """Make one upload and drop it, so that a defence that does not fit model or recipe fails before any cell."""
         defence.demand(self.task, {"load": load})
         batch = {name: value[0] for name, value in self.truth(federation).items()}
         federation.observe(self.task, batch, self.task.weights(), defence, key="trial", round=0, seed=0)
@@ -315,37 +310,34 @@ class PrivateSide:
     def guarantee(
         self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...], repeats: int = 1
     ) -> Guarantee:
-        """Of a client that takes part up to the attacked round or, where there is a training, in all of its rounds.
+        """The guarantee for a client that takes part up to the attacked round or, with a training, in all its rounds.
 
-        `repeats`: as often as the attacker has seen it, at the attacked round.
+        `repeats`: how often the attacker saw the client at the attacked round.
         """
-        own = self.trained
-        releases = (
-            round + repeats
-            if own is None
-            else max(self._rounds_trained, round + repeats, *(number + 1 for number in rounds))
-        )
+        trained, releases = self.trained, round + repeats
+        if trained is not None:
+            releases = max(self._rounds_trained, releases, *(number + 1 for number in rounds))
         signal = self._signal(federation, defence, round, rounds)
         proved = defence.guarantee(replace(federation.exposure(releases, self.data), signal=signal))
-        if own is None or proved.epsilon is None or own.settings["fingerprint"]["defence"] == digest(defence):
+        if trained is None or proved.epsilon is None or trained.settings["fingerprint"]["defence"] == digest(defence):
             return proved
         without = "the weights come from a training without it: holds for one that uses it in every round"
         return replace(proved, caveats=(*proved.caveats, without))
 
     def utility(self, round: int) -> Trained | None:
-        """How good the attacked model is, where its training says so."""
+        """How good the attacked model is; None without a training."""
         if self.trained is None:
             return None
-        tested = next((row for row in self.trained.metrics if row.get("round") == round), {})
-        held = {name: tested.get(name) for name in ("test_loss", "test_accuracy")}
-        return Trained(self._rounds_trained, str(self.trained.settings.get("defence", "none")), **held)
+        row = next((row for row in self.trained.metrics if row.get("round") == round), {})
+        tested = {name: row.get(name) for name in ("test_loss", "test_accuracy")}
+        return Trained(self._rounds_trained, str(self.trained.settings.get("defence", "none")), **tested)
 
     @cached_property
     def _rounds_trained(self) -> int:
         return 0 if self.trained is None else self.trained.done
 
     def _signal(self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...]) -> float:
-        """Root mean square of the coordinates of undefended updates, from the weights that the defended clients get."""
+        """Root mean square of the entries of undefended updates, from the weights that the defended clients get."""
         key = digest([federation, defence, round, rounds])
         if key not in self._signals:
             sent = self._snapshots(federation, defence, rounds)[round]
@@ -363,23 +355,21 @@ class PrivateSide:
         self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]
     ) -> dict[int, Snapshot]:
         if self.trained is not None:
-            own, weights = self.trained, self.task.weights()
-            found = {number: own.at(number) for number in rounds}
-            like = next(iter(weights.values()))
+            like = next(iter(self.task.weights().values()))
 
             def placed(part: Any) -> Any:
                 return tree.to(part, like.device, like.dtype)
 
-            return {number: Snapshot(*map(placed, sent)) for number, sent in found.items()}
+            return {number: Snapshot(*map(placed, self.trained.at(number))) for number in rounds}
         key = digest([federation, defence, rounds])
         if key not in self._trained:
-            # On a copy: the clients' passes leave nothing in the task that attacks are given.
+            # On a copy: the clients' passes leave nothing in the task that attacks get.
             task = self.task.copied()
             self._trained[key] = federation.weights_at(task, self.data, rounds, defence, self.engine)
         return self._trained[key]
 
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
-        """Batches of images that are nobody's target, so what an attack makes of them owes nothing to the targets."""
+        """Batches of images that are nobody's target: reconstructions from them owe nothing to the targets."""
         if not self.unrelated:
             return []
         size, pool = _size(federation), self._pool(federation, truth)
@@ -397,7 +387,7 @@ class PrivateSide:
         named = set(self.task.fields) - self.task.drawn
         if len(rows) >= size or self.given_gallery is None or not named <= {"x", "y"}:
             return Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
-        # All data are targets: use the gallery, less copies of them. Its labels may be of other classes, so draw some.
+        # All data are targets: use the gallery without copies of them. Its classes may differ, so draw labels.
         x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
         x = x[pairwise_mse(x, truth["x"].flatten(0, 1)).amin(1) > EXACT]
         if "y" not in named:

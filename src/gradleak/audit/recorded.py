@@ -1,8 +1,8 @@
-"""An audit of what was recorded: observations of a real training (`flower.Tap`, `Observation.save`, adapters).
+"""An audit of recorded observations of a real training (`flower.Tap`, `Observation.save`, adapters).
 
-With the examples that some clients trained on, because those are the auditor's own (canaries), the same rows, table,
-verdict and report as any audit: `RecordedAudit`. Without, `blind`: objective, certificate, checks, inferred labels and
-pictures. Nobody can tell then how close a reconstruction is, so nothing there says that a client is safe.
+If the auditor has the examples that some clients trained on (canaries), `RecordedAudit` gives the same rows, table,
+verdict and report as any audit. Without them, `blind` gives objective, certificate, checks, inferred labels and
+pictures. Nobody knows then how close a reconstruction is, so none of it says that a client is safe.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torch import Tensor
 from gradleak.adapters import fitted, read_npz
 from gradleak.attack import require
 from gradleak.attack.checks import observation_checks
-from gradleak.audit import Audit
-from gradleak.audit.cells import Cell, forms_of, named_attacks, named_defences
+from gradleak.audit.cells import FORMS, Cell, forms_of, named_attacks, named_defences
+from gradleak.audit.grid import Audit
 from gradleak.audit.private import AuditError, PrivateSide, Victims, examples_of
 from gradleak.core.configuration import digest
+from gradleak.core.files import finite
 from gradleak.core.folder import replace_whole
 from gradleak.core.listeners import Silent
 from gradleak.engine import Engine
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from gradleak.core.listeners import Progress
     from gradleak.scenario.client import LocalTraining
 
-SAME = 1e-4  # relative error of a replay that is rounding: of a client that computes in float32
-NEARLY = 0.1  # up to here noise or augmentation may be all that is not known
-SHUFFLED = 0.5  # the same where a client shuffles its examples into batches: another order is another update
+SAME = 1e-4  # relative error of a replay that is rounding, for a client that computes in float32
+NEARLY = 0.1  # up to here unknown noise or augmentation may explain the error
+SHUFFLED = 0.5  # the same if a client shuffles its examples into batches: another order is another update
 SUFFIXES = (".safetensors", ".npz")
 
 
@@ -50,7 +51,7 @@ SUFFIXES = (".safetensors", ".npz")
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """One observation, under the name of its file, and what the client trained on, where that is known."""
+    """One observation under the name of its file, and the examples behind it, if known."""
 
     name: str
     seen: Observation
@@ -60,28 +61,28 @@ class Recorded:
 def read(
     folder: str | os.PathLike[str], task: Task, truth: str | os.PathLike[str] | None = None, rounds: Iterable[int] = ()
 ) -> list[Recorded]:
-    """All observations of a folder (or one file), sorted as the task has its tensors; of these rounds, or of all.
+    """All observations of a folder (or one file), named as the task names its tensors; of these rounds, or of all.
 
     `truth`: a folder with files of the same names (.safetensors or .npz) that hold the fields of the task, in
     model-input space. An observation without such a file has no truth.
     """
-    home, wanted = Path(folder), set(rounds)
+    home, chosen = Path(folder), set(rounds)
     paths = [home] if home.is_file() else sorted(home.glob("*.safetensors"))
     if not paths:
         raise AuditError(f"{home} holds no observations: there is no *.safetensors in it.")
     if truth is not None and not Path(truth).is_dir():
         raise AuditError(f"There is no folder {truth} with the examples of the clients.")
-    found: list[Recorded] = []
+    recorded: list[Recorded] = []
     for path in paths:
         seen = fitted(Observation.load(path), task)
-        if wanted and seen.round not in wanted:
+        if chosen and seen.round not in chosen:
             continue
-        seen = replace(seen, key=path.stem)  # of a file system that holds one of each: keys name one target
+        seen = replace(seen, key=path.stem)  # a file name is unique, and so must a key be
         batch = None if truth is None else _truth(Path(truth), path.stem, seen, task)
-        found.append(Recorded(path.stem, seen, batch))
-    if not found:
-        raise AuditError(f"{home} holds {len(paths)} observations, none of them of round {sorted(wanted)}.")
-    return found
+        recorded.append(Recorded(path.stem, seen, batch))
+    if not recorded:
+        raise AuditError(f"{home} holds {len(paths)} observations, none of them of round {sorted(chosen)}.")
+    return recorded
 
 
 def _truth(folder: Path, stem: str, seen: Observation, task: Task) -> Batch | None:
@@ -115,13 +116,13 @@ def _tensors(path: Path) -> Batch:
 
 
 def privacy_of(folder: str | os.PathLike[str]) -> list[str]:
-    """What the recording says of the privacy wrappers of its strategy, in words; nothing: there were none."""
+    """What the recording says of the privacy wrappers of its strategy; empty if there were none."""
     path = Path(folder) / "recording.json"
     if not path.is_file():
         return []
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        return [f"{one['wrapper']}: {one['says']}. {one['guarantee']['text']}" for one in held["privacy"]]
+        recording = json.loads(path.read_text(encoding="utf-8"))
+        return [f"{one['wrapper']}: {one['says']}. {one['guarantee']['text']}" for one in recording["privacy"]]
     except (ValueError, KeyError, TypeError) as problem:
         raise AuditError(f"{path} is not a recording's description: {problem}.") from None
 
@@ -132,7 +133,7 @@ def privacy_of(folder: str | os.PathLike[str]) -> list[str]:
 def replays(
     task: Task, recorded: Sequence[Recorded], training: LocalTraining, defence: Defence | None = None
 ) -> dict[str, ReplayError]:
-    """Of every observation whose examples are known: what a replay of the recipe leaves unexplained."""
+    """What a replay of the recipe leaves unexplained, for every observation whose examples are known."""
     return {
         one.name: replay_error(task, one.seen, one.truth, training, defence=defence)
         for one in recorded
@@ -141,20 +142,20 @@ def replays(
 
 
 def reproduced(error: ReplayError, seen: Observation, training: LocalTraining) -> str:
-    """ "yes" to rounding; "nearly" where the order of batches, noise or augmentation may be all that is not known."""
+    """ "yes" up to rounding; "nearly" if an unknown order of batches, noise or augmentation may explain the rest."""
     if error.relative <= max(SAME, 10 * rounding_of(seen).residual):
         return "yes"
     shuffled = any(rows is not None for rows in training.order(seen.num_examples))
     return "nearly" if error.relative <= (SHUFFLED if shuffled else NEARLY) else "no"
 
 
-def told(errors: Mapping[str, ReplayError], recorded: Sequence[Recorded], training: LocalTraining) -> str:
-    """The replay check in a few words, with what to do where it fails."""
+def replay_text(errors: Mapping[str, ReplayError], recorded: Sequence[Recorded], training: LocalTraining) -> str:
+    """The replay check in words, with what to do if it fails."""
     if not errors:
         return "Replay check: no examples are known, so the recipe was not replayed."
-    seen = {one.name: one.seen for one in recorded}
-    words = {name: reproduced(error, seen[name], training) for name, error in errors.items()}
-    yes, no = (sum(word == wanted for word in words.values()) for wanted in ("yes", "no"))
+    observations = {one.name: one.seen for one in recorded}
+    words = [reproduced(error, observations[name], training) for name, error in errors.items()]
+    yes, no = words.count("yes"), words.count("no")
     worst = max(errors, key=lambda name: errors[name].relative)
     lines = [f"Replay check: the stated recipe reproduces {yes} of {len(words)} updates; worst: {errors[worst]}."]
     if no:
@@ -163,11 +164,11 @@ def told(errors: Mapping[str, ReplayError], recorded: Sequence[Recorded], traini
             abs(errors[worst].cosine) > 0.99 and not 0.9 < scale < 1.1
         )
         lines.append(
-            f"{no} are not reproduced ({worst} worst): recipe, defence or examples are not what was stated, and "
-            f"attacks that rely on them will fall short.{hint}"
+            f"{no} are not reproduced ({worst} worst): recipe, defence or examples are not as stated, and attacks that "
+            f"rely on them will fall short.{hint}"
         )
     elif yes < len(words):
-        lines.append("The rest nearly: the order of batches, noise, dropout or augmentation is the client's own.")
+        lines.append("The rest nearly: only the client knows the order of batches, noise, dropout or augmentation.")
     return " ".join(lines)
 
 
@@ -188,14 +189,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class RecordedClients(Federation):
-    """The clients of one group: recorded in one round, with equally many examples. `group` names it."""
+    """The clients of one group: recorded in one round, with the same number of examples. `group` is its name."""
 
     group: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedSide(PrivateSide):
-    """The private side where clients have uploaded already: what is simulated here is the control and the baseline."""
+    """The private side of clients that have uploaded already: it simulates only the control and the baseline."""
 
     groups: Mapping[str, Sequence[Recorded]] = field(default_factory=dict)
 
@@ -206,8 +207,8 @@ class RecordedSide(PrivateSide):
         if not isinstance(federation, RecordedClients):
             return super().truth(federation)
         like = next(iter(self.task.weights().values()))
-        held = [examples_of(one.truth, self.task, one.name) for one in self.groups[federation.group]]
-        batches = [each.batch(torch.arange(len(each))) for each in held]
+        examples = [examples_of(one.truth, self.task, one.name) for one in self.groups[federation.group]]
+        batches = [each.batch(torch.arange(len(each))) for each in examples]
         return stack([{name: value.to(like.device) for name, value in batch.items()} for batch in batches])
 
     def rest(self, federations: Iterable[Federation]) -> Tensor:
@@ -238,20 +239,20 @@ class RecordedSide(PrivateSide):
     def guarantee(
         self, federation: Federation, defence: Defence, round: int, rounds: tuple[int, ...], repeats: int = 1
     ) -> Guarantee:
-        """Of one client in as many rounds as Flower counts up to the recorded one; how it was sampled is not known."""
+        """The guarantee for a client in all rounds up to the recorded one; its sampling is unknown."""
         proved = defence.guarantee(
             Exposure(rounds=max(1, round), examples=federation.examples or 1, training=federation.training)
         )
-        said = "stated by the auditor: whether the clients used it cannot be seen in a recording"
-        return proved if proved.epsilon is None else replace(proved, caveats=(*proved.caveats, said))
+        stated = "stated by the auditor: whether the clients used it cannot be seen in a recording"
+        return proved if proved.epsilon is None else replace(proved, caveats=(*proved.caveats, stated))
 
     def _snapshots(
         self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]
     ) -> dict[int, Snapshot]:
         if not isinstance(federation, RecordedClients):
             return super()._snapshots(federation, defence, rounds)
-        seen = [one.seen for one in self.groups[federation.group]]
-        return {one.round: Snapshot(one.weights, one.buffers or {}) for one in seen}
+        observations = [one.seen for one in self.groups[federation.group]]
+        return {one.round: Snapshot(one.weights, one.buffers or {}) for one in observations}
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,14 +274,13 @@ class RecordedAudit(Audit):
         gallery: Any,
         *,
         defence: str | Defence | None = None,
-        seeds: Sequence[int] = (0,),
         engine: Engine | None = None,
-        given: Sequence[str] = (),
         unrelated: int = 2,
-        origin: Mapping[str, str] | None = None,
     ) -> RecordedAudit:
-        """training   the recipe that the clients followed, as far as is known
-        gallery    real images that are no client's: reconstructions are looked up among them, the baseline uses them
+        """The audit of the observations whose examples are known; `dataclasses.replace` sets what is not named here.
+
+        training   the recipe that the clients followed, as far as is known
+        gallery    real images that are no client's, for re-identification and for the baseline
         defence    that the clients used
         """
         known = [one for one in recorded if one.truth is not None]
@@ -288,7 +288,7 @@ class RecordedAudit(Audit):
             raise AuditError("None of the observations has its examples beside it: name files as the observations are.")
         names = [name for name in task.fields if name not in task.drawn]
         data = {name: torch.cat([one.truth[name] for one in known if one.truth is not None]) for name in names}
-        [(_, made)] = named_defences([defence])
+        [(_, known_defence)] = named_defences([defence])
         groups = _grouped(known)
         return RecordedAudit(
             task,
@@ -298,15 +298,13 @@ class RecordedAudit(Audit):
             federation=Federation(training=training, examples=1),
             rounds=tuple(sorted({one.seen.round for one in known})),
             targets=max(map(len, groups.values())),
-            seeds=tuple(seeds),
-            knowledge=("naive", "masked", "adaptive"),
+            knowledge=FORMS[:-1],  # each client was recorded once, so nothing can be averaged
             repeats=1,
             engine=engine or Engine(),
             gallery=gallery,
-            analyses=(Replay(training, made),),
+            analyses=(Replay(training, known_defence),),
             unrelated=unrelated,
-            given=tuple(given),
-            origin={"observations": "given in Python", **(origin or {})},
+            origin={"observations": "given in Python"},
             recorded=tuple(known),
         )
 
@@ -316,21 +314,21 @@ class RecordedAudit(Audit):
         grid = [
             self._keyed(
                 Cell(
-                    *(attack, defence, form, held[0].seen.round, seed, self._clients(name, held), called, against),
+                    *(attack, defence, form, group[0].seen.round, seed, self._clients(key, group), name, against),
                     given=tuple(self.given),
                     generator=self.generator,
                 )
             )
             for form in forms_of(defence, self.knowledge)
-            for called, attack in named_attacks(self.attacks)
-            for name, held in _grouped(self.recorded).items()
+            for name, attack in named_attacks(self.attacks)
+            for key, group in _grouped(self.recorded).items()
             for seed in dict.fromkeys(self.seeds)
         ]
         return list({cell.key: cell for cell in (replace(control, control=True), *grid)}.values())
 
-    def _clients(self, name: str, held: Sequence[Recorded]) -> RecordedClients:
+    def _clients(self, key: str, group: Sequence[Recorded]) -> RecordedClients:
         return RecordedClients(
-            training=self.federation.training, examples=held[0].seen.num_examples, wire="weights", group=name
+            training=self.federation.training, examples=group[0].seen.num_examples, wire="weights", group=key
         )
 
     def _more_fingerprints(self) -> dict[str, str]:
@@ -354,15 +352,15 @@ def _content(seen: Observation) -> list[Any]:
 # --- without the truth ------------------------------------------------------------------------------------------------
 
 DETERMINED, EXPLAINED, PARTLY, INCONCLUSIVE = "determined", "explained", "in part", "inconclusive"
-LEFT = 1e-2  # of the match at the start: where no recipe can be replayed, an update of which less is left is explained
+LEFT = 1e-2  # share of the match at the start; below, an update whose recipe cannot be replayed counts as explained
 MEANING = {
-    DETERMINED: "no other examples near those that were found explain the update",
-    EXPLAINED: "the examples that were found explain the update; others may do so too",
-    PARTLY: "the examples that were found explain some of the update; more steps or another attack may do better",
-    INCONCLUSIVE: "the attack did not get there, which says nothing about the client's safety",
+    DETERMINED: "no other examples near the reconstruction explain the update",
+    EXPLAINED: "the reconstruction explains the update; other examples may do so too",
+    PARTLY: "the reconstruction explains part of the update; more steps or another attack may do better",
+    INCONCLUSIVE: "the attack did not converge, which says nothing about the client's safety",
 }
 
-UNKNOWN = "How close the pictures are cannot be told without the examples; nothing here says that a client is safe."
+UNKNOWN = "Without the examples nobody knows how close the pictures are; nothing here says that a client is safe."
 
 
 def blind(
@@ -376,34 +374,36 @@ def blind(
     engine: Engine | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Attack all observations with all attacks, without any truth; what was found goes into `out`, and is returned.
+    """Attack all observations with all attacks, without any truth; write the findings into `out` and return them.
 
     findings.jsonl has one line per attack and observation: `word` (determined, explained, in part or inconclusive),
-    objective, match, labels, checks, certificate and, where the recipe is known, how well it reproduces the update on
-    what was found. ATTACK/reconstruction.png shows it. Attacks that the folder holds already are not run again.
+    objective, match, labels, checks, certificate and, if the recipe is known, how well it reproduces the update from
+    the reconstruction. ATTACK/reconstruction.png shows it. Attacks that the folder already holds do not run again.
     """
-    from gradleak.attack import output as reconstruction
+    from gradleak.attack.output import write  # it draws pictures, which need Pillow
 
-    home, shown = Path(out), progress or Silent()
+    home, progress = Path(out), progress or Silent()
     home.mkdir(parents=True, exist_ok=True)
-    seen, methods = [one.seen for one in recorded], named_attacks(attacks)
+    observations, methods = [one.seen for one in recorded], named_attacks(attacks)
     for _, attack in methods:
         require(attack, knows)
-    setting = digest([[_content(one) for one in seen], digest(task), knows.training, knows.defence, seed])
-    kept = _findings(home / "findings.jsonl")
-    shown.start(len(methods))
+    setting = digest([[_content(one) for one in observations], digest(task), knows.training, knows.defence, seed])
+    findings = _findings(home / "findings.jsonl")
+    progress.start(len(methods))
     for index, (name, attack) in enumerate(methods):
         key = digest([setting, attack])
-        if not any(row["run"] == key for row in kept):
-            shown.cell(name, index)
-            found = attack.run(task, seen, knows, seed=seed, engine=engine, progress=shown.share)
-            written = reconstruction.write(found, home / name.replace(":", "-").replace(",", "-").replace("/", "-"))
-            rows = [_finding(task, name, key, recorded[i], found, i, knows) for i in range(len(recorded))]
-            kept += [{**row, "files": [str(path.relative_to(home)) for path in written]} for row in rows]
-            replace_whole(home / "findings.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in kept))
-        shown.finished(name, [{"status": "done"} for _ in seen])
-    wanted = {digest([setting, attack]) for _, attack in methods}
-    return [row for row in kept if row["run"] in wanted]
+        if not any(row["run"] == key for row in findings):
+            progress.cell(name, index)
+            result = attack.run(task, observations, knows, seed=seed, engine=engine, progress=progress.share)
+            written = write(result, home / name.replace(":", "-").replace(",", "-").replace("/", "-"))
+            files = [str(path.relative_to(home)) for path in written]
+            for target, one in enumerate(recorded):
+                identity = {"run": key, "attack": name}
+                findings.append({**identity, **_finding(task, one, result, target, knows), "files": files})
+            replace_whole(home / "findings.jsonl", b"".join(json.dumps(row).encode() + b"\n" for row in findings))
+        progress.finished(name, [{"status": "done"} for _ in observations])
+    keys = {digest([setting, attack]) for _, attack in methods}
+    return [row for row in findings if row["run"] in keys]
 
 
 def _findings(path: Path) -> list[dict[str, Any]]:
@@ -415,37 +415,33 @@ def _findings(path: Path) -> list[dict[str, Any]]:
         raise AuditError(f"{path} cannot be read ({problem}): choose another folder.") from None
 
 
-def _finding(
-    task: Task, attack: str, key: str, one: Recorded, found: Reconstruction, target: int, knows: Knowledge
-) -> dict[str, Any]:
+def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, knows: Knowledge) -> dict[str, Any]:
+    """What an attack found out about one observation."""
     from gradleak.attack.output import inferred
-    from gradleak.core.files import finite
 
-    restart = int(found.chosen[target])
-    certificate = None if found.certificates is None else found.certificates[target].record()
-    checks = [*observation_checks(one.seen, task), *found.checks.of(target)]
-    converged = found.checks.converged[target] and not any(check.severity == "error" for check in checks)
+    restart = int(result.chosen[target])
+    certificate = None if result.certificates is None else result.certificates[target].record()
+    checks = [*observation_checks(one.seen, task), *result.checks.of(target)]
+    converged = result.checks.converged[target] and not any(check.severity == "error" for check in checks)
     certified = certificate is not None and certificate["verdict"] == "determined"
     replay: dict[str, float] | None = None
     if knows.training is not None and not task.drawn:
-        error = replay_error(task, one.seen, found.target(target), knows.training, defence=knows.defence)
+        error = replay_error(task, one.seen, result.target(target), knows.training, defence=knows.defence)
         replay = {"error": error.relative, "cosine": error.cosine}
-    curve = found.trace["match"][:, target, restart]
+    curve = result.trace["match"][:, target, restart]
     start = float(curve[0]) if len(curve) else 0.0
-    small = float(found.match[target, restart]) <= LEFT * start if replay is None else replay["error"] <= NEARLY
+    small = float(result.match[target, restart]) <= LEFT * start if replay is None else replay["error"] <= NEARLY
     fit = EXPLAINED if small else PARTLY
     return finite(
         {
-            "run": key,
-            "attack": attack,
             "observation": one.name,
             "round": one.seen.round,
             "clients": one.seen.clients,
             "num_examples": one.seen.num_examples,
             "word": DETERMINED if certified else fit if converged else INCONCLUSIVE,
-            "objective": float(found.objective[target, restart]),
-            "match": float(found.match[target, restart]),
-            "labels": inferred(found, target),
+            "objective": float(result.objective[target, restart]),
+            "match": float(result.match[target, restart]),
+            "labels": inferred(result, target),
             "certificate": certificate,
             "checks": [{key: value for key, value in asdict(check).items() if key != "target"} for check in checks],
             "replay": replay,
@@ -454,12 +450,12 @@ def _finding(
 
 
 def summary(findings: Sequence[Mapping[str, Any]]) -> str:
-    """The findings as a table for people, and what their words mean."""
+    """The findings as a table, and what their words mean."""
     wide = max([len(row["observation"]) for row in findings] + [11])
     method = max([len(row["attack"]) for row in findings] + [6])
     lines = [f"{'observation':{wide}}  {'attack':{method}}  {'finding':12}  {'match':>9}  {'replay':>9}  labels"]
     for row in findings:
-        labels = " ".join(f"{name}={','.join(map(str, held))}" for name, held in row["labels"].items())
+        labels = " ".join(f"{name}={','.join(map(str, values))}" for name, values in row["labels"].items())
         match, replay = (_short(value) for value in (row["match"], (row["replay"] or {}).get("error")))
         who = f"{row['observation']:{wide}}  {row['attack']:{method}}"
         lines.append(f"{who}  {row['word']:12}  {match:>9}  {replay:>9}  {labels}")

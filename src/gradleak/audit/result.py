@@ -1,9 +1,9 @@
-"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; schema.py says what a row is.
+"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; rows.py says what a row is.
 
     result = AuditResult.load("runs/first")
     print(result.table()); print(result.verdict)
 
-A result in a folder holds the private images beside what was made of them: treat the folder as the data itself.
+A folder holds the private images beside their reconstructions: treat it as the data itself.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradleak.audit.assumptions import Assumption, ledger_of
 from gradleak.audit.comparison import Change, Comparison
-from gradleak.audit.headline import Headline, headlines_of
-from gradleak.audit.junit import junit_of
-from gradleak.audit.ledger import Assumption, ledger_of
-from gradleak.audit.notebook import shown
+from gradleak.audit.formats import FORMATS, junit_of, notebook_of
+from gradleak.audit.intervals import Rate
 from gradleak.audit.scoring import scores_of
 from gradleak.audit.store import Arrays, Folder, Memory, Store
-from gradleak.audit.summary import Rate, Summary, summaries_of
-from gradleak.audit.tables import FORMATS
-from gradleak.audit.verdict import TRIAL, Control, Verdict, card_of, control_of, overall, verdict_on
+from gradleak.audit.summary import Summary, summaries_of
+from gradleak.audit.verdict import (
+    TRIAL,
+    Control,
+    Headline,
+    Verdict,
+    card_of,
+    control_of,
+    headlines_of,
+    overall,
+    verdict_on,
+)
 from gradleak.core import registry
 from gradleak.core.configuration import from_toml
 from gradleak.core.files import BadRun, Row, read_object
@@ -38,19 +46,8 @@ if TYPE_CHECKING:
     from gradleak.curvature.result import StudyResult
     from gradleak.metrics.perceptual import LPIPS
 
-__all__ = [
-    "Assumption",
-    "AuditResult",
-    "BadRun",
-    "Change",
-    "Comparison",
-    "Control",
-    "Headline",
-    "Rate",
-    "Row",
-    "Summary",
-    "Verdict",
-]
+__all__ = ["Assumption", "AuditResult", "BadRun", "Change", "Comparison", "Control", "Headline", "Rate", "Row"]
+__all__ += ["Summary", "Verdict"]
 
 
 registry.add_home("report", "gradleak.report")  # a layer above this one
@@ -58,7 +55,7 @@ registry.add_home("report", "gradleak.report")  # a layer above this one
 
 @dataclass(frozen=True, eq=False)
 class AuditResult:
-    """Rows and arrays of a run, finished or not. `settings` is what run.toml holds, `environment` environment.json."""
+    """Rows and arrays of a run, finished or not. `settings`: from run.toml, `environment`: from environment.json."""
 
     rows: list[Row]
     settings: dict[str, Any]
@@ -68,7 +65,7 @@ class AuditResult:
 
     @staticmethod
     def load(folder: str | Path) -> AuditResult:
-        """Read and check a folder that `Audit.run` wrote. Every defect is one BadRun that says where it is."""
+        """Read and check a folder that `Audit.run` wrote. A defect raises BadRun, which says where it is."""
         folder = Path(folder)
         path = folder / "run.toml"
         try:
@@ -98,17 +95,17 @@ class AuditResult:
         """One per line of the table."""
         return summaries_of(self.rows)
 
-    @property
+    @cached_property
     def headlines(self) -> list[Headline]:
-        """One per defence, round and batch size: its three attackers, the undefended reference, what it proves."""
+        """One per defence, round and batch size: its attackers, the undefended reference, what it proves."""
         return headlines_of(self.summaries)
 
-    @property
+    @cached_property
     def positive_control(self) -> Control:
         """Did the first attack recover an undefended example? If not, the run is void."""
         return control_of(self.rows, self.settings["plan"]["control"])
 
-    @property
+    @cached_property
     def verdicts(self) -> dict[str, Verdict]:
         """By the name of the defence; "none" is the undefended client."""
         planned = self.settings["plan"]["defences"]
@@ -117,25 +114,25 @@ class AuditResult:
             for name in dict.fromkeys(planned)
         }
 
-    @property
+    @cached_property
     def verdict(self) -> Verdict:
-        """The headline, by the rule of verdict.py; first of all, what keeps it from counting."""
-        found, total = overall(self.verdicts, self.positive_control), len(set(self.settings["plan"]["cells"]))
+        """The headline, by the rule of verdict.py; its paragraph starts with the caveats."""
+        whole, total = overall(self.verdicts, self.positive_control), len(set(self.settings["plan"]["cells"]))
         run = len({row["cell"] for row in self.rows})
         caveats = [] if self.complete else [f"Incomplete: {run} of {total} cells."]
         caveats += [TRIAL] if self.trial else []
         granted = " and ".join(map(str, self.settings.get("given", ())))
         caveats += [f"The attacker was granted {granted} of every example."] if granted else []
-        return replace(found, paragraph=" ".join([*caveats, found.paragraph]))
+        return replace(whole, paragraph=" ".join([*caveats, whole.paragraph]))
 
-    @property
+    @cached_property
     def ledger(self) -> tuple[Assumption, ...]:
         """What the attacker was assumed to know, capability by capability."""
         return ledger_of(self.settings, [row for row in self.rows if not row["control"]])
 
     @property
     def cards(self) -> list[dict[str, Any]]:
-        """Everything that is said of each line of the table, as JSON holds it."""
+        """Figures and words of each line of the table, as JSON."""
         return [card_of(line, self.positive_control) for line in self.summaries]
 
     def record(self) -> dict[str, Any]:
@@ -183,7 +180,7 @@ class AuditResult:
         return Comparison(self, other)
 
     def junit(self, fail_above: float | None = None, reason: str = "") -> str:
-        """The run as JUnit XML: a test case for each planned cell, and one for the run (see junit.py)."""
+        """The run as JUnit XML: a test case for each planned cell, and one for the run (see formats.py)."""
         return junit_of(self, fail_above, reason)
 
     def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
@@ -200,54 +197,54 @@ class AuditResult:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the verdict and a compact table. It holds no images."""
-        return shown(self)
+        return notebook_of(self)
 
     # --- arrays ----------------------------------------------------------------------------------------------------
 
     def images(self, cell: str) -> dict[str, Tensor]:
         """`true` and `found`, each (targets, examples, C, H, W) in [0, 1], paired as they were scored."""
-        held, rows = self._cell(cell)
+        arrays, rows = self._cell(cell)
         unit = self.fields["x"].unit
-        found = torch.stack([held["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
-        return {"true": to_unit(unit(held["truth/x"].double())), "found": to_unit(unit(found.double()))}
+        found = torch.stack([arrays["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
+        return {"true": to_unit(unit(arrays["truth/x"].double())), "found": to_unit(unit(found.double()))}
 
     def trace(self, cell: str) -> dict[str, Tensor]:
         """`step` (P,), `match` and `objective` (P, targets) of the chosen restarts, along the search."""
-        held, _ = self._cell(cell)
-        return {name: held[f"trace/{name}"] for name in ("step", "match", "objective")}
+        arrays, _ = self._cell(cell)
+        return {name: arrays[f"trace/{name}"] for name in ("step", "match", "objective")}
 
     def rescore(self, *, lpips: LPIPS | None = None) -> AuditResult:
-        """The same reconstructions under the scores of this version; no attack is run and no file is changed."""
+        """The same reconstructions with the scores of this version; no attack runs and no file changes."""
         gallery = _group(self.store.arrays("gallery"), "gallery")
         rows = list(self.failed)
         for cell in dict.fromkeys(row["cell"] for row in self.rows if row["status"] == "done"):
-            held, own = self._cell(cell)
-            found, truth, unrelated = _group(held, "found"), _group(held, "truth"), held.get("unrelated/x")
-            scored = scores_of(found, truth, unrelated, gallery, self.fields, held["diverged"], lpips)
-            rows += [{**row, **new} for row, new in zip(own, scored, strict=True)]
+            arrays, before = self._cell(cell)
+            found, truth, unrelated = _group(arrays, "found"), _group(arrays, "truth"), arrays.get("unrelated/x")
+            scores = scores_of(found, truth, unrelated, gallery, self.fields, arrays["diverged"], lpips)
+            rows += [{**row, **scored} for row, scored in zip(before, scores, strict=True)]
         return replace(self, rows=_in_order(rows, self.settings))
 
     @property
     def fields(self) -> dict[str, Field]:
         """The private fields of the task, as run.toml describes them."""
-        return {name: _field(held) for name, held in self.settings["fields"].items()}
+        return {name: _field(entry) for name, entry in self.settings["fields"].items()}
 
     def _cell(self, cell: str) -> tuple[Arrays, list[Row]]:
         rows = [row for row in self.rows if row["cell"] == cell and row["status"] == "done"]
         if not rows:
             raise BadRun(f"There is no finished cell {cell!r} in this run.")
-        held = self.store.arrays(cell)
-        wanted = (len(rows), rows[0]["examples"], *self.fields["x"].shape)
+        arrays = self.store.arrays(cell)
+        shape = (len(rows), rows[0]["examples"], *self.fields["x"].shape)
         for name in ("found/x", "truth/x"):
-            if name not in held or tuple(held[name].shape) != wanted:
-                raise BadRun(f"The arrays of cell {cell} do not fit its rows: {name} should be {wanted}.")
-        if missing := {"diverged", "trace/step", "trace/match", "trace/objective"} - held.keys():
+            if name not in arrays or tuple(arrays[name].shape) != shape:
+                raise BadRun(f"The arrays of cell {cell} do not fit its rows: {name} should be {shape}.")
+        if missing := {"diverged", "trace/step", "trace/match", "trace/objective"} - arrays.keys():
             raise BadRun(f"The arrays of cell {cell} lack {', '.join(sorted(missing))}.")
-        return held, rows
+        return arrays, rows
 
 
 def _near(folder: Path) -> str:
-    """The runs beside it, where there are some, and what to do."""
+    """The runs beside it, if there are some, and what to do."""
     beside = [path.parent.name for path in folder.absolute().parent.glob("*/run.toml")]
     if not beside:
         return " `gradleak audit -o FOLDER` makes one."
@@ -260,24 +257,24 @@ def _in_order(rows: list[Row], settings: dict[str, Any]) -> list[Row]:
     return sorted(planned, key=lambda row: (place[row["cell"]], row.get("target") or 0))
 
 
-def _group(held: Arrays, group: str) -> Arrays:
-    return {name.partition("/")[2]: value for name, value in held.items() if name.startswith(f"{group}/")}
+def _group(arrays: Arrays, group: str) -> Arrays:
+    return {name.partition("/")[2]: value for name, value in arrays.items() if name.startswith(f"{group}/")}
 
 
-def _field(held: dict[str, Any]) -> Field:
-    low, high = held["bounds"]
-    return Field(tuple(held["shape"]), (low, high), tuple(held["mean"]), tuple(held["std"]), held.get("classes"))
+def _field(entry: dict[str, Any]) -> Field:
+    low, high = entry["bounds"]
+    return Field(tuple(entry["shape"]), (low, high), tuple(entry["mean"]), tuple(entry["std"]), entry.get("classes"))
 
 
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
-    """As far as a result relies on them."""
+    """Check the settings that a result relies on."""
     version = settings.get("version")
     if type(version) is int and version > 1:
-        made = f"gradleak {settings.get('gradleak', 'that is newer')}, which wrote it"
-        raise BadRun(f"{path} has version {version}; this gradleak reads 1. Read it with {made}.")
+        writer = f"gradleak {settings.get('gradleak', 'that is newer')}, which wrote it"
+        raise BadRun(f"{path} has version {version}; this gradleak reads 1. Read it with {writer}.")
     plan = settings.get("plan")
     lists = [plan.get("cells"), plan.get("defences")] if isinstance(plan, dict) else [None]
-    texts = all(isinstance(held, list) and all(isinstance(entry, str) for entry in held) for held in lists)
+    texts = all(isinstance(each, list) and all(isinstance(entry, str) for entry in each) for each in lists)
     if version != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
         raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
     try:

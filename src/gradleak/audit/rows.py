@@ -1,20 +1,33 @@
 """A row: what one cell found out about one target. `rows.jsonl` has one per line; numbers are finite or null.
 
-What each entry is stands in schema.py, and for people in docs/rows.md. Here rows are written, read and checked.
+Here rows are checked when they are read, and `ROW` is their JSON Schema (draft 2020-12), from which docs/rows.md is
+written. Two entries are objects of a class:
+
+guarantee   {"text": as printed, and the fields of `Guarantee`}: an epsilon only if the defence proves one
+trained     {"rounds": of the training so far, "defence": that it ran with, "test_loss", "test_accuracy": of the model
+            that was attacked, null if not measured}
+
+Version. New entries may come within a version: a reader must ignore entries that it does not know. An entry that goes
+away or changes its meaning makes a new version, and a step in `UPGRADES` from the version before.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from gradleak.audit.labels import Trained, guarantee_of
 from gradleak.core.files import BadRun, Row, read_object
+from gradleak.scenario.forms import AttackerForm
+from gradleak.scenario.guarantee import Guarantee
 
 ROW_VERSION = 1
-FORMS = ("undefended", "naive", "masked", "adaptive", "averaged")  # from the least to the most informed
+FORMS = tuple(form.value for form in AttackerForm)  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
+# Of a certificate:
 _COUNTS = ("unknowns", "equations", "rank", "null")
 _MEASURES = ("tolerance", "residual", "rounding", "share", "shift", "largest", "smallest", "floor")
 REQUIRED: dict[str, Any] = {
@@ -29,31 +42,31 @@ SCORED: dict[str, Any] = {
 
 
 UPGRADES: dict[int, Callable[[Row], Row]] = {}
-"""From a version to the next: a row of that version, as the next has it. There has been one version so far."""
+"""By version: the function that turns a row of that version into one of the next. There is one version so far."""
 
 
 def _upgraded(row: Row, where: str) -> Row:
-    """A row of any version that some gradleak wrote, as this one has them."""
-    given = row.get("version")
-    if type(given) is not int or given < min([ROW_VERSION, *UPGRADES]):
-        raise BadRun(f"{where} has version {given!r:.60}, which no gradleak wrote; versions end at {ROW_VERSION}.")
-    if given > ROW_VERSION:
+    """A row of any known version, in the current one."""
+    written = row.get("version")
+    if type(written) is not int or written < min([ROW_VERSION, *UPGRADES]):
+        raise BadRun(f"{where} has version {written!r:.60}, which no gradleak wrote; versions end at {ROW_VERSION}.")
+    if written > ROW_VERSION:
         raise BadRun(
-            f"{where} has version {given}; this gradleak reads up to {ROW_VERSION}. Read it with the one that wrote it "
-            "(run.toml names its version), or a newer one."
+            f"{where} has version {written}; this gradleak reads up to {ROW_VERSION}. Read it with the one that wrote "
+            "it (run.toml names its version), or a newer one."
         )
-    for version in range(given, ROW_VERSION):
+    for version in range(written, ROW_VERSION):
         row = {**UPGRADES[version](row), "version": version + 1}
     return row
 
 
 def decode(line: bytes, where: str) -> Row:
-    """One line, checked so far that no table or verdict can stumble over it."""
+    """One line of rows.jsonl, checked for everything that tables and verdicts rely on."""
     row = _upgraded(read_object(line, where), where)
     if row.get("status") not in ("done", "failed"):
         raise BadRun(f"{where}: status should be 'done' or 'failed'; it is {row.get('status')!r:.60}.")
-    wanted = REQUIRED | (SCORED if row.get("status") == "done" else {"error": str})
-    for name, kind in wanted.items():
+    required = REQUIRED | (SCORED if row.get("status") == "done" else {"error": str})
+    for name, kind in required.items():
         if not isinstance(row.get(name), kind) or (kind is int and isinstance(row[name], bool)):
             raise BadRun(f"{where}: {name} is {row.get(name)!r:.60}, which is not of its kind.")
     if row["form"] not in FORMS:
@@ -71,18 +84,18 @@ def _check_scores(row: Row, where: str) -> None:
     """One finite number or null, or one truth value, per example."""
     examples = row["examples"]
 
-    def listed(name: str, values: Any, kinds: tuple[type, ...]) -> None:
-        fit = isinstance(values, list) and len(values) == examples and all(type(v) in kinds for v in values)
-        if not fit or not all(v is None or abs(v) < 1e300 for v in values):  # 1e999 is JSON, and infinite
+    def check_list(name: str, values: Any, kinds: tuple[type, ...]) -> None:
+        fits = isinstance(values, list) and len(values) == examples and all(type(v) in kinds for v in values)
+        if not fits or not all(v is None or abs(v) < 1e300 for v in values):  # 1e999 is JSON, and infinite
             raise BadRun(f"{where}: {name} should list {examples} values; it is {values!r:.60}.")
 
     number = (int, float, type(None))
     for name in ("psnr", "ssim", "mse", "rank"):
-        listed(f"scores.{name}", row["scores"].get(name), number)
+        check_list(f"scores.{name}", row["scores"].get(name), number)
     for name in ("ssim>0.5", "psnr>18", "psnr>20", "rank1", "recovered"):
-        listed(f"hits.{name}", row["hits"].get(name), (bool,))
-    listed("gallery_size", row["gallery_size"], (int,))
-    listed("assignment", row["assignment"], (int,))
+        check_list(f"hits.{name}", row["hits"].get(name), (bool,))
+    check_list("gallery_size", row["gallery_size"], (int,))
+    check_list("assignment", row["assignment"], (int,))
     if sorted(row["assignment"]) != list(range(examples)) or min(row["gallery_size"]) < 1 or examples < 1:
         raise BadRun(f"{where}: assignment or gallery_size holds impossible values.")
     for check in row["checks"]:
@@ -93,7 +106,7 @@ def _check_scores(row: Row, where: str) -> None:
         if not isinstance(scores, dict):
             raise BadRun(f"{where}: baselines.{baseline} should be an object of scores.")
         for name, values in scores.items():
-            listed(f"baselines.{baseline}.{name}", values, (*number, bool))
+            check_list(f"baselines.{baseline}.{name}", values, (*number, bool))
     for name, value in row["labels"].items():
         if type(value) not in number or (value is not None and not abs(value) < 1e300):
             raise BadRun(f"{where}: labels.{name} should be a number.")
@@ -110,21 +123,255 @@ def _check_labels(row: Row, where: str) -> None:
 
 def _check_certificate(row: Row, where: str) -> None:
     """Counts that add up, finite numbers or null, and words that say what the counts say."""
-    held = row.get("certificate")
-    if held is None:
+    certificate = row.get("certificate")
+    if certificate is None:
         return
-    if not isinstance(held, dict):
-        raise BadRun(f"{where}: certificate should be an object or null; it is {held!r:.60}.")
+    if not isinstance(certificate, dict):
+        raise BadRun(f"{where}: certificate should be an object or null; it is {certificate!r:.60}.")
     for name in _COUNTS:
-        if type(held.get(name)) is not int or not 0 <= held[name] < 2**63:
-            raise BadRun(f"{where}: certificate.{name} should be a whole number; it is {held.get(name)!r:.60}.")
+        if type(count := certificate.get(name)) is not int or not 0 <= count < 2**63:
+            raise BadRun(f"{where}: certificate.{name} should be a whole number; it is {count!r:.60}.")
     for name in _MEASURES:
-        value = held.get(name, "missing")
+        value = certificate.get(name, "missing")
         if value is not None and (type(value) not in (int, float) or not 0 <= value < 1e300):
             raise BadRun(f"{where}: certificate.{name} should be a number from 0 or null; it is {value!r:.60}.")
-    null, words = held["null"], ("determined", f"determined up to {held['null']} dimensions", "not determined")
-    told = held.get("verdict")
-    if null != held["unknowns"] - held["rank"] or told not in words or (told == "determined" and null):
-        raise BadRun(f"{where}: certificate says {told!r:.60}, which does not fit its rank of {held['rank']}.")
-    if not isinstance(held.get("reason"), str):
-        raise BadRun(f"{where}: certificate.reason should be text; it is {held.get('reason')!r:.60}.")
+    null, rank, verdict = certificate["null"], certificate["rank"], certificate.get("verdict")
+    words = ("determined", f"determined up to {null} dimensions", "not determined")
+    if null != certificate["unknowns"] - rank or verdict not in words or (verdict == "determined" and null):
+        raise BadRun(f"{where}: certificate says {verdict!r:.60}, which does not fit its rank of {rank}.")
+    if not isinstance(reason := certificate.get("reason"), str):
+        raise BadRun(f"{where}: certificate.reason should be text; it is {reason!r:.60}.")
+
+
+# --- guarantee and training, as rows keep them
+
+_TEXTS = ("reason", "unit", "model", "covers", "accountant", "sampling", "neighbours")
+_TESTED = ("test_loss", "test_accuracy")
+
+
+def guarantee_record(guarantee: Guarantee) -> dict[str, Any]:
+    """A guarantee as a row keeps it. JSON has no infinities, and an infinite epsilon proves nothing."""
+    if guarantee.epsilon is not None and not math.isfinite(guarantee.epsilon):
+        guarantee = Guarantee(reason="its epsilon is infinite")
+    return {"text": str(guarantee), **asdict(guarantee)}
+
+
+def guarantee_of(record: Any) -> Guarantee:
+    """A guarantee read back from a row; a ValueError says what is wrong with it."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f"guarantee should be an object or null; it is {record!r:.60}")
+    values: dict[str, Any] = {entry.name: record.get(entry.name) for entry in fields(Guarantee)}
+    caveats, bound, releases = values["caveats"], values["reconstruction"], values["releases"]
+    if not all(isinstance(values[name], str) for name in _TEXTS) or not isinstance(record.get("text"), str):
+        raise ValueError("guarantee should have the texts of its label")
+    if not all(values[name] is None or _is_number(values[name]) for name in ("epsilon", "delta")):
+        raise ValueError("guarantee should have a number or null for epsilon and delta")
+    if type(releases) is not int or not isinstance(caveats, (list, tuple)) or not all(type(c) is str for c in caveats):
+        raise ValueError("guarantee should count releases and list caveats")
+    pair = bound is None or (isinstance(bound, (list, tuple)) and len(bound) == 2 and all(map(_is_number, bound)))
+    if not pair or (values["epsilon"] is None) != record["text"].startswith("no formal guarantee ("):
+        raise ValueError("guarantee says something else in its text than in its numbers")
+    values |= {"caveats": tuple(caveats), "reconstruction": bound and tuple(bound)}
+    return Guarantee(**values)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The training whose weights were attacked, and how good the model was at that round."""
+
+    rounds: int
+    defence: str
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+
+    @staticmethod
+    def of(record: Any) -> Trained:
+        """Read back from a row; a ValueError says what is wrong with it."""
+        named = isinstance(record, Mapping) and type(record.get("defence")) is str
+        if not named or type(record.get("rounds")) is not int:
+            raise ValueError(f"trained should have rounds and defence; it is {record!r:.60}")
+        if odd := [name for name in _TESTED if record.get(name) is not None and not _is_number(record[name])]:
+            raise ValueError(f"trained.{odd[0]} should be a number or null")
+        return Trained(record["rounds"], record["defence"], *(record.get(name) for name in _TESTED))
+
+    def __str__(self) -> str:
+        measured = {
+            "test accuracy": None if self.test_accuracy is None else f"{self.test_accuracy:.1%}",
+            "test loss": None if self.test_loss is None else f"{self.test_loss:.4g}",
+        }
+        text = ", ".join(f"{name} {value}" for name, value in measured.items() if value is not None)
+        defence = "without a defence" if self.defence == "none" else f"with {self.defence}"
+        return f"{text or 'not tested'} (trained {defence})"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e300
+
+
+# --- the schema
+
+Schema = dict[str, Any]
+
+
+def _kind(kind: str | list[str], text: str, **more: Any) -> Schema:
+    return {"type": kind, "description": text, **more}
+
+
+def _per_example(kind: str | list[str], text: str) -> Schema:
+    return _kind("array", f"{text} One for each example.", items={"type": kind})
+
+
+def _object(text: str, properties: dict[str, Schema] | None = None, others: Any = True, **more: Any) -> Schema:
+    return _kind("object", text, properties=properties or {}, additionalProperties=others, **more)
+
+
+NUMBER = ["number", "null"]
+COUNT: Schema = {"type": "integer", "minimum": 0}
+MEASURES = ("psnr", "ssim", "mse")
+HITS = ("ssim>0.5", "psnr>18", "psnr>20", "rank1", "recovered")
+
+CELL: dict[str, Schema] = {
+    "version": _kind("integer", "Version of this schema.", const=ROW_VERSION),
+    "cell": _kind("string", "Key of the cell; names arrays/KEY.safetensors.", pattern="^[0-9a-f]{16}$"),
+    "status": _kind("string", "A failed cell has one row, without scores.", enum=["done", "failed"]),
+    "control": _kind("boolean", "True for a cell that is only the positive control, outside the grid."),
+    "attack": _kind("string", "Name of the attack with its settings, as given."),
+    "defence": _kind("string", 'Name of the defence with its settings, as given; "none" for none.'),
+    "form": _kind("string", "What the attacker knows of the defence; undefended if there is none.", enum=list(FORMS)),
+    "round": _kind("integer", "Rounds of training before the attacked one.", minimum=0),
+    "seed": _kind("integer", "Seed of the attack's starts and of the clients' noise."),
+    "examples": _kind("integer", "Examples in the attacked update.", minimum=1),
+    "targets": _kind("integer", "Targets of the cell.", minimum=1),
+}
+TARGET: dict[str, Schema] = {
+    "target": _kind(["integer", "null"], "Index of this target, from 0; null for a failed cell."),
+    "observation": _kind("string", "Key of the target's observation."),
+    "knows": _kind("string", 'The threat model, such as "C (training details)".'),
+}
+SCORES: dict[str, Schema] = {
+    "scores": _object(
+        "How close the reconstructions are. lpips only if the audit asked for it.",
+        {
+            **{name: _per_example(NUMBER, "Null if it is not finite.") for name in (*MEASURES, "lpips")},
+            "rank": _per_example(NUMBER, "Rank of the private image in the gallery; 1 means re-identified."),
+        },
+        required=[*MEASURES, "rank"],
+    ),
+    "gallery_size": _per_example("integer", "The chance of rank 1 is one over it."),
+    "hits": _object(
+        "Which thresholds were passed; recovered is ssim>0.5, psnr>18 and rank1 together.",
+        {name: _per_example("boolean", "Passed?") for name in HITS},
+        required=list(HITS),
+    ),
+    "assignment": _per_example("integer", "Which reconstruction was matched to each private example."),
+    "labels": _object("Accuracy of the labels, such as multiset_accuracy; empty if there are none.",
+                      others={"type": NUMBER}),
+    "drawn": _object('Scores of the fields that a client drew: {"t": {"right", "off_by"}, "noise": {"cosine"}}.'),
+    "baselines": _object(
+        "The same scores without the update: mid-grey, mean image, nearest other; and for the same attack on an "
+        "unrelated update, with rank1 and recovered.",
+        others={"type": "object", "additionalProperties": {"type": "array"}},
+    ),
+}  # fmt: skip
+SEARCH: dict[str, Schema] = {
+    "match": _kind(NUMBER, "Distance of the gradients at the end, for the chosen restart."),
+    "match_start": _kind(NUMBER, "The same before the first step."),
+    "objective": _kind(NUMBER, "Match plus priors, for the chosen restart."),
+    "restart": _kind("integer", "Index of the chosen restart.", minimum=0),
+    "diverged": _kind("boolean", "True if a value was not finite."),
+    "converged": _kind(
+        "boolean", "Did the search work as an optimiser (checks.py)? If not, its failure shows nothing."
+    ),
+    "checks": _kind(
+        "array",
+        "Findings of the checks.",
+        items=_object(
+            "One finding.",
+            {
+                **{name: {"type": "string"} for name in ("name", "text", "fix")},
+                "severity": {"enum": ["error", "warning", "note"]},
+            },
+            required=["name", "severity", "text", "fix"],
+        ),
+    ),
+    "tried": _kind(
+        "array",
+        "For `auto` only: its members, the form each assumed, and whether it ran, was left out, refused or stopped.",
+        items=_object("One member.", {name: {"type": "string"} for name in ("member", "attack", "form", "outcome")}),
+    ),
+    "analyses": _object("Numbers about the target, by name.", others={"type": NUMBER}),
+    "seconds": _kind("number", "Time of the cell divided by its targets.", minimum=0),
+}
+PROVED: dict[str, Schema] = {
+    "certificate": {
+        **_object(
+            "What the update determines at the reconstruction, found without the truth: verdict, a reason, counts, and "
+            "numbers or null.",
+            {
+                "verdict": _kind("string", "determined, determined up to k dimensions, or not determined."),
+                "reason": _kind("string", "One sentence."),
+                **dict.fromkeys(_COUNTS, COUNT),
+                **{name: {"type": NUMBER} for name in _MEASURES},
+            },
+        ),
+        "type": ["object", "null"],
+    },
+    "guarantee": {
+        **_object("What the defence proves for a client of this audit: text, and the fields of gl.Guarantee."),
+        "type": ["object", "null"],
+    },
+    "trained": {
+        **_object(
+            "The training whose weights were attacked, and how good that model was.",
+            {
+                "rounds": COUNT,
+                "defence": {"type": "string"},
+                "test_loss": {"type": NUMBER},
+                "test_accuracy": {"type": NUMBER},
+            },
+            required=["rounds", "defence"],
+        ),
+        "type": ["object", "null"],
+    },
+}
+FAILED: dict[str, Schema] = {
+    "error": _kind("string", "For a failed cell: the error in one line."),
+    "traceback": _kind("string", "For a failed cell: where it was raised."),
+}
+PARTS: dict[str, dict[str, Schema]] = {
+    "The cell": CELL,
+    "The target": TARGET,
+    "How close it came": SCORES,
+    "How the search went": SEARCH,
+    "What is known besides": PROVED,
+    "A failed cell": FAILED,
+}
+ROW: Schema = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": f"A line of rows.jsonl, version {ROW_VERSION}",
+    "type": "object",
+    "properties": {name: entry for part in PARTS.values() for name, entry in part.items()},
+    "required": ["version", *REQUIRED],
+    "if": {"properties": {"status": {"const": "done"}}},
+    "then": {"required": list(SCORED)},
+    "else": {"required": ["error"]},
+}
+
+
+def page() -> str:
+    """The entries as Markdown tables, and the schema itself."""
+    parts = []
+    for title, part in PARTS.items():
+        lines = [f"| `{name}` | {_in_words(entry)} | {entry['description'].replace('|', chr(92) + '|')} |"
+                 for name, entry in part.items()]  # fmt: skip
+        parts.append("\n".join([f"## {title}", "", "| entry | kind | |", "|---|---|---|", *lines]))
+    schema = f"## As JSON Schema\n\n```json\n{json.dumps(ROW, indent=1)}\n```"
+    return "\n\n".join([*parts, schema]) + "\n"
+
+
+def _in_words(entry: Schema) -> str:
+    """The kind of an entry in words."""
+    words = {"array": "list", "integer": "whole number", "string": "text", "boolean": "true or false"}
+    kinds = [entry["type"]] if isinstance(entry["type"], str) else entry["type"]
+    text = " or ".join(words.get(kind, kind) for kind in kinds)
+    return f"{text}: {', '.join(map(str, entry['enum']))}" if "enum" in entry else text

@@ -1,6 +1,6 @@
 """The words of a line, and the rule behind each: the first rule that holds gives the word.
 
-A rule is a sentence that can be read out, a test, and what the line says to it in figures.
+A rule is a sentence, a test of the figures of a line, and those figures in words.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not shown to leak", "inconclusive", "void"
 WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)
-"""From the worst to the best; a line that is inconclusive is worse than one that shows nothing: it may yet leak."""
+"""From the worst to the best. Inconclusive is worse than not shown to leak: such a line may still leak."""
 
 HALF = 0.5  # of the images
-CONVERGED = 0.8  # share of targets on which an attack must have converged before its failure means anything
+CONVERGED = 0.8  # share of targets on which an attack must converge before finding nothing means anything
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Ruling:
 
 
 def _over(line: Summary, more: Rate) -> str:
-    """What exceeds the unrelated update; where none was attacked, nothing was taken off, and that is said."""
+    """What exceeds the unrelated update, or that none was attacked."""
     if not line.baseline:
-        return "no unrelated update was attacked, so nothing is taken off"
+        return "no unrelated update was attacked, so nothing is subtracted"
     return f"{more.value:+.0%} [{more.low:+.0%}, {more.high:+.0%}] over an unrelated update"
 
 

@@ -1,4 +1,4 @@
-"""run.toml: what an audit was configured with, written so that a person can read it and the run be repeated."""
+"""run.toml: the configuration of an audit, for people to read and for repeating the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradleak.federation.checkpoints import recipe, text
 from gradleak.scenario.client import LocalTraining
 
 if TYPE_CHECKING:
-    from gradleak.audit import Audit
+    from gradleak.audit.grid import Audit
 
 VERSION = 1
 PLAIN = (
@@ -39,7 +39,7 @@ Made = TypeVar("Made")
 
 
 def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, Any]:
-    """Everything that determines the rows: by value, by name, or by a hash where it is a Python object."""
+    """Everything that determines the rows: by value, by name, or by a hash if it is a Python object."""
     attacks, defences = named_attacks(audit.attacks), named_defences(audit.defences)
     training = audit.federation.training
     settings = {
@@ -64,7 +64,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
             "training": recipe(training),
         },
         "engine": asdict(audit.engine),
-        "fields": {name: asdict(held) for name, held in audit.task.fields.items()},
+        "fields": {name: asdict(field) for name, field in audit.task.fields.items()},
         "fingerprint": {
             **audit.fingerprint,
             **({} if audit.generator is None else {"generator": digest(audit.generator)}),
@@ -78,11 +78,11 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
             "defences": [cell.defence_name for cell in cells if not cell.control],
         },
     }
-    return from_toml(to_toml(settings))  # so that it compares equal to what is read back
+    return from_toml(to_toml(settings))  # as read back, so that the two compare equal
 
 
 def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
-    """The file, with a comment that says how to repeat the run or why this file is not enough."""
+    """The file, with a comment: how to repeat the run, or why this file is not enough."""
     training = replace(audit.federation.training, lr=1.0, steps=None, epochs=None, batch_size=None)
     named = all(item is None or isinstance(item, str) for item in (*audit.attacks, *audit.defences))
     obstacles = {
@@ -105,7 +105,7 @@ def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:
 
 
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What Audit takes besides task, data and gallery, from a file that a person may have changed."""
+    """Arguments of Audit besides task, data and gallery, from a file that a person may have changed."""
     _demand_names(settings, (*PLAIN, *TABLES, *WRITTEN), "run.toml")
     if "attacks" not in settings:
         raise AuditError("run.toml names no attacks.")
@@ -124,7 +124,7 @@ def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def federation_of(settings: Mapping[str, Any]) -> tuple[Federation, list[str]]:
-    """The federation that a table of a file describes, and which of its parts only Python can make."""
+    """The federation that a table of the file describes, and the parts of it that only Python can make."""
     plain = dict(settings)
     training = dict(plain.pop("training", {"lr": 1.0}))
     usual = recipe(LocalTraining(lr=1.0))
@@ -134,7 +134,7 @@ def federation_of(settings: Mapping[str, Any]) -> tuple[Federation, list[str]]:
 
 
 def _made(kind: Callable[..., Made], settings: Mapping[str, Any]) -> Made:
-    """An object from a table of the file: an unknown, missing or odd setting is an error that names it."""
+    """An object from a table of the file. An error names the setting that is unknown, missing or odd."""
     _demand_names(settings, [entry.name for entry in fields(kind)], kind.__name__)  # type: ignore[arg-type]
     try:
         return kind(**settings)

@@ -1,4 +1,4 @@
-"""From arrays to scores: the same function scores a cell when it is run and when its folder is read again."""
+"""From arrays to scores: one function scores a cell when it runs and when its folder is read again."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNRELATED = "unrelated update"
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """What `metrics.compare` needs to know of a reconstruction."""
+class _Scorable:
+    """What `metrics.compare` needs of a reconstruction."""
 
     batch: Batch
     fields: Mapping[str, Field]
@@ -39,21 +39,21 @@ def scores_of(
 ) -> list[dict[str, Any]]:
     """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
 
-    `unrelated` (any number, examples, ...) are reconstructions from updates of other people's images, by the same
-    attack. Target t is compared with the one of number t modulo their number: what an attack shows of a target that it
-    has seen nothing of, by its prior, its start and luck alone.
+    `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's images.
+    Target t is compared with number t modulo their number: what the attack shows of a target without its update, by
+    prior, start and luck alone.
     """
-    scores = metrics.compare(Found(found, fields, diverged), truth, gallery=gallery, lpips=lpips)
+    scores = metrics.compare(_Scorable(found, fields, diverged), truth, gallery=gallery, lpips=lpips)
     hits = scores.hits()
     assert scores.rank is not None  # there is always a gallery
     assert scores.gallery_size is not None
     baselines = {name: dict(values) for name, values in scores.baselines.items()}
     if unrelated is not None and len(unrelated):
         nothing = unrelated[torch.arange(len(truth["x"])) % len(unrelated)]
-        quiet = torch.zeros(len(nothing), dtype=torch.bool)
-        blind = metrics.compare(Found({"x": nothing}, fields, quiet), truth, gallery=gallery, lpips=lpips)
-        told = blind.hits()
-        baselines[UNRELATED] = {**blind.images(), "rank1": told["rank1"], "recovered": told["recovered"]}
+        none_diverged = torch.zeros(len(nothing), dtype=torch.bool)
+        blind = metrics.compare(_Scorable({"x": nothing}, fields, none_diverged), truth, gallery=gallery, lpips=lpips)
+        blind_hits = blind.hits()
+        baselines[UNRELATED] = {**blind.images(), "rank1": blind_hits["rank1"], "recovered": blind_hits["recovered"]}
     return [
         finite(
             {
@@ -74,21 +74,22 @@ def scores_of(
 def _drawn(
     found: Batch, truth: Batch, fields: Mapping[str, Field], assignment: Tensor, target: int
 ) -> dict[str, dict[str, float]]:
-    """How close the fields that are neither image nor label came, such as step and noise of a denoiser's client.
+    """Scores of fields that are neither image nor label, such as step and noise of a denoiser's client.
 
-    Of a whole number how often it is right and the mean distance, of a tensor the cosine; examples as images matched.
+    For a whole number: how often it is right, and the mean distance. For a tensor: the cosine. Examples are paired as
+    their images are.
     """
-    told: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, float]] = {}
     for name in (name for name in fields if name not in ("x", "y") and name in found and name in truth):
         guess = found[name][target][assignment[target].to(found[name].device)]
         real = truth[name][target].to(guess.device)
         if fields[name].classes is None:
             pair = guess.flatten(1).double(), real.flatten(1).double()
-            told[name] = {"cosine": float(torch.cosine_similarity(*pair).mean())}
+            scores[name] = {"cosine": float(torch.cosine_similarity(*pair).mean())}
         else:
             off = ((guess.argmax(-1) if guess.is_floating_point() else guess) - real).abs().double()
-            told[name] = {"right": float((off == 0).double().mean()), "off_by": float(off.mean())}
-    return told
+            scores[name] = {"right": float((off == 0).double().mean()), "off_by": float(off.mean())}
+    return scores
 
 
 def _at(values: Mapping[str, Tensor], target: int) -> dict[str, Any]:

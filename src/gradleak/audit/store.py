@@ -1,13 +1,13 @@
 """Where a run lives: a folder that survives being killed at any moment, or memory.
 
-run.toml               the configuration, readable and, where everything in it has a name, enough to repeat the run
+run.toml               the configuration; if everything in it has a name, enough to repeat the run
 environment.json       commit, versions, hardware, time; later runs that resumed are listed in it
-rows.jsonl             one line per cell and target (schema.py, docs/rows.md)
+rows.jsonl             one line per cell and target (rows.py, docs/rows.md)
 arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
 arrays/gallery.safetensors   the images used for re-identification
-workers.jsonl          of a run on several machines: which attempt at which cell ended how
+workers.jsonl          of a run on several machines: how each attempt at a cell ended
 
-The folder holds private images: treat it as the data itself. Nothing that is read from it is executed.
+The folder holds private images: treat it as the data itself. Reading it executes nothing.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Memory:
     def put(self, name: str, arrays: Arrays) -> None:
         self._arrays[name] = arrays
 
-    def log(self, told: Mapping[str, Any]) -> None:
-        """What happened to workers, which nobody keeps without a folder."""
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Events of workers; nobody keeps them without a folder."""
 
     def arrays(self, name: str) -> Arrays:
         if name not in self._arrays:
@@ -82,11 +82,11 @@ class Folder(ResumableFolder):
     }
 
     def rows(self) -> list[Row]:
-        """All rows of finished cells. A last line without its end, and a cell without all its rows, were in flight."""
+        """All rows of finished cells. An unfinished last line, or a cell without all its rows, was in flight."""
         path = self.path / "rows.jsonl"
-        found = [decode(line, f"{path}:{number}") for number, line in enumerate(whole_lines(path), start=1)]
         cells: dict[str, list[Row]] = {}
-        for row in found:
+        for number, line in enumerate(whole_lines(path), start=1):
+            row = decode(line, f"{path}:{number}")
             cells.setdefault(row["cell"], []).append(row)
         return [row for rows in cells.values() if _whole(rows, path) for row in rows]
 
@@ -105,9 +105,9 @@ class Folder(ResumableFolder):
         plain = {key: value.detach().cpu().contiguous().clone() for key, value in arrays.items()}
         self.write(f"arrays/{name}.safetensors", save(plain))
 
-    def log(self, told: Mapping[str, Any]) -> None:
-        """One line of workers.jsonl: which attempt at which cell ended how."""
-        self.append("workers.jsonl", [dict(told)])
+    def log(self, event: Mapping[str, Any]) -> None:
+        """One line of workers.jsonl: how an attempt at a cell ended."""
+        self.append("workers.jsonl", [dict(event)])
 
     def arrays(self, name: str) -> Arrays:
         from safetensors import SafetensorError
@@ -119,12 +119,12 @@ class Folder(ResumableFolder):
         except FileNotFoundError:
             raise BadRun(f"{path} is missing: the rows are there, the images are not. Copy the whole folder.") from None
         except (SafetensorError, OSError, ValueError, KeyError, OverflowError) as problem:
-            told = f"{path} cannot be read ({type(problem).__name__}: {problem}). It may be cut off; copy it again."
-            raise BadRun(told) from None
+            cause = f"{type(problem).__name__}: {problem}"
+            raise BadRun(f"{path} cannot be read ({cause}). It may be cut off; copy it again.") from None
 
 
 def _whole(rows: Sequence[Row], path: Path) -> bool:
-    """Are these all rows of their cell? Rows of one cell that contradict each other are no run of ours."""
+    """Are these all rows of their cell? Rows of one cell that contradict each other are an error."""
     first = rows[0]
     if any(row[name] != first[name] for row in rows for name in REQUIRED):
         raise BadRun(f"{path}: the rows of cell {first['cell']} contradict each other.")
@@ -134,7 +134,7 @@ def _whole(rows: Sequence[Row], path: Path) -> bool:
 def prepare(
     folder: Folder, settings: dict[str, Any], toml: str, environment: dict[str, Any], resume: bool
 ) -> dict[str, Any]:
-    """Make a folder ready for writing: new, or holding the same run. Returns the environment it records."""
+    """Make a folder ready for writing: new, or with the same run in it. Returns the environment that it records."""
     folder.lock()
     if folder.holds(settings):
         environment = with_resumption(folder.path, environment)
@@ -144,7 +144,7 @@ def prepare(
     if done and not resume:
         count = len({row["cell"] for row in done})
         raise FolderInUse(f"{folder.path} holds {count} finished cells. Resume, or choose another folder.")
-    # In this order: whatever moment it is killed at, a folder with rows has its configuration.
+    # In this order, so that after a kill at any moment a folder with rows has its configuration.
     folder.write("environment.json", json.dumps(environment, indent=2, allow_nan=False) + "\n")
     folder.write("run.toml", toml)
     folder.tidy(done)

@@ -1,42 +1,84 @@
-"""From rows to the lines of the table: rates with their intervals, spreads, baselines, and a word for each line."""
+"""From rows to the lines of the table: rates with their intervals, spreads, baselines and certificates.
+
+Figures come first; the word of a line follows from them by the rules of ruling.py, once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradleak.audit.certificate import Certified
-from gradleak.audit.intervals import NAN, RESAMPLES, Paired, Rate, paired, rate
-from gradleak.audit.labels import Trained, guarantee_of
-from gradleak.audit.rows import FORMS
-from gradleak.audit.ruling import CONVERGED, INCONCLUSIVE, LEAKS, NOT_SHOWN, PART, VOID, WORDS, Ruling, ruling_of
+from gradleak.audit.intervals import NAN, Paired, Rate, paired, rate
+from gradleak.audit.rows import FORMS, Trained, guarantee_of
+from gradleak.audit.ruling import CONVERGED, LEAKS, PART, Ruling, ruling_of
 from gradleak.audit.scoring import UNRELATED
 from gradleak.core.files import Row
 from gradleak.scenario.guarantee import Guarantee
 
-__all__ = [
-    "INCONCLUSIVE",
-    "LEAKS",
-    "NAN",
-    "NOT_SHOWN",
-    "PART",
-    "RESAMPLES",
-    "SMALL",
-    "VOID",
-    "WORDS",
-    "Rate",
-    "Summary",
-]
-__all__ += ["Name", "name_of", "rate", "summaries_of"]
-
 SMALL = 20  # targets; below, tables and texts call the sample small
+DETERMINED, OPEN = "determined", "not determined"  # verdicts of a certificate
 Name: TypeAlias = tuple[str, str, str, int, int]
 """What tells lines apart: attack, defence, form, round, examples."""
+
+
+@dataclass(frozen=True)
+class Certified:
+    """The certificates of one line together, one per target and seed: for how many does the update fix the images?
+
+    A number is None if no certificate has it.
+    """
+
+    count: int
+    determined: int
+    partly: int  # determined up to some dimensions
+    dimensions: int  # the most of those
+    share: float | None  # of the images' variance that these fix, on average
+    residual: float | None  # the largest of all that certify something
+    smallest: float | None  # singular value of the determined
+    relative: float | None  # the same, divided by the largest singular value of its target
+
+    @staticmethod
+    def of(rows: Iterable[Row]) -> Certified | None:
+        """None if no row has a certificate."""
+        certificates = [row["certificate"] for row in rows if row.get("certificate")]
+        if not certificates:
+            return None
+        whole = [each for each in certificates if each["verdict"] == DETERMINED]
+        partly = [each for each in certificates if each["verdict"] not in (DETERMINED, OPEN)]
+        shares = [each["share"] for each in partly if each["share"] is not None]
+        residuals = [each["residual"] for each in (*whole, *partly) if each["residual"] is not None]
+        values = [(each["smallest"], each["largest"]) for each in whole if each["smallest"] and each["largest"]]
+        return Certified(
+            count=len(certificates),
+            determined=len(whole),
+            partly=len(partly),
+            dimensions=max((each["null"] for each in partly), default=0),
+            share=fmean(shares) if shares else None,
+            residual=max(residuals, default=None),
+            smallest=min((small for small, _ in values), default=None),
+            relative=min((small / large for small, large in values), default=None),
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.determined:
+            parts.append(f"{self.determined} of {self.count} determined: the update fixes every pixel")
+        if self.partly:
+            fixed = "" if self.share is None else f", {self.share:.0%} of the images' variance fixed"
+            parts.append(f"{self.partly} of {self.count} determined up to {self.dimensions:,} dimensions{fixed}")
+        if rest := self.count - self.determined - self.partly:
+            parts.append(f"{rest} of {self.count} not determined: no exact solution was found, or most is left open")
+        if self.residual is not None:
+            parts.append(f"residual {self.residual:.0e}")
+        if self.smallest is not None:
+            parts.append(f"smallest singular value {self.smallest:.0e} ({self.relative:.0e} of the largest)")
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -58,38 +100,38 @@ class Summary:
     chance: float  # of rank 1
     means: dict[str, float]  # of psnr, ssim, mse, lpips, labels
     medians: dict[str, float]
-    worst: dict[str, float]  # of the best recovered image: the worst case for a client
+    worst: dict[str, float]  # of the clearest image: the worst case for a client
     baseline: dict[str, float]  # means of the unrelated update: psnr, ssim, rank1, recovered; empty without one
     match: float  # median
     converged: float  # share of targets
     diverged: float
     seconds: float
     errors: tuple[str, ...] = ()  # of failed cells
-    certified: Certified | None = None  # where the attack says what the update determines
+    certified: Certified | None = None  # if the attack says what the update determines
     guarantee: Guarantee | None = None  # what the defence proves; None: there is no defence, or no row says
-    trained: Trained | None = None  # whose weights were attacked, where they come from the folder of a training
-    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, from the worst for the attacker
+    trained: Trained | None = None  # the training whose weights were attacked, if there was one
+    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, towards the private image
     ranks: dict[str, float] = field(default_factory=dict)  # of re-identification: median, and the median by chance
     paired: Paired | None = None  # PSNR against the unrelated update's; None without one
 
-    @property
-    def word(self) -> str:
-        """The verdict for this line alone, by the rules of ruling.py."""
-        return self.ruling.word
-
-    @property
+    @cached_property
     def ruling(self) -> Ruling:
-        """The word with the rule that produced it."""
+        """The word with the rule that produced it (ruling.py)."""
         return ruling_of(self)
 
     @property
+    def word(self) -> str:
+        """The verdict for this line alone."""
+        return self.ruling.word
+
+    @property
     def optimised(self) -> bool:
-        """Did the attack work as an optimiser, so that its failure would mean something?"""
+        """Did the attack work as an optimiser? Only then does finding nothing mean something."""
         return not self.errors and self.targets > 0 and self.converged >= CONVERGED
 
     @property
     def strength(self) -> tuple[int, float, float]:
-        """The larger, the more it shows of the data: by whether it leaks, the recovered share, the mean PSNR."""
+        """Sorts lines by how much they show of the data: by word, then recovered share, then mean PSNR."""
         recovered = self.recovered.value if self.targets else -1.0
         return ({LEAKS: 2, PART: 1}.get(self.word, 0), recovered, self.means.get("psnr", -math.inf))
 
@@ -116,7 +158,7 @@ def summaries_of(rows: Iterable[Row]) -> list[Summary]:
     for row in rows:
         if not row["control"]:
             lines.setdefault(name_of(row), []).append(row)
-    return [_summary(name, held) for name, held in lines.items()]
+    return [_summary(name, of_line) for name, of_line in lines.items()]
 
 
 def _summary(name: Name, rows: Sequence[Row]) -> Summary:
@@ -125,7 +167,7 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
     columns["labels"] = _numbers([row["labels"].get("multiset_accuracy")] for row in done)
     columns = {key: values for key, values in columns.items() if values}
     unrelated = [row["baselines"].get(UNRELATED, {}) for row in done]
-    baseline = {key: _numbers(held.get(key) for held in unrelated) for key in ("psnr", "ssim", "rank1", "recovered")}
+    baseline = {key: _numbers(each.get(key) for each in unrelated) for key in ("psnr", "ssim", "rank1", "recovered")}
     clearest: dict[str, Callable[..., float]] = {"psnr": max, "ssim": max, "labels": max, "mse": min, "lpips": min}
     attack, defence, form, number, examples = name
     return Summary(
@@ -164,7 +206,7 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
 
 
 def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, difference: bool = False) -> Rate:
-    """Over targets: all seeds and examples of a target stay together, since they are not independent."""
+    """All seeds and examples of a target stay together, since they are not independent."""
     targets: dict[int, list[float]] = {}
     for row in rows:
         targets.setdefault(row["target"], []).extend(take(row))
@@ -172,15 +214,15 @@ def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, differen
 
 
 def _tail(values: Sequence[float], small: bool) -> float:
-    """The value that 5 % of the images are beyond, towards the private image: what averages hide of a few clients."""
+    """The 95th percentile towards the private image, which averages hide. `small`: smaller values are nearer to it."""
     return float(np.quantile(values, 0.05 if small else 0.95))
 
 
 def _ranks(rows: Sequence[Row]) -> dict[str, float]:
     """The median rank of the private image in its gallery, and what the median would be by chance."""
-    found = _numbers(row["scores"]["rank"] for row in rows)
+    ranks = _numbers(row["scores"]["rank"] for row in rows)
     sizes = [size for row in rows for size in row["gallery_size"]]
-    return {"median": float(median(found)), "by chance": (median(sizes) + 1) / 2} if found else {}
+    return {"median": float(median(ranks)), "by chance": (median(sizes) + 1) / 2} if ranks else {}
 
 
 def _against(rows: Sequence[Row]) -> list[float]:
@@ -189,15 +231,15 @@ def _against(rows: Sequence[Row]) -> list[float]:
     for row in rows:
         blind = row["baselines"].get(UNRELATED, {}).get("psnr") or ()
         pairs = zip(row["scores"]["psnr"], blind, strict=False)
-        held = [own - other for own, other in pairs if own is not None and other is not None]
-        targets.setdefault(row["target"], []).extend(held)
-    return [fmean(held) for held in targets.values() if held]
+        differences = [value - other for value, other in pairs if value is not None and other is not None]
+        targets.setdefault(row["target"], []).extend(differences)
+    return [fmean(differences) for differences in targets.values() if differences]
 
 
 def _beyond(row: Row, hit: str) -> list[int]:
     """Per example: hit by the attack, minus hit by the same attack on an unrelated update."""
     blind = row["baselines"].get(UNRELATED, {}).get(hit) or [0] * row["examples"]
-    return [int(own) - int(other or 0) for own, other in zip(row["hits"][hit], blind, strict=True)]
+    return [int(hits) - int(other or 0) for hits, other in zip(row["hits"][hit], blind, strict=True)]
 
 
 def _numbers(lists: Iterable[Sequence[Any] | None]) -> list[float]:

@@ -1,8 +1,8 @@
 """The verdict, in words that can be defended.
 
 Rule. An image is recovered when SSIM > 0.5, PSNR > 18 dB and it is re-identified at rank 1 among other real images.
-Shares have 95 % intervals over targets (intervals.py): Jeffreys' or, where all targets agree, the exact binomial ones
-(Clopper and Pearson). What the same attack reaches on an unrelated update is taken off. One attack against one defence
+Shares have 95 % intervals over targets (intervals.py): Jeffreys' or, if all targets agree, the exact binomial ones
+(Clopper and Pearson). What the same attack reaches on an unrelated update is subtracted. One attack against one defence
 
 leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
 leaks in part         when any image is recovered, or re-identification at rank 1 exceeds both chance and the
@@ -10,22 +10,27 @@ leaks in part         when any image is recovered, or re-identification at rank 
 is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
 is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
 
-A defence has the word of its strongest line (by word, then recovered share, then PSNR), whatever that attacker knew;
-"not shown to leak" asks that every attack converged in its most informed form. The headline is the worst word of a
-defence, or of the undefended client where no defence was audited. A run whose positive control (undefended, one
-example, the first attack) stays below a median PSNR of 18 dB is void.
+A defence has the word of its strongest line (by word, then recovered share, then PSNR), whatever that attacker knew.
+"Not shown to leak" requires that every attack converged in its most informed form. The headline is the worst word of a
+defence, or of the undefended client if no defence was audited. A run whose positive control (undefended, one example,
+the first attack) stays below a median PSNR of 18 dB is void.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from statistics import median
 from typing import Any
 
+from gradleak.audit.intervals import NAN
 from gradleak.audit.rows import FORMS
-from gradleak.audit.summary import INCONCLUSIVE, LEAKS, NAN, NOT_SHOWN, PART, VOID, WORDS, Summary
+from gradleak.audit.ruling import INCONCLUSIVE, LEAKS, NOT_SHOWN, PART, VOID, WORDS
+from gradleak.audit.summary import Summary
 from gradleak.core.files import Row, finite
+from gradleak.scenario.forms import DEFENDED, AttackerForm
+from gradleak.scenario.guarantee import Guarantee
 
 CONTROL_PSNR = 18.0
 TRIAL = "Quick run: shows that everything runs, nothing else."
@@ -53,29 +58,29 @@ class Control:
     """The positive control. If it fails, the run shows nothing."""
 
     passed: bool
-    psnr: float  # median over its targets; NaN where there are none
+    psnr: float  # median over its targets; NaN if there are none
     text: str
     cell: str
 
 
 def control_of(rows: Sequence[Row], cell: str) -> Control:
-    """What the rows of the control's cell say."""
-    own = [row for row in rows if row["cell"] == cell]
-    values = [value for row in own if row["status"] == "done" for value in row["scores"]["psnr"] if value is not None]
+    """The positive control of a run, from the rows of its cell."""
+    rows = [row for row in rows if row["cell"] == cell]
+    values = [value for row in rows if row["status"] == "done" for value in row["scores"]["psnr"] if value is not None]
     middle = median(values) if values else NAN
-    setting = f"{own[0]['attack'] if own else 'the first attack'} on updates of one undefended example"
+    setting = f"{rows[0]['attack'] if rows else 'the first attack'} on updates of one undefended example"
     reached = f"{setting} reaches a median PSNR of {middle:.1f} dB, {CONTROL_PSNR:.0f} are needed"
     if middle >= CONTROL_PSNR:
         return Control(True, middle, f"Positive control passed: {reached}.", cell)
     if values:
         fix = "Give the first attack more steps or restarts, or put one first that works on this model."
         return Control(False, middle, f"Positive control failed: {reached}. The run shows nothing. {fix}", cell)
-    error = next((row["error"] for row in own if row["status"] == "failed"), "it was not run")
+    error = next((row["error"] for row in rows if row["status"] == "failed"), "it was not run")
     return Control(False, middle, f"Positive control failed: {setting} gave no result ({error}).", cell)
 
 
 def word_on(lines: Sequence[Summary], missing: int = 0) -> str:
-    """The word for one defence from its lines; so many of its cells were not run."""
+    """The word for one defence from its lines. `missing`: how many of its cells were not run."""
     if lines and (leak := strongest_of(lines).word) in (LEAKS, PART):
         return leak
     optimised = lines and all(line.optimised for line in _most_informed(lines))
@@ -83,12 +88,12 @@ def word_on(lines: Sequence[Summary], missing: int = 0) -> str:
 
 
 def strongest_of(lines: Iterable[Summary]) -> Summary:
-    """Whatever that attacker knew: an attacker is free to ignore what it knows."""
+    """The line that shows most, whatever its attacker knew: an attacker may ignore what it knows."""
     return max(lines, key=lambda line: line.strength)
 
 
 def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
-    """The verdict on one defence from its lines; `planned` cells were to be run for it."""
+    """The verdict on one defence from its lines. `planned`: how many cells the plan has for it."""
     missing = planned - sum(len(line.cells) for line in lines)
     word = word_on(lines, missing)
     if word in (LEAKS, PART):
@@ -110,19 +115,19 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
 
 
 def overall(verdicts: Mapping[str, Verdict], control: Control) -> Verdict:
-    """Void without a working control, else the worst word among the defended, or of the undefended; a line for each."""
+    """Void if the control failed, else the worst word of a defence or, without one, of the undefended client."""
     if not control.passed:
         return Verdict(
             VOID, control.text, because=f"{VOID}: the positive control failed, so nothing here shows anything"
         )
     defended = [verdict for name, verdict in verdicts.items() if name != "none"] or list(verdicts.values())
     worst = min(defended, key=lambda verdict: WORDS.index(verdict.word))
-    told = [f"{'Undefended' if name == 'none' else name}: {v.word}. {v.paragraph}" for name, v in verdicts.items()]
-    return Verdict(worst.word, "\n".join([*told, control.text]), because=worst.because)
+    lines = [f"{'Undefended' if name == 'none' else name}: {v.word}. {v.paragraph}" for name, v in verdicts.items()]
+    return Verdict(worst.word, "\n".join([*lines, control.text]), because=worst.because)
 
 
 def _most_informed(lines: Iterable[Summary]) -> list[Summary]:
-    """For every attack, round and batch size, the line whose attacker knew most."""
+    """The line whose attacker knew most, for every attack, round and batch size."""
     best: dict[tuple[object, ...], Summary] = {}
     for line in sorted(lines, key=lambda line: FORMS.index(line.form)):
         best[line.attack, line.round, line.examples] = line
@@ -135,19 +140,21 @@ def _leak(line: Summary) -> str:
     blind = f"{line.baseline['recovered']:.0%} from an unrelated update" if line.baseline else "no baseline was run"
     text = (
         f"{line} recovered {round(share.value * total)} of {total} images ({share.value:.0%}, 95 % interval "
-        f"{share.low:.0%} to {share.high:.0%}; {blind}). PSNR {line.medians['psnr']:.1f} dB in the median, "
-        f"{line.tail.get('psnr', NAN):.1f} dB for one image in twenty, {line.worst['psnr']:.1f} dB for the clearest."
+        f"{share.low:.0%} to {share.high:.0%}; {blind}). Median PSNR {line.medians['psnr']:.1f} dB, 95th percentile "
+        f"{line.tail.get('psnr', NAN):.1f} dB, clearest image {line.worst['psnr']:.1f} dB."
     )
     if line.paired is not None:
         text += f" {str(line.paired)[:1].upper()}{str(line.paired)[1:]}."
     if not share.value:
         rank = line.rates["rank1"].value
-        text += f" What it shows still picks out the right image in {rank:.0%} of cases (chance {line.chance:.1%})."
+        text += (
+            f" The reconstruction still picks out the right image in {rank:.0%} of cases (chance {line.chance:.1%})."
+        )
     if "labels" in line.means:
         text += f" Labels: {line.means['labels']:.0%} right."
     if line.certified is not None and line.certified.determined:
         proved = f"{line.certified.determined} of {line.certified.count} updates"
-        text += f" Proved, without the truth: {proved} fix every pixel; no other images near those found give the same."
+        text += f" Proved, without the truth: {proved} fix every pixel; no other images nearby give the same update."
     return text + _sample(line)
 
 
@@ -155,10 +162,10 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
     attacks = len({line.attack for line in lines})
     bound = max(line.recovered.high for line in lines)
     return (
-        f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no image of {nearest.targets} targets; nearest "
-        f"came {nearest} with a PSNR of {nearest.means['psnr']:.1f} dB (mean; {nearest.worst['psnr']:.1f} at most). "
-        f"So few targets do not exclude that {bound:.0%} of images can be recovered, and stronger attacks may exist."
-        f"{_sample(nearest)}"
+        f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no image of {nearest.targets} targets. The "
+        f"nearest is {nearest}: mean PSNR {nearest.means['psnr']:.1f} dB, clearest image {nearest.worst['psnr']:.1f} "
+        f"dB. So few targets do not exclude that {bound:.0%} of images can be recovered, and stronger attacks may "
+        f"exist.{_sample(nearest)}"
     )
 
 
@@ -167,7 +174,7 @@ def _sample(line: Summary) -> str:
 
 
 def card_of(line: Summary, control: Control) -> dict[str, Any]:
-    """Everything that is said of a line, as JSON holds it: the report card of one attack against one defence."""
+    """The report card of one attack against one defence: every figure and word of a line, as JSON."""
     ruling = line.ruling
     word, text = (ruling.word, ruling.text) if control.passed else (VOID, "the positive control failed")
     certified = line.certified
@@ -181,7 +188,7 @@ def card_of(line: Summary, control: Control) -> dict[str, Any]:
             "seeds": line.seeds,
             "recovered": line.recovered.record(),
             "excess": line.excess.record(),
-            "rates": {name: held.record() for name, held in line.rates.items()},
+            "rates": {name: rate.record() for name, rate in line.rates.items()},
             "re-identification": {**line.ranks, "chance of rank 1": line.chance, "excess": line.identified.record()},
             "paired": line.paired and line.paired.record(),
             "means": line.means,
@@ -201,3 +208,80 @@ def card_of(line: Summary, control: Control) -> dict[str, Any]:
             "seconds": line.seconds,
         }
     )
+
+
+# --- one defence: its attackers, the undefended reference, what it proves --------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The lines of one defence at one round and batch size. `undefended`: the strongest line without a defence."""
+
+    defence: str
+    round: int
+    examples: int
+    lines: tuple[Summary, ...]
+    undefended: Summary | None = None
+
+    @cached_property
+    def forms(self) -> dict[str, Summary]:
+        """The strongest attack of each attacker, from the least to the most informed."""
+        by_form = {form: [line for line in self.lines if line.form == form] for form in FORMS}
+        return {form: strongest_of(lines) for form, lines in by_form.items() if lines}
+
+    @cached_property
+    def strongest(self) -> Summary:
+        return strongest_of(self.lines)
+
+    def placed(self, varied: Collection[str]) -> str:
+        """Its name, followed by the round or batch size if that is `varied` between headlines."""
+        where = {"round": f", round {self.round}", "examples": f", B = {self.examples}"}
+        return self.defence + "".join(text for name, text in where.items() if name in varied)
+
+    @property
+    def word(self) -> str:
+        """The verdict over the cells that were run."""
+        return word_on(self.lines)
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """That of the strongest line: an attacker who saw a client more often faces a weaker guarantee."""
+        first = self.strongest.guarantee
+        return first or next((line.guarantee for line in self.lines if line.guarantee is not None), None)
+
+
+def attackers_of(headlines: Iterable[Headline]) -> dict[str, str]:
+    """Columns of a table of defences, form to label; "averaged" only if some defence was attacked so."""
+    tried = {form for headline in headlines for form in headline.forms}
+    return {form.value: form.label for form in DEFENDED if form is not AttackerForm.AVERAGED or form in tried}
+
+
+def headlines_of(lines: Iterable[Summary]) -> list[Headline]:
+    """One for each defence, round and batch size, in the order of the lines; none for the undefended client."""
+    groups: dict[tuple[str, int, int], list[Summary]] = {}
+    for line in lines:
+        groups.setdefault((line.defence, line.round, line.examples), []).append(line)
+    return [
+        Headline(
+            defence,
+            number,
+            examples,
+            tuple(group),
+            strongest_of(plain) if (plain := groups.get(("none", number, examples))) else None,
+        )
+        for (defence, number, examples), group in groups.items()
+        if defence != "none"
+    ]
+
+
+def labelled(lines: Iterable[Summary]) -> list[tuple[str, Guarantee]]:
+    """The guarantees of every defence, each once; a defence with several is named with round and batch size."""
+    by_defence: dict[str, dict[Guarantee, Headline]] = {}
+    for headline in headlines_of(lines):
+        if headline.guarantee is not None:
+            by_defence.setdefault(headline.defence, {}).setdefault(headline.guarantee, headline)
+    return [
+        (headline.placed(("round", "examples") if len(guarantees) > 1 else ()), guarantee)
+        for guarantees in by_defence.values()
+        for guarantee, headline in guarantees.items()
+    ]

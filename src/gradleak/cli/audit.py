@@ -186,7 +186,7 @@ def _run(planned: Audit, options: AuditOptions) -> AuditResult:
 
 def _print_ablation(planned: Audit, result: AuditResult, plain: bool) -> None:
     """Repeat the audit without each capability of the attacker, and print what that changes."""
-    from gradleak.audit.ablation import ablation
+    from gradleak.audit.assumptions import ablation
     from gradleak.cli.progress import display
 
     with display(plain) as progress:

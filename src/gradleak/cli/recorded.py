@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradleak.audit import default_attacks
 from gradleak.audit.cells import defence_of
-from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replays, told
+from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replay_text, replays
 from gradleak.cli import loading
 from gradleak.cli.audit import AuditOptions
 from gradleak.cli.formatting import counted
@@ -61,24 +61,18 @@ class RecordedRun:
         lines += [f"Privacy of the recorded strategy: {line}" for line in privacy_of(self.folder)]
         if self.training is not None and known:
             errors = replays(self.task, self.recorded, self.training, defence_of(self.defence or "none"))
-            lines.append(told(errors, self.recorded, self.training))
+            lines.append(replay_text(errors, self.recorded, self.training))
         return lines
 
     def audit(self) -> RecordedAudit:
         """The audit of the observations whose examples are known."""
         assert self.training is not None
-        return RecordedAudit.of(
-            self.task,
-            self.recorded,
-            self.attacks,
-            self.training,
-            loading.images(self.options.data),
-            defence=self.defence,
-            seeds=self.seeds,
-            engine=self.engine,
-            given=self.options.known_fields,
-            origin={"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data},
+        gallery = loading.images(self.options.data)
+        planned = RecordedAudit.of(
+            self.task, self.recorded, self.attacks, self.training, gallery, defence=self.defence, engine=self.engine
         )
+        origin = {"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data}
+        return replace(planned, seeds=self.seeds, given=self.options.known_fields, origin=origin)
 
     def attack_without_truth(self, folder: Path, progress: Progress) -> Sequence[dict[str, Any]]:
         """Attack observations whose examples nobody knows: one finding for each, stored in the folder."""

@@ -19,10 +19,11 @@ from gradleak.core.settings import Group, takes
 
 if TYPE_CHECKING:
     from gradleak.cli.tasks import TrainingDefaults
+    from gradleak.core.durations import Estimate
     from gradleak.core.listeners import Progress
     from gradleak.federation import Federation
     from gradleak.federation.participation import Participation
-    from gradleak.federation.training import Estimate, Trained, TrainingRun
+    from gradleak.federation.training import Trained, TrainingRun
     from gradleak.scenario.client import LocalTraining
 
 HOLDOUT = 0.1  # share of the data that is tested on if no test data are named

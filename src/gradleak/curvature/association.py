@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradleak.audit.summary import RESAMPLES, SMALL
+from gradleak.audit.intervals import RESAMPLES
+from gradleak.audit.summary import SMALL
 from gradleak.curvature.gradcam import rank_correlation
 
 Series: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any] | Tensor"

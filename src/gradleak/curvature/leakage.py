@@ -15,7 +15,8 @@ from typing import Any
 
 from gradleak.audit.result import AuditResult, Summary
 from gradleak.audit.rows import FORMS
-from gradleak.audit.summary import CONVERGED, SMALL
+from gradleak.audit.ruling import CONVERGED
+from gradleak.audit.summary import SMALL
 from gradleak.core.configuration import digest
 from gradleak.federation.checkpoints import Checkpoints
 from gradleak.federation.partition import FederationError

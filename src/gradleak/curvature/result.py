@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gradleak.audit.formats import text_of
 from gradleak.audit.result import AuditResult
-from gradleak.audit.summary import CONVERGED
-from gradleak.audit.tables import text_of
+from gradleak.audit.ruling import CONVERGED
 from gradleak.core.files import finite
 from gradleak.core.folder import environment_in
 from gradleak.curvature.association import Association, associations

@@ -24,7 +24,7 @@ from gradleak import __version__
 from gradleak.audit.private import Read, Stored, examples_of
 from gradleak.core import tree
 from gradleak.core.configuration import digest, from_toml, to_toml
-from gradleak.core.durations import about
+from gradleak.core.durations import Estimate, about
 from gradleak.core.environment import describe
 from gradleak.core.folder import FolderInUse, Interrupted
 from gradleak.core.listeners import Progress, Silent
@@ -306,35 +306,15 @@ def told(row: Row) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """About how long a study takes, by products with the Hessian that were timed and thrown away."""
-
-    rounds: int
-    weights: int
-    examples: int
-    seconds: float
-    longest: float
-    where: str
-
-    def __str__(self) -> str:
-        if not self.rounds:
-            return "Every round has been measured before."
-        counted = f"{self.rounds} checkpoint{'s' * (self.rounds != 1)}"
-        what = f"{counted} of {self.weights:,} weights, {self.examples} examples"
-        longer = "" if self.longest <= self.seconds else f" (up to {about(self.longest)} where steps have to double)"
-        return f"{what}: {about(self.seconds)}{longer} on {self.where}, by timed products."
-
-
 def estimate(study: Study, out: str | Path | None = None) -> Estimate:
     """Of the rounds that `out` does not hold yet. What information asks for comes on top, and is little beside it."""
     held = {row["round"] for row in rows_in(Path(out))} if out is not None else set()
     left = [number for number in study.planned if number not in held]
     measured, how = study.measured, study.lanczos
     size, examples = tree.size(study.task.weights()), len(next(iter(measured.batch.values())))
-    where = str(study.engine.where)
+    counts = {"rounds": len(left), "weights": size, "examples": examples}
     if not left:
-        return Estimate(0, size, examples, 0.0, 0.0, where)
+        return Estimate("Every round has been measured before.", 0.0, counts)
     operator = measured.operator(study.sent(left[0]))
     vectors = signs(operator, how.probes, how.seed)
     spent = 0.0
@@ -345,4 +325,7 @@ def estimate(study: Study, out: str | Path | None = None) -> Estimate:
             torch.cuda.synchronize()
         spent = time.perf_counter() - began
     seconds = spent / how.probes * measured.products() * len(left)
-    return Estimate(len(left), size, examples, seconds, seconds * how.most_steps / how.steps, where)
+    longest = seconds * how.most_steps / how.steps
+    longer = "" if longest <= seconds else f" (up to {about(longest)} where steps have to double)"
+    work = f"{len(left)} checkpoint{'s' * (len(left) != 1)} of {size:,} weights, {examples} examples"
+    return Estimate(f"{work}: {about(seconds)}{longer} on {study.engine.where}, by timed products.", seconds, counts)

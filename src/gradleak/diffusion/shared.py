@@ -24,6 +24,12 @@ class SharedDraws(Defence):
 
     seed: int = 0
 
+    def demand(self, task: Task, server: Tree) -> None:
+        """An audit grants the draws instead: there is no defence in them to attack."""
+        raise ValueError(
+            "It only says who draws steps and noise; an attacker that knows them is Audit(given=('t', 'noise'))."
+        )
+
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
         key = randomness.key("shared draws", self.seed, server.get("round", 0))
         return {SHARED: {"key": key.to(tree.like(weights).device)}}

@@ -14,7 +14,7 @@ import torch
 
 from gradleak import __version__
 from gradleak.core.configuration import digest, from_toml, to_toml
-from gradleak.core.durations import about
+from gradleak.core.durations import Estimate, about
 from gradleak.core.folder import Interrupted
 from gradleak.core.settings import takes
 from gradleak.engine import Engine
@@ -196,20 +196,6 @@ def demand_rounds(rounds: int, every: int, checkpoints: Sequence[int]) -> None:
         raise FederationError(f"Checkpoint {late[0]} lies outside the rounds 0 to {rounds} of this training.")
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """About how long a training takes: so many rounds, by one that was timed and thrown away."""
-
-    rounds: int
-    steps: int  # local steps in a round, of all clients
-    seconds: float
-    where: str
-
-    def __str__(self) -> str:
-        rounds = f"{self.rounds} round{'s' * (self.rounds != 1)} of about {self.steps} local steps"
-        return f"{rounds}: {about(self.seconds)} on {self.where}, by one timed round."
-
-
 def estimate(
     federation: Federation,
     task: Task,
@@ -235,7 +221,9 @@ def estimate(
     sizes = whole if federation.examples is None else [min(federation.examples, size) for size in whole]
     steps = sum(len(federation.training.order(size)) for size in sizes if size)
     share = federation.participation.fraction(federation.clients)
-    return Estimate(rounds, round(steps * share), seconds, str(work.engine.where))
+    steps = round(steps * share)
+    text = f"{rounds} round{'s' * (rounds != 1)} of about {steps} local steps: {about(seconds)} on {work.engine.where}"
+    return Estimate(f"{text}, by one timed round.", seconds, {"rounds": rounds, "steps": steps})
 
 
 def settings_of(run: TrainingRun, work: Rounds) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from gradleak import __version__
-from gradleak.audit.labels import record as label
+from gradleak.audit.rows import guarantee_record as label
 from gradleak.flower.privacy import recognised
 from gradleak.flower.recording import Recording, Written, entries_of
 from gradleak.flower.records import EXAMPLES, FlowerError, examples_of, extra_records, model_record

@@ -1,8 +1,8 @@
 """`render(result)`: an audit as one self-contained HTML file: no network, images inside, one small script of our own.
 
-What is shown is gathered by `gradleak.report.page` and the modules that it names; `report.html.j2`, `sections` and the
-style sheets say how it looks. Everything that comes from a run (names, errors, settings) is escaped. The page allows no
-outside address, and no script but `report.js`, by its hash; without scripts it shows the same, unsorted and unfiltered.
+`page.SECTIONS` lists the sections; a module makes what each shows, and a template in `sections` draws it. Text from a
+run (names, errors, settings) is escaped. The page allows no outside address, and no script but `report.js`, by its
+hash; without scripts it shows the same, unsorted and unfiltered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Page", "render"]
 
 @cache
 def template(name: str) -> Template:
-    """A template of this folder; what pages share is in parts.html.j2."""
+    """A template of this folder; parts.html.j2 has what pages share."""
     environment = Environment(
         loader=FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -41,7 +41,7 @@ def text(name: str) -> str:
 
 
 def policy(script: str) -> str:
-    """The content security policy of a page that runs this script and no other, and asks nobody for anything."""
+    """The content security policy of a page that runs this script only and loads nothing."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     return (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
@@ -56,7 +56,7 @@ def render(result: AuditResult, study: StudyResult | None = None) -> str:
     `study`: curvature over the rounds of the same training (`gradleak analyse`), drawn beside the leakage.
     """
     script = text("report.js")
-    # Our own style sheets and script are the only things that are not escaped.
+    # Only our own style sheets and script are not escaped.
     css = Markup(text("report.css") + text("curves.css") + text("audit.css"))
-    page = Page.of(result, study)
+    page = Page(result, study)
     return template("report.html.j2").render(page=page, css=css, script=Markup(script), policy=policy(script))

@@ -1,8 +1,7 @@
-"""Curves over rounds, or over another measure, as geometry: paths and ticks of a chart, which the template `chart` of
-parts.html.j2 draws.
+"""Curves over rounds, or over another measure: paths and ticks of a chart, which `chart` of parts.html.j2 draws.
 
-Colours come from the style sheet, so that a chart follows light and dark; lines also differ by their dashes, and
-`Chart.text` says all values, for those who do not see it.
+Colours come from the style sheet, so that a chart follows light and dark mode. Lines also differ by their dashes, and
+`Chart.text` has all values, for readers who do not see the chart.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 34
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2")  # of the first lines; then they repeat
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2")  # then they repeat
 COLOURS = 6  # --line-0 to --line-5 of curves.css
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line: a value for every x, and a band around it. `doubtful`: which values had not settled."""
+    """One line: a value for every x, and a band around it. `doubtful`: which values did not settle."""
 
     name: str
     x: Sequence[float]
@@ -32,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A value; hollow where it had not settled. `low` and `high`: a whisker, where the series has no band."""
+    """A value, hollow if it did not settle. `whisker`: its low and high end, if the series has no band."""
 
     x: float
     y: float
@@ -90,25 +89,25 @@ def chart(
     across: str = "round",
     within: tuple[float, ...] = (),
 ) -> Chart:
-    """Lay series out in one picture. `floor`: a level that is drawn across it, with its name.
+    """Lay series out in one picture. `floor`: a level with its name, drawn across the picture.
 
-    `across`: what the x axis measures. Rounds are marked where there are some, other measures evenly. `within`: levels
-    that the y axis must reach, such as 0 and 100 of percentages.
+    `across`: what the x axis measures; ticks are at the rounds, or evenly spaced for other measures. `within`: levels
+    that the y axis must reach, such as 0 and 100 for percentages.
     """
-    shown = [one for one in series if len(one.x)]
-    if not shown:
+    series = [one for one in series if len(one.x)]
+    if not series:
         raise ValueError(f"The chart {title!r} has no values.")
-    along = _Axis.of([x for one in shown for x in one.x], LEFT, WIDTH - RIGHT, room=0.04)
-    heights = [y for one in shown for values in (one.y, one.low, one.high) for y in values]
-    # A floor's name stands below it, where no line can be.
+    along = _Axis.of([x for one in series for x in one.x], LEFT, WIDTH - RIGHT, room=0.04)
+    heights = [y for one in series for values in (one.y, one.low, one.high) for y in values]
+    # The name of a floor is below it, where no line can be.
     levels, room = ([], 0.06) if floor is None else ([floor[0]], 0.1)
     up = _Axis.of([*heights, *levels, *within], HEIGHT - BOTTOM, TOP, room)
-    places = _rounds(sorted({x for one in shown for x in one.x})) if across == "round" else along.ticks
+    places = _rounds(sorted({x for one in series for x in one.x})) if across == "round" else along.ticks
     return Chart(
         title,
         caption,
-        _told(title, shown, floor, across),
-        tuple(_drawn(one, number, along, up) for number, one in enumerate(shown)),
+        _in_words(title, series, floor, across),
+        tuple(_drawn(one, number, along, up) for number, one in enumerate(series)),
         tuple(Tick(along(x), f"{x:.6g}") for x in places),
         tuple(Tick(up(y), _text(y, up.step)) for y in up.ticks),
         None if floor is None else Tick(up(floor[0]), floor[1]),
@@ -129,7 +128,7 @@ class _Axis:
     @staticmethod
     def of(values: Sequence[float], begin: float, end: float, room: float) -> _Axis:
         low, high = min(values), max(values)
-        if low == high:  # one value stands in the middle
+        if low == high:  # one value is in the middle
             margin = abs(low) * 0.5 or 1.0
             low, high = low - margin, high + margin
         margin = room * (high - low)
@@ -145,7 +144,7 @@ class _Axis:
 
 
 def _step(span: float) -> float:
-    """A distance of ticks, 1, 2 or 5 times a power of ten, that gives four to nine of them."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, for four to nine ticks."""
     rough = span / 5
     power = 10.0 ** math.floor(math.log10(rough))
     return power * next((digit for digit in (1, 2, 5) if digit * power >= rough), 10)
@@ -157,7 +156,7 @@ def _text(value: float, step: float) -> str:
 
 
 def _rounds(values: Sequence[float], most: int = 8) -> list[float]:
-    """Some of the rounds that there are, evenly, the first and the last among them."""
+    """At most `most` of these rounds, evenly spaced, with the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
@@ -169,9 +168,9 @@ def _drawn(one: Series, number: int, across: _Axis, up: _Axis) -> Drawn:
     edges = [(up(low), up(high)) for low, high in zip(one.low, one.high)] if banded else []
     band = ""
     if banded and len(places) > 1:
-        there = [f"{x:g},{top:g}" for (x, _), (_, top) in zip(places, edges)]
-        back = [f"{x:g},{bottom:g}" for (x, _), (bottom, _) in zip(reversed(places), reversed(edges))]
-        band = f"M{' L'.join([*there, *back])}Z"
+        upper = [f"{x:g},{top:g}" for (x, _), (_, top) in zip(places, edges)]
+        lower = [f"{x:g},{bottom:g}" for (x, _), (bottom, _) in zip(reversed(places), reversed(edges))]
+        band = f"M{' L'.join([*upper, *lower])}Z"
     hollow = [bool(flag) for flag in one.doubtful] or [False] * len(places)
     marks = tuple(
         Mark(x, y, hollow[place], edges[place] if banded and len(places) == 1 else None)
@@ -189,7 +188,7 @@ def _drawn(one: Series, number: int, across: _Axis, up: _Axis) -> Drawn:
     )
 
 
-def _told(title: str, series: Sequence[Series], floor: tuple[float, str] | None, across: str) -> str:
+def _in_words(title: str, series: Sequence[Series], floor: tuple[float, str] | None, across: str) -> str:
     """The chart in words."""
     lines = [
         f"{one.name}: " + ", ".join(f"{y:.5g} at {across} {x:g}" for x, y in zip(one.x, one.y, strict=True))

@@ -1,4 +1,4 @@
-"""The defences of a run: what each attacker reached, what is proved, and what the attacked model was good for."""
+"""The defences of a run: what each attacker reached, what is proved, and how good the attacked model was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradleak.audit.verdict import attackers_of, headlines_of, labelled
+from gradleak.report.curves import Chart
 from gradleak.report.grid import Column, Line, Table, Value, number, percent, tone
+from gradleak.report.rounds import scatter
 from gradleak.scenario.guarantee import Guarantee, rounded_up
 
 if TYPE_CHECKING:
@@ -17,7 +20,7 @@ UNKNOWN = "not recorded"  # by the version that made the run
 
 @dataclass(frozen=True)
 class Label:
-    """What one defence proves: in a word, in a sentence, and entry by entry."""
+    """What one defence proves: a word, a sentence, and the entries of its label."""
 
     name: str
     word: str
@@ -26,27 +29,32 @@ class Label:
     entries: tuple[tuple[str, str], ...]
 
 
-def defences(summaries: Sequence[Summary]) -> Table | None:
-    """Each defence by its strongest attack: the reference, every attacker, chance, and what is proved."""
-    from gradleak.audit.headline import attackers_of, headlines_of
+@dataclass(frozen=True)
+class Defences:
+    """The table of defences, and the label of each."""
 
-    found = headlines_of(summaries)
-    if not found:
+    table: Table
+    labels: tuple[Label, ...]
+
+
+def defences(summaries: Sequence[Summary]) -> Defences | None:
+    """Each defence by its strongest attack: the reference, every attacker, chance, and what is proved."""
+    headlines = headlines_of(summaries)
+    if not headlines:
         return None
-    rows, attacking = [], attackers_of(found)
-    several = len({(held.round, held.examples) for held in found}) > 1
-    for held in found:
-        best, blind = held.strongest, held.strongest.baseline
-        where = f"round {held.round}, B = {held.examples}" if several else ""
-        attackers = (_level(held.forms.get(form), best) for form in attacking)
+    rows, attackers = [], attackers_of(headlines)
+    several = len({(each.round, each.examples) for each in headlines}) > 1
+    for headline in headlines:
+        best, blind, word = headline.strongest, headline.strongest.baseline, headline.word
+        where = f"round {headline.round}, B = {headline.examples}" if several else ""
+        levels = (_level(headline.forms.get(form), best) for form in attackers)
         chance = Value(percent(blind.get("recovered")), note=f"{number(blind.get('psnr'))} dB") if blind else Value("-")
-        verdict = held.word
-        cells = (Value(held.defence, note=where), Value(verdict, tone(verdict)), _level(held.undefended), *attackers)
-        rows.append(Line((*cells, chance, Value(_briefly(held.guarantee))), hatched=verdict == "inconclusive"))
-    words = ("defence", "verdict", "undefended", *attacking.values(), "no gradient", "formal guarantee")
-    columns = tuple(Column(name, name not in ("defence", "verdict", "formal guarantee")) for name in words)
-    caption = "Recovered, and the mean PSNR, by the strongest attack of each attacker. The headline is marked."
-    return Table(caption, columns, tuple(rows))
+        cells = (Value(headline.defence, note=where), Value(word, tone(word)), _level(headline.undefended), *levels)
+        rows.append(Line((*cells, chance, Value(_briefly(headline.guarantee))), hatched=word == "inconclusive"))
+    names = ("defence", "verdict", "undefended", *attackers.values(), "no gradient", "formal guarantee")
+    columns = tuple(Column(name, name not in ("defence", "verdict", "formal guarantee")) for name in names)
+    caption = "Recovered share and mean PSNR of each attacker's strongest attack. The headline is marked."
+    return Defences(Table(caption, columns, tuple(rows)), tuple(_labels(summaries)))
 
 
 def _level(line: Summary | None, best: Summary | None = None) -> Value:
@@ -61,10 +69,8 @@ def _briefly(proved: Guarantee | None) -> str:
     return UNKNOWN if proved is None else "none" if proved.epsilon is None else _word(proved)
 
 
-def labels(summaries: Sequence[Summary]) -> Iterator[Label]:
+def _labels(summaries: Sequence[Summary]) -> Iterator[Label]:
     """What every defence proves, each label once."""
-    from gradleak.audit.headline import labelled
-
     for name, proved in labelled(summaries):
         yield Label(name, _word(proved), _tone(proved), str(proved).partition("\n")[0], tuple(_entries(proved)))
 
@@ -77,7 +83,7 @@ def _word(proved: Guarantee) -> str:
 
 
 def _tone(proved: Guarantee) -> str:
-    """Only what holds against the server, and says something, is good."""
+    """Good: a guarantee that holds against the server and says something."""
     if proved.epsilon is None:
         return "void"
     return "good" if proved.model == "local" and not proved.vacuous else "warn"
@@ -105,21 +111,30 @@ def _entries(proved: Guarantee) -> Iterator[tuple[str, str]]:
         )
 
 
-def utility(summaries: Sequence[Summary]) -> Table | None:
-    """Test accuracy and loss of the attacked models, round by round; None where no training was attacked."""
-    found = {line.round: line.trained for line in summaries if line.trained is not None}
+@dataclass(frozen=True)
+class Utility:
+    """How good the attacked models were, and a chart of leakage over accuracy if there are several points."""
+
+    table: Table
+    scatter: Chart | None
+
+
+def utility(summaries: Sequence[Summary]) -> Utility | None:
+    """Test accuracy and loss of the attacked models, round by round; None if no training was attacked."""
+    models = {line.round: line.trained for line in summaries if line.trained is not None}
     rows = [
         Line(
             (
                 Value(str(round)),
-                Value("-" if held.test_accuracy is None else f"{held.test_accuracy:.1%}"),
-                Value(number(held.test_loss, 4)),
-                Value("none" if held.defence == "none" else held.defence),
+                Value("-" if model.test_accuracy is None else f"{model.test_accuracy:.1%}"),
+                Value(number(model.test_loss, 4)),
+                Value(model.defence),
             )
         )
-        for round, held in sorted(found.items())
+        for round, model in sorted(models.items())
     ]
     if not rows:
         return None
     columns = (Column("round"), Column("test accuracy"), Column("test loss"), Column("trained with the defence", False))
-    return Table("As the training measured them; - where it did not.", columns, tuple(rows))
+    caption = "As the training measured them; - if it did not."
+    return Utility(Table(caption, columns, tuple(rows)), scatter(summaries))

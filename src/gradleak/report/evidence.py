@@ -1,8 +1,8 @@
 """The evidence sheet: assumptions, tests, results and limits on a page or two, for a data-protection assessment.
 
-An assessment by Article 35 of the GDPR describes a processing, its risks to people and the measures against them. An
-audit is evidence on one of these risks, that updates reveal the data they were computed on, and on what defences do
-about it; it is not the assessment.
+An assessment under Article 35 of the GDPR describes a processing, its risks to people and the measures against them.
+An audit is evidence on one of these risks, that updates reveal the data they were computed on, and on what defences do
+about it. It is not the assessment.
 """
 
 from __future__ import annotations
@@ -11,44 +11,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gradleak.report import repeat
 from gradleak.report.grid import number, percent, plural
 
 if TYPE_CHECKING:
-    from gradleak.audit.result import Assumption, AuditResult, Row
+    from gradleak.audit.result import AuditResult, Row
+    from gradleak.report.page import Page
 
 RECOVERED = (
-    "an image counts as recovered when SSIM is above 0.5, PSNR above 18 dB, and it is the nearest of a gallery of "
-    "other real images to what was found"
+    "an image counts as recovered when SSIM is above 0.5, PSNR above 18 dB, and no other real image of a gallery is "
+    "nearer to the reconstruction"
 )
 RECIPE = ("lr", "optimiser", "steps", "epochs", "batch_size")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Terms, each with what is to be said of it."""
+    """A part of the sheet: terms, each with one or more texts."""
 
     name: str
     entries: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def evidence(
-    result: AuditResult,
-    grid: Sequence[Row],
-    assumptions: Sequence[Assumption],
-    threat: str,
-    untested: Sequence[str],
-    command: str,
-) -> tuple[Part, ...]:
-    """What a reviewer asks for, gathered from the run: system, assumptions, tests, results, provenance."""
+def evidence(page: Page) -> tuple[Part, ...]:
+    """What a reviewer needs, from the run: system, assumptions, tests, results, limits, provenance."""
     parts = {
-        "System": _system(result),
-        "Assumptions": _assumptions(threat, assumptions),
-        "Tests": _tests(result, grid),
-        "Results": _results(result),
-        "Provenance": _provenance(result, command),
+        "System": _system(page.result),
+        "Assumptions": _assumptions(page),
+        "Tests": _tests(page.result, page.rows),
+        "Results": _results(page.result),
+        "Provenance": _provenance(page.result),
     }
-    told = [Part(name, tuple((term, (text,)) for term, text in entries)) for name, entries in parts.items()]
-    return (*told[:-1], Part("Limits", (("not tested", tuple(untested)),)), told[-1])
+    named = [Part(name, tuple((term, (text,)) for term, text in entries)) for name, entries in parts.items()]
+    return (*named[:-1], Part("Limits", (("not tested", page.untested),)), named[-1])
 
 
 def _system(result: AuditResult) -> Iterator[tuple[str, str]]:
@@ -57,20 +52,19 @@ def _system(result: AuditResult) -> Iterator[tuple[str, str]]:
         if name in origin:
             yield name, str(origin[name])
     recipe = federation.get("training") or {}
-    told = [f"{name} {federation[name]}" for name in ("clients", "examples") if name in federation]
-    told += [f"{name} {recipe[name]}" for name in RECIPE if recipe.get(name)]
-    if told:
-        yield "clients", ", ".join(told)
-    trained = {line.round: line.trained for line in result.summaries if line.trained is not None}
-    for round, held in sorted(trained.items()):
-        yield f"model at round {round}", str(held)
+    clients = [f"{name} {federation[name]}" for name in ("clients", "examples") if name in federation]
+    clients += [f"{name} {recipe[name]}" for name in RECIPE if recipe.get(name)]
+    if clients:
+        yield "clients", ", ".join(clients)
+    models = {line.round: line.trained for line in result.summaries if line.trained is not None}
+    for round, model in sorted(models.items()):
+        yield f"model at round {round}", str(model)
 
 
-def _assumptions(threat: str, assumptions: Sequence[Assumption]) -> Iterator[tuple[str, str]]:
-    yield "threat model", threat
-    for each in assumptions:
-        word = each.granted if isinstance(each.granted, str) else "granted" if each.granted else "not granted"
-        yield each.capability, f"{word}. {each.text}"
+def _assumptions(page: Page) -> Iterator[tuple[str, str]]:
+    yield "threat model", page.threat
+    for each in page.assumptions:
+        yield each.capability, f"{each.word}. {each.text}"
 
 
 def _tests(result: AuditResult, grid: Sequence[Row]) -> Iterator[tuple[str, str]]:
@@ -84,8 +78,8 @@ def _tests(result: AuditResult, grid: Sequence[Row]) -> Iterator[tuple[str, str]
     sample = max(lines, key=lambda line: line.targets * line.seeds, default=None)
     if sample is not None:
         yield "sample", f"up to {plural(sample.targets, 'target')} x {plural(sample.seeds, 'seed')} for each line"
-    worked = sum(line.optimised for line in lines)
-    yield "searches", f"{worked} of {plural(len(lines), 'line')} ended well on 80 % of their targets or more"
+    converged = sum(line.optimised for line in lines)
+    yield "searches", f"{converged} of {plural(len(lines), 'line')} converged on at least 80 % of the targets"
     yield "measure", RECOVERED
     yield "control", result.positive_control.text
     if not result.complete:
@@ -95,19 +89,19 @@ def _tests(result: AuditResult, grid: Sequence[Row]) -> Iterator[tuple[str, str]
 def _results(result: AuditResult) -> Iterator[tuple[str, str]]:
     verdict = result.verdict
     yield "verdict", verdict.because or verdict.word
-    for name, held in result.verdicts.items():
-        own = [line for line in result.summaries if line.defence == name]
-        proved = next((line.guarantee for line in own if line.guarantee is not None), None)
-        told = f" Formal guarantee: {str(proved).partition(chr(10))[0]}." if proved is not None else ""
-        yield "undefended" if name == "none" else name, f"{held.word}. {held.paragraph}{told}"
+    for name, each in result.verdicts.items():
+        guarantees = (line.guarantee for line in result.summaries if line.defence == name)
+        proved = next((guarantee for guarantee in guarantees if guarantee is not None), None)
+        text = f" Formal guarantee: {str(proved).partition(chr(10))[0]}." if proved is not None else ""
+        yield "undefended" if name == "none" else name, f"{each.word}. {each.paragraph}{text}"
     worst = max((line for line in result.summaries if line.targets), key=lambda line: line.strength, default=None)
     if worst is not None:
         against = "undefended" if worst.defence == "none" else f"against {worst.defence}"
-        clear = f"{number(worst.worst.get('psnr'))} dB at most, {percent(worst.recovered.value)} recovered"
-        yield "strongest line", f"{worst}, {against}, round {worst.round}, B = {worst.examples}: {clear}"
+        level = f"{percent(worst.recovered.value)} recovered, clearest image {number(worst.worst.get('psnr'))} dB"
+        yield "strongest line", f"{worst}, {against}, round {worst.round}, B = {worst.examples}: {level}"
 
 
-def _provenance(result: AuditResult, command: str) -> Iterator[tuple[str, str]]:
+def _provenance(result: AuditResult) -> Iterator[tuple[str, str]]:
     environment: dict[str, Any] = result.environment
     git = environment.get("git")
     commit = git.get("commit") if isinstance(git, dict) else environment.get("commit")
@@ -117,7 +111,7 @@ def _provenance(result: AuditResult, command: str) -> Iterator[tuple[str, str]]:
         ("time", environment.get("time")),
         ("gradleak", environment.get("gradleak")),
         ("commit", f"{commit}{changed}" if commit else None),
-        ("to repeat", command),
+        ("to repeat", repeat.command(result)),
     ):
         if value:
             yield name, str(value)

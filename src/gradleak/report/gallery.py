@@ -1,7 +1,7 @@
 """The pictures: for each defence every private image once, as the strongest attack recovered it, clearest first.
 
-Data of all pictures are in the page; a browser decodes a picture when it comes into view, since cards out of view are
-not laid out (content-visibility). The difference is drawn by the browser out of the two pictures, so it costs nothing.
+The page holds all pictures; a browser decodes one when it comes into view, since it does not lay out cards out of view
+(content-visibility). It also draws the difference from the two pictures, so that costs nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gradleak.report.grid import Value, number, tone
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Row
 
-SHOWN = 12  # pictures of each defence at once; the others fold away
-ROOM = 13_500_000  # bytes of a page for pictures, shared by its defences: it stays small enough to send
-POINTS = 25  # of a search, as its curve is drawn
+SHOWN = 12  # pictures of each defence that are open; the others are folded
+ROOM = 13_500_000  # bytes of pictures in a page, shared by its defences: small enough to send
+POINTS = 25  # of the curve of a search
 
 
 @dataclass(frozen=True)
 class Search:
-    """The match along the search: places of the curve in a box of 100 x 24, and each point as `step:match`."""
+    """The match along the search: the curve in a box of 100 x 24, and its points as `step:match`."""
 
     path: str
     points: str
@@ -103,12 +103,12 @@ class Gallery:
 
     @property
     def moving(self) -> bool:
-        """Are there pictures along the way?"""
+        """Are there pictures of the searches?"""
         return any(shot.steps for shot in self.shots)
 
 
 def gallery(result: AuditResult, grid: Sequence[Row]) -> Gallery | None:
-    """None where there is no picture to show."""
+    """None if there is no picture to show."""
     read, best = Reader(result), _strongest(grid)
     groups = []
     for defence in sorted(best, key=lambda name: (name != "none", name)):
@@ -123,28 +123,28 @@ def gallery(result: AuditResult, grid: Sequence[Row]) -> Gallery | None:
 
 
 def _strongest(grid: Sequence[Row]) -> dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]]:
-    """By defence and private image: PSNR, row and example of what came nearest to it."""
+    """By defence and private image: PSNR, row and example of the nearest reconstruction."""
     best: dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]] = {}
     for row in grid:
         for example, psnr in enumerate((row.get("scores") or {}).get("psnr") or ()):
             image = (row["round"], row["seed"], row["observation"], example)
-            held = best.setdefault(str(row["defence"]), {})
-            if psnr is not None and (image not in held or psnr > held[image][0]):
-                held[image] = (psnr, row, example)
+            nearest = best.setdefault(str(row["defence"]), {})
+            if psnr is not None and (image not in nearest or psnr > nearest[image][0]):
+                nearest[image] = (psnr, row, example)
     return best
 
 
 def _within(read: Reader, order: Sequence[tuple[float, Row, int]], room: int) -> Iterator[Shot]:
-    """As many as there is room for; in what is left of it, the clearest also with the way they were found."""
-    kept: list[tuple[Shot, Row, int]] = []
+    """As many as there is room for; the clearest also with pictures of the search, in the room that remains."""
+    shots: list[tuple[Shot, Row, int]] = []
     for _, row, example in order:
         if (shot := read.shot(row, example)) is None:
             continue
         if shot.size > room:
             break
         room -= shot.size
-        kept.append((shot, row, example))
-    for shot, row, example in kept:
+        shots.append((shot, row, example))
+    for shot, row, example in shots:
         if room > 0:
             shot = read.moving(shot, row, example)
             room -= shot.extra
@@ -152,7 +152,7 @@ def _within(read: Reader, order: Sequence[tuple[float, Row, int]], room: int) ->
 
 
 class Reader:
-    """Shots out of the arrays of a run, each cell read once."""
+    """Makes shots from the arrays of a run; reads each cell once."""
 
     def __init__(self, result: AuditResult) -> None:
         self._images = _quiet(result.images)
@@ -160,7 +160,7 @@ class Reader:
         self._arrays = _quiet(result.store.arrays)
 
     def shot(self, row: Row, example: int) -> Shot | None:
-        """None where the arrays are gone, or hold no pictures."""
+        """None if the arrays are gone or hold no pictures."""
         images = self._images(row["cell"])
         if images is None or not pictures.drawable(images["true"].shape[2:]):
             return None
@@ -169,7 +169,6 @@ class Reader:
         scores = {name: values[example] for name, values in row["scores"].items() if values}
         outcome, colour = _outcome(row, example)
         attack, _, settings = str(row["attack"]).partition(":")
-        told = f"PSNR {number(scores.get('psnr'), 1)} dB, SSIM {number(scores.get('ssim'), 2)}"
         of_batch = f", example {example + 1} of {row['examples']}" if row["examples"] > 1 else ""
         seeded = f", seed {row['seed']}" if row["seed"] else ""
         place = f", round {row['round']}" if row["round"] else ""
@@ -180,7 +179,7 @@ class Reader:
             defence=str(row["defence"]),
             form="" if row["form"] == "undefended" else str(row["form"]),
             key=f"{row['observation']}{of_batch}{place}{seeded}",
-            detail=told,
+            detail=f"PSNR {number(scores.get('psnr'), 1)} dB, SSIM {number(scores.get('ssim'), 2)}",
             outcome=outcome,
             tone=colour,
             scores={name: scores.get(name) for name in ("psnr", "ssim")},
@@ -193,9 +192,9 @@ class Reader:
         )
 
     def moving(self, shot: Shot, row: Row, example: int) -> Shot:
-        """The same with the way it was found, and with the other restarts, where the run kept them."""
-        held, chosen = self._arrays(row["cell"]) or {}, int(row.get("restart") or 0)
-        steps, others = snapshots(held, row, example), restarts(held, row, example)
+        """The same with pictures of the search and of the other restarts, if the run kept them."""
+        arrays, chosen = self._arrays(row["cell"]) or {}, int(row.get("restart") or 0)
+        steps, others = snapshots(arrays, row, example), restarts(arrays, row, example)
         return replace(shot, steps=steps, restarts=others, chosen=chosen)
 
     def _search(self, row: Row, target: int) -> Search | None:
@@ -214,7 +213,7 @@ class Reader:
 
 
 def _path(values: Sequence[float]) -> str:
-    """On a logarithmic scale, since a match falls over many powers of ten; what is not positive lies at the bottom."""
+    """On a logarithmic scale, since a match falls over many powers of ten. Values of 0 or less are at the bottom."""
     least = min((value for value in values if value > 0), default=1.0)
     logs = [math.log10(max(value, least)) for value in values]
     low, span = min(logs), (max(logs) - min(logs)) or 1.0
@@ -224,7 +223,7 @@ def _path(values: Sequence[float]) -> str:
 
 
 def _outcome(row: Row, example: int) -> tuple[str, str]:
-    """In words, and its tone. What was not recovered by a search that did not end well shows nothing."""
+    """The outcome in words, and its tone. A search that did not converge shows nothing by not recovering an image."""
     hits = (row.get("hits") or {}).get("recovered")
     if hits and hits[example]:
         return "recovered", "bad"
@@ -234,16 +233,16 @@ def _outcome(row: Row, example: int) -> tuple[str, str]:
 
 
 def _quiet(read: Callable[[str], Mapping[str, Tensor]]) -> Callable[[str], Mapping[str, Tensor] | None]:
-    """The same, once for each cell; None where the arrays were deleted, a sensible thing to do with private images."""
+    """`read`, once for each cell; None if the arrays were deleted, which is sensible for private images."""
 
     @cache
-    def held(cell: str) -> Mapping[str, Tensor] | None:
+    def arrays(cell: str) -> Mapping[str, Tensor] | None:
         try:
             return read(cell)
         except BadRun:
             return None
 
-    return held
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -258,9 +257,9 @@ class Control:
 
 def control(result: AuditResult) -> Control:
     """The positive control: did an attack that must succeed succeed? With up to three of its pictures."""
-    held = result.positive_control
-    rows = [row for row in result.rows if row.get("cell") == held.cell and row.get("status") != "failed"]
+    outcome = result.positive_control
+    rows = [row for row in result.rows if row.get("cell") == outcome.cell and row.get("status") != "failed"]
     read = Reader(result)
     shots = [shot for row in rows[:3] if (shot := read.shot(row, 0)) is not None]
-    word, colour = ("passed", "good") if held.passed else ("failed: this run shows nothing", "bad")
-    return Control(word, colour, held.text.partition(": ")[2] or held.text, tuple(shots))
+    word, colour = ("passed", "good") if outcome.passed else ("failed: this run shows nothing", "bad")
+    return Control(word, colour, outcome.text.partition(": ")[2] or outcome.text, tuple(shots))

@@ -14,7 +14,7 @@ TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "
 
 @dataclass(frozen=True)
 class Value:
-    """One table cell; with a tone it is drawn as a tag, and a note stands below in small print."""
+    """One table cell. With a tone it is drawn as a tag; a note is in small print below it."""
 
     text: str
     tone: str = ""
@@ -23,7 +23,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; `number`: its values are aligned and sorted as numbers."""
+    """A heading. `number`: its values are aligned and sorted as numbers."""
 
     name: str
     number: bool = True
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`sortable`: a reader with scripts may order its rows by any column."""
+    """A table with its caption. `sortable`: readers with scripts can sort its rows by any column."""
 
     caption: str
     columns: tuple[Column, ...]
@@ -53,17 +53,17 @@ def tone(word: str) -> str:
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """With so many digits; a dash where there is none."""
+    """A number with `digits` digits; a dash if there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as a whole percentage; a dash where there is none."""
+    """A share as a whole percentage; a dash if there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f}\N{NO-BREAK SPACE}%"
 
 
 def interval(rate: Rate) -> str:
-    """The bounds of a rate in per cent; nothing where there are none."""
+    """The bounds of a rate in per cent; empty if there are none."""
     return f"[{100 * rate.low:.0f}, {100 * rate.high:.0f}]" if math.isfinite(rate.low) else ""
 
 

@@ -6,16 +6,18 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from gradleak.auto import MEMBERS
+from gradleak.core import registry
 from gradleak.report.grid import plural
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Row, Summary
 
-FLOOR = 150  # targets times seeds, below which a published claim should not rest on a line
+FLOOR = 150  # targets times seeds that a published claim needs
 
 
 def untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str]:
-    """What a reader might take for covered and is not."""
+    """What a reader might believe to be covered and is not."""
     rounds = sorted({int(row["round"]) for row in grid})
     sizes = sorted({int(row["examples"]) for row in grid})
     yield "Active servers, which change weights, plant traps in the model or pick clients: they see more."
@@ -35,17 +37,15 @@ def untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str]
     if not any(str(row.get("knows", "")).startswith(("D", "E")) for row in grid):
         yield "Attackers with data or generators like the clients' (levels D and E): they recover more."
     if not any(line.trained is not None and line.trained.test_accuracy is not None for line in summaries):
-        yield "Utility: how good the attacked model is was not measured, so no defence can be said to be worth it."
+        yield "Utility: the quality of the attacked model was not measured, so nobody knows what a defence costs."
     count = max((summary.targets * summary.seeds for summary in summaries), default=0)
     if count < FLOOR:
-        yield f"Enough targets for a published claim: this run has {count} per line; 50 targets x 3 seeds are a floor."
-    yield "A longer search: what was not found may be found with more steps, more restarts or a better attack."
+        yield f"Enough targets for a published claim: this run has {count} per line; use 50 targets x 3 seeds."
+    yield "A longer search: more steps, more restarts or a better attack may find more."
 
 
 def _idle(grid: Sequence[Row]) -> Iterator[str]:
-    """Attacks of this version that did not run; members of `auto` did, where its rows say so."""
-    from gradleak.core import registry
-
+    """Attacks of this version that did not run. Members of `auto` ran if its rows say so."""
     used = {_name(row) for row in grid} | members_run(grid)
     silent = {str(row["attack"]) for row in grid if _name(row) == "auto" and not row.get("tried")}
     perhaps = set(_members(silent)) - used
@@ -61,8 +61,8 @@ def _idle(grid: Sequence[Row]) -> Iterator[str]:
 
 def members_run(grid: Iterable[Row]) -> set[str]:
     """Attacks that `auto` ran, by the optional entry `tried` of its rows: [{"attack", "outcome", ...}]."""
-    told = [each for row in grid for each in row.get("tried") or () if isinstance(each, Mapping)]
-    return {str(each.get("attack")) for each in told if each.get("outcome") == "ran"}
+    members = [each for row in grid for each in row.get("tried") or () if isinstance(each, Mapping)]
+    return {str(each.get("attack")) for each in members if each.get("outcome") == "ran"}
 
 
 def _name(row: Row) -> str:
@@ -70,10 +70,7 @@ def _name(row: Row) -> str:
 
 
 def _members(attacks: Iterable[str]) -> Iterator[str]:
-    """What `auto` may run with the preset that its name gives."""
-    from gradleak.auto import MEMBERS
-    from gradleak.core import registry
-
+    """What `auto` may run with the preset in its name."""
     for attack in attacks:
         stated = re.search(r"\bpreset=['\"]?(\w+)", attack)
         preset = stated[1] if stated else registry.entry("attack", "auto").settings["preset"]

@@ -1,6 +1,6 @@
-"""Attacks against defences, coloured by what was recovered; hatched where the attack did not work as an optimiser.
+"""Attacks against defences, coloured by the recovered share; hatched if the attack did not converge.
 
-A square is the strongest of its lines, over attackers, rounds and batch sizes; the table of results has them all.
+A square shows the strongest of its lines, over attackers, rounds and batch sizes; the table of results has them all.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradleak.audit.ruling import INCONCLUSIVE, PART
+from gradleak.audit.verdict import strongest_of, word_on
 from gradleak.report.grid import interval, number, percent
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Summary
 
-SHADES = 4  # above 0: for each quarter of the images one
+SHADES = 4  # above 0: one for each quarter of the images
 
 
 @dataclass(frozen=True)
 class Square:
-    """`shade` 0 to 4, by the recovered share; -1 where nothing is known. `hatched`: it must not be taken for safe."""
+    """`shade`: 0 to 4, by the recovered share; -1 if nothing is known. `hatched`: must not be read as safe."""
 
     text: str
     note: str
@@ -50,15 +52,15 @@ NOT_RUN = Square("not run", "", "", -1, True)
 
 
 def matrix(summaries: Sequence[Summary], void: bool) -> Matrix | None:
-    """`void`: the positive control failed, so that no square shows anything."""
+    """`void`: the positive control failed, so no square shows anything."""
     if not summaries:
         return None
     defences = sorted({line.defence for line in summaries}, key=lambda name: (name != "none", name))
     rows = []
     for attack in dict.fromkeys(line.attack for line in summaries):
-        own = [[line for line in summaries if (line.attack, line.defence) == (attack, name)] for name in defences]
+        lines = [[line for line in summaries if (line.attack, line.defence) == (attack, name)] for name in defences]
         name, _, settings = attack.partition(":")
-        rows.append(Attacked(name, settings, tuple(_square(lines, void, _varied(summaries)) for lines in own)))
+        rows.append(Attacked(name, settings, tuple(_square(each, void, _varied(summaries)) for each in lines)))
     return Matrix(tuple(defences), tuple(rows))
 
 
@@ -67,9 +69,6 @@ def _varied(summaries: Sequence[Summary]) -> tuple[str, ...]:
 
 
 def _square(lines: Sequence[Summary], void: bool, varied: Sequence[str]) -> Square:
-    from gradleak.audit.ruling import INCONCLUSIVE, PART
-    from gradleak.audit.verdict import strongest_of, word_on
-
     if not lines:
         return NOT_RUN
     best, word = strongest_of(lines), word_on(lines)
@@ -77,14 +76,14 @@ def _square(lines: Sequence[Summary], void: bool, varied: Sequence[str]) -> Squa
         return Square("failed", best.errors[0] if best.errors else "", word, -1, True)
     share = best.recovered.value
     where = {"round": f"round {best.round}", "examples": f"B = {best.examples}"}
-    told = [f"{interval(best.recovered)}, {number(best.means.get('psnr'))} dB"]
-    told += [best.form] if best.form != "undefended" else []
-    told += [where[name] for name in varied]
-    told += [f"ended well on {percent(best.converged)}"] if not best.optimised else []
+    notes = [f"{interval(best.recovered)}, {number(best.means.get('psnr'))} dB"]
+    notes += [best.form] if best.form != "undefended" else []
+    notes += [where[name] for name in varied]
+    notes += [f"converged on {percent(best.converged)}"] if not best.optimised else []
     shade = math.ceil(SHADES * share) or int(word == PART)
-    if word == INCONCLUSIVE or (word == PART and not share):  # a number that reads as nothing found would look safe
-        told[0] = f"{percent(share)} {told[0]}"
+    if word == INCONCLUSIVE or (word == PART and not share):  # 0 % alone would look safe
+        notes[0] = f"{percent(share)} {notes[0]}"
         text = word if word == INCONCLUSIVE else "re-identified"
         hatched = void or word == INCONCLUSIVE or not best.optimised
-        return Square(text, ", ".join(told), word, shade if word == PART else -1, hatched)
-    return Square(percent(share), ", ".join(told), word, shade, void or not best.optimised)
+        return Square(text, ", ".join(notes), word, shade if word == PART else -1, hatched)
+    return Square(percent(share), ", ".join(notes), word, shade, void or not best.optimised)

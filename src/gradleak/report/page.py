@@ -1,135 +1,133 @@
-"""What the report shows, as plain values: read off an AuditResult by the modules beside this one, laid out by the
-templates in `sections`."""
+"""The report as plain values: a table of sections, each made by a module beside this one and drawn by a template.
+
+To add a section: write a function that takes the page and returns what the template draws, put the template into
+sections/ANCHOR.html.j2 (it draws `content`), and add one line to `SECTIONS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from gradleak import __version__
+from gradleak.audit.assumptions import Assumption, ledger_of
 from gradleak.core.durations import duration
 from gradleak.report import repeat
-from gradleak.report.certificate import Proof, proofs
 from gradleak.report.checks import checks
-from gradleak.report.curves import Chart
-from gradleak.report.defences import Label, defences, labels, utility
-from gradleak.report.evidence import Part, evidence
-from gradleak.report.gallery import Control, Gallery, control, gallery
-from gradleak.report.grid import Table, plural
+from gradleak.report.defences import defences, utility
+from gradleak.report.evidence import evidence
+from gradleak.report.gallery import control, gallery
+from gradleak.report.grid import plural
 from gradleak.report.limits import untested
-from gradleak.report.matrix import Matrix, matrix
-from gradleak.report.repeat import Reference
-from gradleak.report.rounds import Rounds, rounds, scatter
+from gradleak.report.matrix import matrix
+from gradleak.report.proofs import proofs
+from gradleak.report.rounds import rounds
 from gradleak.report.scores import baselines, results
 from gradleak.report.strip import Banner, banner
 from gradleak.report.threat import ledger, threat
 
 if TYPE_CHECKING:
-    from gradleak.audit.result import AuditResult, Summary
+    from gradleak.audit.result import AuditResult, Row, Summary
     from gradleak.curvature.result import StudyResult
 
 
 @dataclass(frozen=True)
-class Page:
-    """All that the template draws, gathered before any of it is drawn."""
+class Section:
+    """One section. `anchor` is its address in the page and names its template, `title` is its entry in the menu.
 
+    content   what the template draws, made from the page; None, or empty: this run has no such section
+    """
+
+    anchor: str
     title: str
-    subtitle: str
-    version: str
-    verdict: Banner
-    threat: str
-    matrix: Matrix | None
-    results: Table
-    gallery: Gallery | None
-    control: Control
-    baselines: Table | None
-    checks: Table | None
-    ledger: Table
-    untested: tuple[str, ...]
-    command: str
-    settings: tuple[tuple[str, str], ...]
-    environment: tuple[tuple[str, str], ...]
-    evidence: tuple[Part, ...]
-    references: tuple[Reference, ...] = field(default=())
-    proofs: tuple[Proof, ...] = field(default=())
-    defences: Table | None = None
-    labels: tuple[Label, ...] = field(default=())
-    rounds: Rounds | None = None
-    utility: Table | None = None
-    scatter: Chart | None = None
+    content: Callable[[Page], Any]
 
-    @staticmethod
-    def of(result: AuditResult, study: StudyResult | None = None) -> Page:
-        from gradleak import __version__
-        from gradleak.audit.ledger import ledger_of
 
-        summaries = result.summaries
-        grid = [row for row in result.rows if not row.get("control")]
-        name = result.folder.name if result.folder is not None else "audit"
-        assumptions, told = ledger_of(result.settings, grid), threat(grid)
-        missing, command = tuple(untested(grid, summaries)), repeat.command(result)
-        return Page(
-            title=f"Gradient-leakage audit: {name}",
-            subtitle=_subtitle(summaries, result),
-            version=__version__,
-            verdict=banner(result),
-            threat=told,
-            matrix=matrix(summaries, void=not result.positive_control.passed),
-            results=results(summaries),
-            gallery=gallery(result, grid),
-            control=control(result),
-            baselines=baselines(grid),
-            checks=checks(grid),
-            ledger=ledger(assumptions),
-            untested=missing,
-            command=command,
-            settings=repeat.settings(result),
-            environment=tuple(repeat.flat(result.environment)),
-            evidence=evidence(result, grid, assumptions, told, missing, command),
-            references=tuple(repeat.references(grid)),
-            proofs=tuple(proofs(grid, summaries)),
-            defences=defences(summaries),
-            labels=tuple(labels(summaries)),
-            rounds=rounds(summaries, grid, study),
-            utility=utility(summaries),
-            scatter=scatter(summaries),
-        )
+SECTIONS: tuple[Section, ...] = (
+    Section("matrix", "Attacks and defences", lambda page: matrix(page.lines, page.void)),
+    Section("gallery", "Pictures", lambda page: gallery(page.result, page.rows)),
+    Section("rounds", "Over rounds", lambda page: rounds(page.lines, page.rows, page.study)),
+    Section("utility", "Privacy and utility", lambda page: utility(page.lines)),
+    Section("proofs", "Identifiability", lambda page: tuple(proofs(page.rows, page.lines))),
+    Section("defences", "Defences", lambda page: defences(page.lines)),
+    Section("results", "All figures", lambda page: results(page.lines)),
+    Section("baselines", "Without any gradient", lambda page: baselines(page.rows)),
+    Section("control", "Positive control", lambda page: control(page.result)),
+    Section("checks", "Checks", lambda page: checks(page.rows)),
+    Section("assumptions", "Assumptions", lambda page: ledger(page.assumptions)),
+    Section("untested", "Not tested", lambda page: page.untested),
+    Section("repeat", "To repeat", lambda page: repeat.repetition(page.result)),
+    Section("references", "References", lambda page: tuple(repeat.references(page.rows))),
+    Section("evidence", "Evidence sheet", evidence),
+)
+"""In the order of the page."""
+
+
+@dataclass(frozen=True, eq=False)
+class Page:
+    """What sections are made from, each value computed once. `study`: curvature of the same training."""
+
+    result: AuditResult
+    study: StudyResult | None = None
+
+    @cached_property
+    def sections(self) -> tuple[tuple[Section, Any], ...]:
+        """The sections that this run has, in order, each with its content."""
+        contents = ((section, section.content(self)) for section in SECTIONS)
+        return tuple((section, content) for section, content in contents if content)
 
     @property
-    def sections(self) -> tuple[tuple[str, str], ...]:
-        """Anchor and name of each section that is there, in order."""
-        every = (
-            ("matrix", "Attacks and defences", self.matrix),
-            ("gallery", "Pictures", self.gallery),
-            ("rounds", "Over rounds", self.rounds),
-            ("utility", "Privacy and utility", self.utility),
-            ("proofs", "Identifiability", self.proofs),
-            ("defences", "Defences", self.defences),
-            ("results", "All figures", True),
-            ("baselines", "Without any gradient", self.baselines),
-            ("control", "Positive control", True),
-            ("checks", "Checks", self.checks),
-            ("assumptions", "Assumptions", True),
-            ("untested", "Not tested", True),
-            ("repeat", "To repeat", True),
-            ("references", "References", self.references),
-            ("evidence", "Evidence sheet", True),
-        )
-        return tuple((anchor, name) for anchor, name, there in every if there)
+    def lines(self) -> Sequence[Summary]:
+        """The lines of the table of results."""
+        return self.result.summaries
 
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows of the grid: all but those of a control that is not part of it."""
+        return [row for row in self.result.rows if not row.get("control")]
 
-def _subtitle(summaries: Sequence[Summary], result: AuditResult) -> str:
-    attacks, against = {s.attack for s in summaries}, {s.defence for s in summaries if s.defence != "none"}
-    spent = sum(float(row.get("seconds") or 0.0) for row in result.rows)
-    when = str(result.environment.get("time", ""))[:16].replace("T", " ")  # ISO, in UTC
-    parts = [
-        plural(len(attacks), "attack"),
-        plural(len(against), "defence"),
-        f"{duration(spent)} of attacks",
-        when and f"{when} UTC",
-    ]
-    if not result.complete:
-        parts.insert(0, "INCOMPLETE: cells are missing")
-    if result.settings.get("trial"):
-        parts.insert(0, "QUICK RUN: the numbers mean nothing")
-    return " · ".join(filter(None, parts))
+    @property
+    def void(self) -> bool:
+        return not self.result.positive_control.passed
+
+    @cached_property
+    def verdict(self) -> Banner:
+        return banner(self.result)
+
+    @cached_property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        return ledger_of(self.result.settings, self.rows)
+
+    @cached_property
+    def threat(self) -> str:
+        return threat(self.rows)
+
+    @cached_property
+    def untested(self) -> tuple[str, ...]:
+        return tuple(untested(self.rows, self.lines))
+
+    @property
+    def version(self) -> str:
+        return __version__
+
+    @property
+    def title(self) -> str:
+        return f"Gradient-leakage audit: {self.result.folder.name if self.result.folder is not None else 'audit'}"
+
+    @property
+    def subtitle(self) -> str:
+        """What was run, how long it took, and when; first, what keeps it from counting."""
+        attacks, against = {line.attack for line in self.lines}, {line.defence for line in self.lines} - {"none"}
+        seconds = sum(float(row.get("seconds") or 0.0) for row in self.result.rows)
+        when = str(self.result.environment.get("time", ""))[:16].replace("T", " ")  # ISO, in UTC
+        parts = [
+            "QUICK RUN: the numbers mean nothing" if self.result.settings.get("trial") else "",
+            "" if self.result.complete else "INCOMPLETE: cells are missing",
+            plural(len(attacks), "attack"),
+            plural(len(against), "defence"),
+            f"{duration(seconds)} of attacks",
+            when and f"{when} UTC",
+        ]
+        return " · ".join(filter(None, parts))

@@ -1,4 +1,4 @@
-"""How to repeat a run: the command, its exact settings, the environment, and where the methods come from."""
+"""How to repeat a run: the command, its settings, the environment, and the papers behind its methods."""
 
 from __future__ import annotations
 
@@ -8,25 +8,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradleak.core import registry
 from gradleak.report.limits import members_run
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Row
 
-HIDDEN = ("plan", "fields")  # bookkeeping of run.toml that tells a reader nothing
+HIDDEN = ("plan", "fields")  # bookkeeping of run.toml, of no use to a reader
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a method that was run comes from."""
+    """The source of a method that was run."""
 
     name: str
     status: str
     paper: str
 
 
+@dataclass(frozen=True)
+class Repetition:
+    """The command that repeats a run, with its settings and environment as names and texts."""
+
+    command: str
+    settings: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+
+
+def repetition(result: AuditResult) -> Repetition:
+    """How to repeat this run."""
+    settings = {name: value for name, value in result.settings.items() if name not in HIDDEN}
+    return Repetition(command(result), tuple(_flat(settings)), tuple(_flat(result.environment)))
+
+
 def command(result: AuditResult) -> str:
-    """With the path of the run as it was given, below the current folder where it can be."""
+    """The command line, with a path relative to the current folder if the run is below it."""
     folder = result.folder or Path("run")
     if folder.is_absolute() and folder.is_relative_to(Path.cwd()):
         folder = folder.relative_to(Path.cwd())
@@ -34,16 +50,11 @@ def command(result: AuditResult) -> str:
     return shlex.join(["gradleak", "audit", "--config", str(folder / "run.toml"), "--out", str(again)])
 
 
-def settings(result: AuditResult) -> tuple[tuple[str, str], ...]:
-    """The settings of the run, flat, without the bookkeeping that tells a reader nothing."""
-    return tuple(flat({name: held for name, held in result.settings.items() if name not in HIDDEN}))
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Nested settings as `name.inner` and text."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, (list, tuple)):
             yield f"{prefix}{name}", ", ".join(map(str, value)) or "none"
         else:
@@ -52,8 +63,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 def references(grid: Iterable[Row]) -> Iterator[Reference]:
     """The papers behind the attacks and defences that were run, and behind the threat levels."""
-    from gradleak.core import registry
-
     grid = list(grid)
     used = {("attack", str(row["attack"])) for row in grid} | {("attack", name) for name in members_run(grid)}
     used |= {("defence", part) for row in grid for part in str(row["defence"]).split(" + ")}

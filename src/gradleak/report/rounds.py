@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from gradleak.audit.verdict import strongest_of
 from gradleak.report.curves import COLOURS, Chart, Series, chart
 
 if TYPE_CHECKING:
@@ -17,15 +18,13 @@ if TYPE_CHECKING:
 CURVATURE = {"log_determinant": "Log-determinant of the Hessian", "highest": "Largest eigenvalue of the Hessian"}
 MOST = 4  # charts of a run's own analyses
 PERCENT = (0.0, 100.0)
-UNMEASURED = (
-    "No curvature was measured beside this run: gradleak analyse, with --audit, measures it over the same rounds."
-)
-HOLLOW = "Hollow: the attack ended well on fewer than 80 % of its targets."
+UNMEASURED = "No curvature was measured for this run: gradleak analyse --audit measures it over the same rounds."
+HOLLOW = "Hollow: the attack converged on fewer than 80 % of its targets."
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Two panels that share the rounds: what leaked, and how curved the loss was. `hint`: where a panel is empty."""
+    """Two panels over the same rounds: what leaked, and how curved the loss was. `hint`: why a panel is empty."""
 
     leakage: tuple[Chart, ...]
     curvature: tuple[Chart, ...]
@@ -33,7 +32,7 @@ class Rounds:
 
 
 def rounds(summaries: Sequence[Summary], grid: Sequence[Row], study: StudyResult | None) -> Rounds | None:
-    """None where one round was attacked: that is no curve."""
+    """None if only one round was attacked: that is no curve."""
     lines = [line for line in summaries if line.targets and math.isfinite(line.recovered.value)]
     if len({line.round for line in lines}) < 2:
         return None
@@ -43,30 +42,30 @@ def rounds(summaries: Sequence[Summary], grid: Sequence[Row], study: StudyResult
     leakage = (
         chart(
             "Images recovered, %",
-            [_share(name, own) for name, own in curves],
+            [_share(name, curve) for name, curve in curves],
             caption=f"Bands: 95 %. {caption}",
             within=PERCENT,
         ),
-        chart("PSNR, dB", [_psnr(name, own) for name, own in curves], caption=f"Mean over targets. {caption}"),
+        chart("PSNR, dB", [_psnr(name, curve) for name, curve in curves], caption=f"Mean over targets. {caption}"),
     )
     curvature = tuple(_of_study(study)) if study is not None else tuple(_of_rows(grid))
     return Rounds(leakage, curvature, "" if curvature else UNMEASURED)
 
 
 def _strongest(lines: Sequence[Summary]) -> tuple[list[tuple[str, list[Summary]]], int]:
-    """For every attack, defence and batch size the form that came furthest in any round, as many as have a colour."""
-    found: dict[tuple[str, str, int], dict[str, list[Summary]]] = {}
+    """For every attack, defence and batch size the form that recovers most in any round; as many as have a colour."""
+    groups: dict[tuple[str, str, int], dict[str, list[Summary]]] = {}
     for line in lines:
-        forms = found.setdefault((line.attack, line.defence, line.examples), {})
+        forms = groups.setdefault((line.attack, line.defence, line.examples), {})
         forms.setdefault(line.form, []).append(line)
-    best = [(key, max(forms.values(), key=_reach)) for key, forms in found.items()]
-    best.sort(key=lambda held: _reach(held[1]), reverse=True)
+    best = [(key, max(forms.values(), key=_reach)) for key, forms in groups.items()]
+    best.sort(key=lambda entry: _reach(entry[1]), reverse=True)
     several = len({examples for (_, _, examples), _ in best}) > 1
     named = []
-    for (attack, defence, examples), own in best[:COLOURS]:
-        against = "undefended" if defence == "none" else f"against {defence}, {own[0].form}"
-        named.append((f"{attack} {against}" + (f", B = {examples}" if several else ""), own))
-    return [(name, sorted(own, key=lambda line: line.round)) for name, own in named], max(0, len(best) - COLOURS)
+    for (attack, defence, examples), curve in best[:COLOURS]:
+        against = "undefended" if defence == "none" else f"against {defence}, {curve[0].form}"
+        named.append((f"{attack} {against}" + (f", B = {examples}" if several else ""), curve))
+    return [(name, sorted(curve, key=lambda line: line.round)) for name, curve in named], max(0, len(best) - COLOURS)
 
 
 def _reach(lines: Sequence[Summary]) -> tuple[int, float, float]:
@@ -79,39 +78,37 @@ def _share(name: str, lines: Sequence[Summary]) -> Series:
 
 
 def _psnr(name: str, lines: Sequence[Summary]) -> Series:
-    held = [line for line in lines if math.isfinite(line.means.get("psnr", math.nan))]
-    doubtful = [not line.optimised for line in held]
-    return Series(name, [line.round for line in held], [line.means["psnr"] for line in held], doubtful=doubtful)
+    lines = [line for line in lines if math.isfinite(line.means.get("psnr", math.nan))]
+    doubtful = [not line.optimised for line in lines]
+    return Series(name, [line.round for line in lines], [line.means["psnr"] for line in lines], doubtful=doubtful)
 
 
 def _of_study(study: StudyResult) -> Iterator[Chart]:
     """The curves that `gradleak analyse` measured at the checkpoints of the same training."""
     name = study.folder.name if study.folder is not None else "a study"
     for key, title in CURVATURE.items():
-        if (held := study.curves.get(key)) is not None:
-            hollow = [number in held.doubtful for number in held.rounds]
-            series = Series(title, held.rounds, held.values, held.low, held.high, hollow)
+        if (curve := study.curves.get(key)) is not None:
+            hollow = [number in curve.doubtful for number in curve.rounds]
+            series = Series(title, curve.rounds, curve.values, curve.low, curve.high, hollow)
             yield chart(title, [series], caption=f"From {name}. Bands: two standard errors, or a residual.")
 
 
 def _of_rows(grid: Sequence[Row]) -> Iterator[Chart]:
-    """What `Audit(analyses=...)` measured beside the scores, where it did so in several rounds."""
-    found: dict[str, dict[int, list[float]]] = {}
+    """What `Audit(analyses=...)` measured beside the scores, if it did so in several rounds."""
+    measured: dict[str, dict[int, list[float]]] = {}
     for row in grid:
         for name, value in (row.get("analyses") or {}).items():
             if isinstance(value, (int, float)) and math.isfinite(value):
-                found.setdefault(str(name), {}).setdefault(int(row["round"]), []).append(float(value))
-    several = [(name, held) for name, held in sorted(found.items()) if len(held) > 1]
-    for name, held in several[:MOST]:
-        numbers = sorted(held)
-        series = Series(name, numbers, [fmean(held[number]) for number in numbers])
+                measured.setdefault(str(name), {}).setdefault(int(row["round"]), []).append(float(value))
+    several = [(name, values) for name, values in sorted(measured.items()) if len(values) > 1]
+    for name, values in several[:MOST]:
+        numbers = sorted(values)
+        series = Series(name, numbers, [fmean(values[number]) for number in numbers])
         yield chart(name, [series], caption="Measured by this run; mean over the attacked updates.")
 
 
 def scatter(summaries: Sequence[Summary]) -> Chart | None:
     """Test accuracy against recovered share, a point for each defence and round; None for fewer than two points."""
-    from gradleak.audit.verdict import strongest_of
-
     groups: dict[tuple[str, int, int], list[Summary]] = {}
     for line in summaries:
         if line.targets and line.trained is not None and line.trained.test_accuracy is not None:

@@ -1,4 +1,4 @@
-"""Every line of a run with its figures, and what could be shown without any gradient."""
+"""Every line of a run with its figures, and the scores of baselines without any gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPLAINED = {
 
 
 def results(summaries: Sequence[Summary]) -> Table:
-    """The table of results, the undefended first, then by what was recovered."""
+    """The table of results: the undefended first, then by recovered share."""
     varied = [name for name in ("round", "examples") if len({getattr(s, name) for s in summaries}) > 1]
     words = {"attack", "defence", "verdict"}
     names = ["attack", "defence", *varied, "verdict", "recovered", "above baseline", "PSNR", "95th", "SSIM", "rank 1"]
@@ -64,7 +64,7 @@ def _result(line: Summary, varied: Sequence[str]) -> Line:
 
 
 def baselines(grid: Sequence[Row]) -> Table | None:
-    """Per baseline, its mean scores; these do not depend on the attack, but for the unrelated update."""
+    """The mean scores of each baseline; only that of the unrelated update depends on the attack."""
     gathered: dict[str, dict[str, list[float]]] = {}
     for row in grid:
         for baseline, scores in (row.get("baselines") or {}).items():

@@ -1,4 +1,4 @@
-"""The verdict strip: the word, why, and the few figures that a reader takes away."""
+"""The verdict strip: the word, why, and a few figures to remember."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradleak.audit.verdict import CONTROL_PSNR, strongest_of
 from gradleak.report.grid import interval, number, percent, plural, tone
 
 if TYPE_CHECKING:
@@ -38,36 +39,33 @@ def banner(result: AuditResult) -> Banner:
     """The verdict in its words, and the figures that it rests on."""
     verdict = result.verdict
     lines = tuple(line for line in verdict.paragraph.split("\n") if line)
-    # The word stands above it already.
+    # The word is above it already.
     because = verdict.because.removeprefix(f"{verdict.word}: ")
     return Banner(verdict.word, tone(verdict.word), because, lines, verdict.rule, tuple(_facts(result)))
 
 
 def _facts(result: AuditResult) -> Iterator[Fact]:
-    from gradleak.audit.verdict import CONTROL_PSNR
-
-    held = headline_of(result.summaries)
-    if held is not None:
-        against = "undefended" if held.defence == "none" else f"against {held.defence}"
-        seeds = "" if held.seeds == 1 else f" x {held.seeds} seeds"
-        yield Fact("recovered", percent(held.recovered.value), f"95 % interval {interval(held.recovered)}, {against}")
-        mean = f"mean {number(held.means.get('psnr'))} dB"
-        yield Fact("clearest image", f"{number(held.worst.get('psnr'))} dB", mean)
-        if math.isfinite(held.means.get("labels", math.nan)):
-            yield Fact("labels right", percent(held.means["labels"]), "scored apart from the images")
-        size = f"{plural(held.examples, 'example')} each{', a small sample' if held.small else ''}"
-        yield Fact("sample", f"{plural(held.targets, 'target')}{seeds}", size)
-    worked, every = sum(line.optimised for line in result.summaries), len(result.summaries)
-    yield Fact("searches that ended well", f"{worked} of {every}", "lines; the others are lower bounds")
+    line = _headline(result.summaries)
+    if line is not None:
+        against = "undefended" if line.defence == "none" else f"against {line.defence}"
+        seeds = "" if line.seeds == 1 else f" x {line.seeds} seeds"
+        yield Fact("recovered", percent(line.recovered.value), f"95 % interval {interval(line.recovered)}, {against}")
+        mean = f"mean {number(line.means.get('psnr'))} dB"
+        yield Fact("clearest image", f"{number(line.worst.get('psnr'))} dB", mean)
+        if math.isfinite(line.means.get("labels", math.nan)):
+            yield Fact("labels right", percent(line.means["labels"]), "scored apart from the images")
+        size = f"{plural(line.examples, 'example')} each{', a small sample' if line.small else ''}"
+        yield Fact("sample", f"{plural(line.targets, 'target')}{seeds}", size)
+    converged, every = sum(each.optimised for each in result.summaries), len(result.summaries)
+    rest = "the others are lower bounds" if converged < every else "on at least 80 % of their targets"
+    yield Fact("converged", f"{converged} of {plural(every, 'attack')}", rest)
     control = result.positive_control
     level = f"{number(control.psnr)} dB; {CONTROL_PSNR:.0f} are needed"
     yield Fact("positive control", "passed" if control.passed else "failed", level)
 
 
-def headline_of(summaries: Sequence[Summary]) -> Summary | None:
-    """The line behind the word: the strongest against any defence, or on the undefended client where there is none."""
-    from gradleak.audit.verdict import strongest_of
-
+def _headline(summaries: Sequence[Summary]) -> Summary | None:
+    """The line behind the word: the strongest against any defence, or on the undefended client without one."""
     scored = [line for line in summaries if line.targets]
     lines = [line for line in scored if line.defence != "none"] or scored
     return strongest_of(lines) if lines else None

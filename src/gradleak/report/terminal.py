@@ -1,4 +1,4 @@
-"""What a terminal shows of an audit: before it starts what will be run, afterwards tables that fit its width."""
+"""What a terminal shows of an audit: the plan before it starts, and afterwards tables that fit its width."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, TypeAlias
 
+from gradleak.audit.formats import OVERVIEW, Grid, entries, notes, overview, text_of
+from gradleak.report.grid import plural
+
 if TYPE_CHECKING:
     from gradleak.audit import Audit
     from gradleak.audit.cells import Cell
     from gradleak.audit.result import AuditResult
-    from gradleak.audit.tables import Grid
 
 DISPENSABLE = (
     *("seconds", "match", "round", "B", "baseline", "labels", "SSIM", "converged"),
@@ -20,19 +22,19 @@ DISPENSABLE = (
 
 
 Branch: TypeAlias = "tuple[str, str | Callable[[], str], list[Branch]]"
-"""A name, what is said of it (or how to find that out), and branches of its own."""
+"""A name, its text (or a function that gives it), and branches below it."""
 
 
 def plan(audit: Audit, folder: Path, cost: Callable[[], str]) -> Iterator[str]:
-    """What is going to be run, as a tree, line by line: the cost, which takes a while to measure, comes last."""
-    yield "Audit (a trial: nothing that it finds counts)" if audit.trial else "Audit"
+    """The plan of an audit as a tree, line by line; the cost, which takes a while to measure, comes last."""
+    yield "Audit (a trial: its findings do not count)" if audit.trial else "Audit"
     cells = audit.cells()
     control = ", one of them only the positive control" if any(cell.control for cell in cells) else ""
     yield from drawn(
         [
             ("threat model", _threat(audit, cells), []),
             ("federation", _federation(audit), []),
-            ("grid", f"{_counted(len(cells), 'cell')}{control}", _grid(audit, cells)),
+            ("grid", f"{plural(len(cells), 'cell')}{control}", _grid(audit, cells)),
             ("into", f"{folder}; Ctrl-C is safe: the same command resumes", []),
             ("cost", cost, []),
         ]
@@ -40,61 +42,52 @@ def plan(audit: Audit, folder: Path, cost: Callable[[], str]) -> Iterator[str]:
 
 
 def drawn(branches: Sequence[Branch], indent: str = "") -> Iterator[str]:
-    """A tree, in characters that every terminal and log has."""
+    """A tree in plain ASCII."""
     width = max((len(name) for name, _, _ in branches), default=0) + 2
-    for place, (name, said, inner) in enumerate(branches):
+    for place, (name, text, inner) in enumerate(branches):
         last = place == len(branches) - 1
-        yield f"{indent}{'`' if last else '|'}- {name:<{width}}{said() if callable(said) else said}"
+        yield f"{indent}{'`' if last else '|'}- {name:<{width}}{text() if callable(text) else text}"
         yield from drawn(inner, indent + ("   " if last else "|  "))
 
 
 def _threat(audit: Audit, cells: Sequence[Cell]) -> str:
-    """The level and, in a few words, what the attacker is told and what not."""
+    """The level, what the attacker knows, and what not."""
     fields = {"y": "labels"} | {name: name for name in audit.task.fields if name not in ("x", "y")}
-    fields = {name: told for name, told in fields.items() if name in audit.task.fields}
+    fields = {name: word for name, word in fields.items() if name in audit.task.fields}
     known = ["model", "loss", "number of examples", *(fields[name] for name in fields if name in audit.given)]
     known += ([] if "recipe" in audit.withheld else ["recipe"]) + ([] if audit.generator is None else ["a generator"])
-    hidden = ["data", *(told for name, told in fields.items() if name not in audit.given)]
+    hidden = ["data", *(word for name, word in fields.items() if name not in audit.given)]
     level = " and ".join(sorted({cell.knows.level for cell in cells}))
     return f"a passive server, level {level}; knows {', '.join(known)}; not {', '.join(hidden)}"
 
 
 def _federation(audit: Audit) -> str:
-    held, recipe = audit.federation, audit.federation.training
-    examples = "all examples" if held.examples is None else _counted(held.examples, "example")
-    local = _counted(recipe.epochs or recipe.steps or 1, "local epoch" if recipe.epochs else "local step")
+    federation, recipe = audit.federation, audit.federation.training
+    examples = "all examples" if federation.examples is None else plural(federation.examples, "example")
+    local = plural(recipe.epochs or recipe.steps or 1, "local epoch" if recipe.epochs else "local step")
     size = f" in batches of {recipe.batch_size}" if recipe.batch_size else ""
     rule = f"{type(recipe.optimiser).__name__}, learning rate {float(recipe.lr):g}"
-    return f"{_counted(held.clients, 'client')}, {examples} of each in a round; {local}{size}, {rule}"
+    return f"{plural(federation.clients, 'client')}, {examples} of each in a round; {local}{size}, {rule}"
 
 
 def _grid(audit: Audit, cells: Sequence[Cell]) -> list[Branch]:
-    """The axes of the grid, by what its cells are."""
+    """The axes of the grid, from its cells."""
     inside = [cell for cell in cells if not cell.control]
     forms: dict[str, dict[str, None]] = {}
     for cell in inside:
         forms.setdefault(cell.defence_name, {})[cell.form] = None
     axes = {
         "attacks": [cell.attack_name for cell in inside],
-        "defences": [name if name == "none" else f"{name} ({', '.join(held)})" for name, held in forms.items()],
+        "defences": [name if name == "none" else f"{name} ({', '.join(known)})" for name, known in forms.items()],
         "rounds": [str(cell.round) for cell in inside],
         "seeds": [str(cell.seed) for cell in inside],
         "targets": [f"{audit.targets} in each cell, and {audit.unrelated} unrelated for comparison"],
     }
-    return [(name, ", ".join(dict.fromkeys(held)), []) for name, held in axes.items()]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return [(name, ", ".join(dict.fromkeys(values)), []) for name, values in axes.items()]
 
 
 def fitted(result: AuditResult, width: int | None) -> str:
-    """All that `table` says, or, where that is wider than `width`, what fits of it, and a line that says so.
-
-    None: a pipe.
-    """
-    from gradleak.audit.tables import OVERVIEW, entries, notes, overview, text_of
-
+    """The table, without the columns that do not fit into `width` (None: a pipe), and a line that says so."""
     if width is None:
         return result.table()
     rows, left_out = _narrowed(entries(result.summaries), width)
@@ -108,7 +101,7 @@ def fitted(result: AuditResult, width: int | None) -> str:
 
 
 def _narrowed(rows: Grid, width: int) -> tuple[Grid, int]:
-    """Without as many of the dispensable columns as it takes, and their number."""
+    """The table without as many dispensable columns as it takes, and their number."""
     left_out = 0
     for name in DISPENSABLE:
         if _width(rows) <= width:
@@ -120,10 +113,10 @@ def _narrowed(rows: Grid, width: int) -> tuple[Grid, int]:
 
 
 def _listed(rows: Grid, width: int) -> str:
-    """A paragraph for each line, where no column may be left out."""
+    """A paragraph for each line, if no column may be left out."""
     head, *lines = rows
-    told = (f"{line[0]}: " + "; ".join(map("{} {}".format, head[1:], line[1:])) for line in lines)
-    return "\n".join(fill(paragraph, width, subsequent_indent="    ") for paragraph in told)
+    paragraphs = (f"{line[0]}: " + "; ".join(map("{} {}".format, head[1:], line[1:])) for line in lines)
+    return "\n".join(fill(paragraph, width, subsequent_indent="    ") for paragraph in paragraphs)
 
 
 def _width(rows: Sequence[Sequence[str]]) -> int:

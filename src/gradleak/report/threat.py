@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradleak.report.grid import Column, Line, Table, Value
+from gradleak.scenario.forms import AttackerForm
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Assumption, Row
 
 FORMS = {
-    "naive": "by attackers who ignore it",
-    "masked": "by attackers who weigh out what it noised or dropped",
-    "adaptive": "by attackers who know it and predict through it",
-    "averaged": "by attackers who know it and have seen the client several times on the same examples",
+    AttackerForm.NAIVE: "by attackers who ignore it",
+    AttackerForm.MASKED: "by attackers who weigh out what it noised or dropped",
+    AttackerForm.ADAPTIVE: "by attackers who know it and predict through it",
+    AttackerForm.AVERAGED: "by attackers who know it and have seen the client several times on the same examples",
 }
 
 
@@ -22,11 +23,10 @@ def threat(grid: Sequence[Row]) -> str:
     """Who sees what, what else is granted, and how defences are met."""
     sizes = sorted({int(row["examples"]) for row in grid if row.get("examples")})
     levels = sorted({str(row["knows"]) for row in grid if row.get("knows")})
-    forms = [told for form, told in FORMS.items() if any(row.get("form") == form for row in grid)]
-    counted = " or ".join(map(str, sizes)) or "?"
+    forms = [text for form, text in FORMS.items() if any(row.get("form") == form for row in grid)]
     sentence = (
         "a passive, honest-but-curious server sees the model it sent and one client's update, computed on "
-        f"{counted} private example{'' if sizes == [1] else 's'}, and changes nothing"
+        f"{' or '.join(map(str, sizes)) or '?'} private example{'' if sizes == [1] else 's'}, and changes nothing"
     )
     if levels:
         sentence += f"; it is also granted level {' or '.join(levels)} of Carletti et al. (USENIX Security 2025)"
@@ -36,7 +36,7 @@ def threat(grid: Sequence[Row]) -> str:
 
 
 def ledger(assumptions: Sequence[Assumption]) -> Table:
-    """What the attacker was granted is what may be unlike the reader's own case."""
+    """Every capability, and whether the attacker had it: a reader's own case may differ."""
     rows = [Line((Value(each.capability), _granted(each.granted), Value(each.text))) for each in assumptions]
     columns = (Column("capability", False), Column("granted", False), Column("what that means here", False))
     return Table("Every assumption of this run, read off its settings.", columns, tuple(rows))

@@ -1,4 +1,4 @@
-"""The gate for continuous integration: does a run recover more than was allowed?"""
+"""The threshold of continuous integration: does a run recover more than is allowed?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def crossed(result: AuditResult, share: float) -> str:
-    """Why the run must not pass: more than `share` recovered in a line, or nothing shown at all. Empty: it passes."""
+    """Why the run must not pass: a line recovers more than `share`, or the run shows nothing. Empty: it passes."""
     if result.verdict.word in ("void", "inconclusive"):
         return f"the run is {result.verdict.word}, so it cannot show that at most {share:.0%} is recovered."
     lines = [line for line in result.summaries if math.isfinite(line.recovered.value)]

@@ -1,12 +1,12 @@
-"""What a task computes, in a few digits: the gradient at fixed inputs that have nothing to do with the data.
+"""A hash of what a task computes: its gradient at fixed inputs that have nothing to do with the data.
 
-Two networks with the same layers and weights may use them differently; text and code show that only in part. Here the
-model and the loss speak for themselves, in float64 on the CPU, so that the device of the run does not matter.
+Two networks with the same layers and weights may use them differently, and their text and code show that only in part.
+So model and loss are run, in float64 on the CPU, whatever the device of the run.
 
-Of every parameter's gradient only its norm and one projection are kept, to six significant digits: rounding each entry
-of a large network would sooner or later fall on the other side on another machine. Gradients a million times smaller
-than the whole count as zero, since they may be nothing but rounding. A model that does not run in float64 is probed in
-its own type, to two digits.
+For every parameter the hash uses the norm of its gradient and one projection, to six significant digits: rounding each
+entry of a large network would sooner or later differ on another machine. Gradients a million times smaller than the
+whole count as zero, since they may be rounding only. A model that does not run in float64 is probed in its own type, to
+two digits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NOT_RUN = "not run"
 
 
 def gradient_of(task: Task) -> str:
-    """16 hexadecimal digits; or, where the model does not run on the CPU, NOT_RUN and why, in a word."""
-    own = next(iter(task.weights().values()), torch.zeros(())).dtype
+    """16 hexadecimal digits; or NOT_RUN and the error, if the model does not run on the CPU."""
+    native = next(iter(task.weights().values()), torch.zeros(())).dtype
     problem: Exception | None = None
-    for dtype, digits in ((torch.float64, 6), (own, 2)):
+    for dtype, digits in ((torch.float64, 6), (native, 2)):
         try:
             return digest([str(dtype), _rounded(_gradient(task.to("cpu", dtype), dtype), digits)])
-        except Exception as raised:  # whatever a user's model raises: the run itself will say it better
+        except Exception as raised:  # any error of a user's model: the run itself will report it better
             problem = problem or raised
     return f"{NOT_RUN}: {type(problem).__name__}"
 
@@ -58,12 +58,12 @@ def _rounded(gradient: Params, digits: int) -> dict[str, list[str]]:
     flat = {name: value.detach().double().flatten() for name, value in gradient.items()}
     norms = {name: float(value.norm()) for name, value in flat.items()}
     whole = math.hypot(*norms.values())
-    told: dict[str, list[str]] = {}
+    digests: dict[str, list[str]] = {}
     for name, value in flat.items():
         if norms[name] <= 1e-6 * whole:
-            told[name] = ["0"]
+            digests[name] = ["0"]
             continue
         uneven = torch.frac(torch.arange(1, len(value) + 1, dtype=torch.float64) * 0.6180339887498949) - 0.5
         along = float(value @ uneven) / (norms[name] * float(uneven.norm()))
-        told[name] = [f"{norms[name]:.{digits - 1}e}", repr(round(along, digits) + 0.0)]  # no negative zero
-    return told
+        digests[name] = [f"{norms[name]:.{digits - 1}e}", repr(round(along, digits) + 0.0)]  # no negative zero
+    return digests
