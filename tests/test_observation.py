@@ -132,7 +132,7 @@ TENSORS = {"weights/w": torch.ones(2), "update/w": torch.ones(2)}
 
 def write(path: Path, tensors: dict | None = None, metadata: dict | None = None, **header: object) -> Path:
     """A file as `save` writes it, with some of it replaced."""
-    told = {"format": "gradleak.scenario.observation", "version": "1", "observation": json.dumps({**HEADER, **header})}
+    told = {"format": "gradleak.observation", "version": "1", "observation": json.dumps({**HEADER, **header})}
     save_file(TENSORS if tensors is None else tensors, path, metadata={**told, **(metadata or {})})
     return path
 

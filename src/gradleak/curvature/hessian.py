@@ -31,9 +31,11 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.curvature.lanczos import (
     Exact,
+    Lanczos,
     Operator,
     dense,
     density,
@@ -43,7 +45,7 @@ from gradleak.curvature.lanczos import (
     trace,
     traces,
 )
-from gradleak.curvature.spectrum import DAMPING, Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.spectrum import Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -171,6 +173,7 @@ class Curvature:
         }
 
 
+@takes(Lanczos)
 def curvature(
     task: Task,
     weights: Params,
@@ -178,21 +181,21 @@ def curvature(
     buffers: Params | None = None,
     *,
     engine: Engine | None = None,
-    damping: float = DAMPING,
-    probes: int = 10,
-    steps: int = 100,
-    most_steps: int = 400,
-    seed: int = 0,
     block: int | None = None,
     chunk: int | None = None,
+    lanczos: Lanczos,
 ) -> Curvature:
-    """Everything of one checkpoint from one set of Lanczos runs, and a few products more for the traces."""
+    """Everything of one checkpoint from one set of Lanczos runs, and a few products more for the traces.
+
+    The other keywords are the fields of `Lanczos`: `curvature(task, weights, batch, probes=5, steps=50)`.
+    """
     began = time.perf_counter()
     at = _Point.of(task, weights, batch, buffers, engine, block, chunk)
     loss, gradient_norm = at.loss_and_gradient_norm()
     operator = at.hessian()
-    found = log_determinant(operator, damping, probes, steps, most_steps, seed)
-    first, second = traces(operator, max(TRACE_PROBES, probes), seed)
+    found = log_determinant(operator, lanczos=lanczos)
+    trace_probes = max(TRACE_PROBES, lanczos.probes)
+    first, second = traces(operator, trace_probes, lanczos.seed)
     return Curvature(
         size=operator.size,
         examples=at.examples,
@@ -202,7 +205,7 @@ def curvature(
         extremes=found.spectrum.extremes(),
         trace=first,
         square=second,
-        products=probes * found.steps + max(TRACE_PROBES, probes),
+        products=lanczos.probes * found.steps + trace_probes,
         seconds=time.perf_counter() - began,
     )
 

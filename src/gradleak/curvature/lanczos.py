@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradleak.core.random import Draws, key
+from gradleak.core.settings import takes
 from gradleak.curvature.spectrum import (
     DAMPING,
     Density,
@@ -140,7 +141,7 @@ def _symmetrised(operator: Operator, block: int | None) -> tuple[Tensor, float]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-class Lanczos:
+class LanczosRun:
     """k runs that advance together from unit multiples of `starts` (k, d), and can be continued.
 
     A run that has reached an invariant subspace stands still: its later vectors are zero.
@@ -264,7 +265,7 @@ class Runs:
                 f"may be used on {operator.device}. Allow fewer steps (most_steps), and look at `converged`."
             )
         self.size = operator.size
-        self.groups = [Lanczos(operator, starts) for starts in signs(operator, probes, seed).split(room)]
+        self.groups = [LanczosRun(operator, starts) for starts in signs(operator, probes, seed).split(room)]
 
     def advance(self, steps: int) -> Tridiagonal:
         found = []
@@ -294,24 +295,33 @@ def signs(operator: Operator, probes: int, seed: int) -> Tensor:
 # --- estimates --------------------------------------------------------------------------------------------------------
 
 
-def log_determinant(
-    operator: Operator,
-    damping: float = DAMPING,
-    probes: int = 10,
-    steps: int = 100,
-    most_steps: int = 400,
-    seed: int = 0,
-) -> LogDeterminant:
+@dataclass(frozen=True)
+class Lanczos:
+    """How eigenvalues are looked for: random vectors, steps of each, the most that doubling may lead to."""
+
+    probes: int = 10
+    steps: int = 100
+    most_steps: int = 400
+    damping: float = DAMPING
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _demand(self.probes, self.steps, self.most_steps)
+        if not self.damping > 0:
+            raise ValueError(
+                f"damping must be above 0, or eigenvalues of zero have no logarithm; given {self.damping}."
+            )
+
+
+@takes(Lanczos)
+def log_determinant(operator: Operator, *, lanczos: Lanczos) -> LogDeterminant:
     """1/2 tr log(H^2 + damping). The steps are doubled, up to `most_steps`, while the quadrature error is larger."""
-    _demand(probes, steps, most_steps)
-    if not damping > 0:
-        raise ValueError(f"damping must be above 0, or eigenvalues of zero have no logarithm; given {damping}.")
-    runs = Runs(operator, probes, most_steps, seed)
+    runs, steps = Runs(operator, lanczos.probes, lanczos.most_steps, lanczos.seed), lanczos.steps
     while True:
-        found = _judged(runs.advance(steps), damping)
-        if found.converged or steps >= min(most_steps, operator.size):
-            return found
-        steps = min(2 * steps, most_steps)
+        estimate = _judged(runs.advance(steps), lanczos.damping)
+        if estimate.converged or steps >= min(lanczos.most_steps, operator.size):
+            return estimate
+        steps = min(2 * steps, lanczos.most_steps)
 
 
 def _judged(seen: Tridiagonal, damping: float) -> LogDeterminant:
@@ -329,7 +339,7 @@ def extremes(
     Lanczos, not power iteration: that finds the eigenvalue of largest magnitude, whichever end it is at.
     """
     _demand(2, steps, most_steps)
-    run = Lanczos(operator, signs(operator, 1, seed))
+    run = LanczosRun(operator, signs(operator, 1, seed))
     while True:
         run.advance(min(steps, operator.size))
         found = run.tridiagonal.spectrum().extremes(tolerance)

@@ -27,8 +27,8 @@ from gradleak.core.files import finite
 from gradleak.core.tree import Params
 from gradleak.curvature.hessian import TRACE_PROBES, Curvature, curvature, ggn, hessian
 from gradleak.curvature.information import Releases, against_curvature, curvature_index, releases, sharpness
-from gradleak.curvature.lanczos import Operator, extremes, log_determinant, traces
-from gradleak.curvature.spectrum import DAMPING, Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.lanczos import Lanczos, Operator, extremes, log_determinant, traces
+from gradleak.curvature.spectrum import Extremes, LogDeterminant, Spectrum
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot
 from gradleak.scenario.defence import Defence
@@ -39,25 +39,6 @@ VERSION = 2
 POINTS = 128  # of the density
 TOPS = 5  # largest eigenvalues that are held against those of the covariance
 TOLERANCE = 1e-3  # relative residual up to which an eigenvalue counts as found
-
-
-@dataclass(frozen=True)
-class Lanczos:
-    """How eigenvalues are looked for: random vectors, steps of each, the most that doubling may lead to."""
-
-    probes: int = 10
-    steps: int = 100
-    most_steps: int = 400
-    damping: float = DAMPING
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.probes < 2:
-            raise ValueError(f"An error estimate needs at least 2 random vectors; given probes={self.probes}.")
-        if not 1 <= self.steps <= self.most_steps:
-            raise ValueError(f"steps must be from 1 to most_steps ({self.most_steps}); given {self.steps}.")
-        if not self.damping > 0:
-            raise ValueError(f"damping must be above 0; given {self.damping}.")
 
 
 @dataclass(frozen=True)
@@ -93,19 +74,11 @@ class Measured:
     def at(self, number: int, sent: Snapshot) -> Row:
         """The row of a round."""
         weights, buffers = self._placed(sent)
-        own, how = (self.task, weights, self.batch, buffers), self.lanczos
-        found = curvature(
-            *own,
-            engine=self.engine,
-            damping=how.damping,
-            probes=how.probes,
-            steps=how.steps,
-            most_steps=how.most_steps,
-            seed=how.seed,
-        )
+        point = (self.task, weights, self.batch, buffers)
+        found = curvature(*point, engine=self.engine, lanczos=self.lanczos)
         row: Row = {"version": VERSION, "round": number, "weights": fingerprint(sent)}
         row["curvature"] = found.to_json(POINTS)
-        psd = _Matrix.of(ggn(*own, engine=self.engine), how) if self.gauss_newton else None
+        psd = _Matrix.of(ggn(*point, engine=self.engine), self.lanczos) if self.gauss_newton else None
         if psd is not None:
             row["gauss_newton"] = psd.to_json()
         if self.information is not None:
@@ -199,9 +172,9 @@ class _Matrix:
     square: Any
 
     @staticmethod
-    def of(operator: Operator, how: Lanczos) -> _Matrix:
-        found = log_determinant(operator, how.damping, how.probes, how.steps, how.most_steps, how.seed)
-        first, second = traces(operator, max(TRACE_PROBES, how.probes), how.seed)
+    def of(operator: Operator, lanczos: Lanczos) -> _Matrix:
+        found = log_determinant(operator, lanczos=lanczos)
+        first, second = traces(operator, max(TRACE_PROBES, lanczos.probes), lanczos.seed)
         return _Matrix(found, found.spectrum.extremes(), first, second)
 
     def to_json(self) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from gradleak.core.listeners import Progress, Silent
 from gradleak.core.random import Draws, key
 from gradleak.curvature.folder import StudyFolder, rows_in
 from gradleak.curvature.hessian import ggn
-from gradleak.curvature.lanczos import signs
+from gradleak.curvature.lanczos import Lanczos, signs
 from gradleak.curvature.leakage import Leakage, OtherAudit, leakages, once, opened
-from gradleak.curvature.measure import VERSION, Information, Lanczos, Measured, Row, fingerprint
+from gradleak.curvature.measure import VERSION, Information, Measured, Row, fingerprint
 from gradleak.curvature.result import Associated, Curve, StudyResult, associated
 from gradleak.engine import Engine, EngineError
 from gradleak.federation import Snapshot

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.random import Draws
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params, Tree
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.dropout import Dropping
@@ -158,55 +159,63 @@ class LocalTraining:
         return Dropping(_required(source, "dropout").child((1 << 18) + number)) if self.dropout else nullcontext()
 
 
-def observe(
-    task: Task,
-    batch: Batch,
-    training: LocalTraining,
-    defence: Defence | None = None,
-    *,
-    weights: Params | None = None,
-    key: str = "target",
-    seed: int = 0,
-    wire: str = "update",
-    memory: Tree | None = None,
-    server: Tree | None = None,
-) -> Observation:
-    """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClientRound:
+    """One round of one client: where it starts, and how its update travels.
 
-    Fields that the client draws (`Task.drawn`) may be missing: then only the client knows them. To keep them for the
-    score, draw them before (`Task.completed`) and pass the whole batch.
-
-    `memory`: what the client kept from earlier rounds (`Defence.remember`). `server`: what the server's hooks see.
-
-    `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so
-    the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
+    weights   the model that the server sends: a snapshot, such as `task.weights()` returns; None: the task's own
+    key       names the observation; with `seed` it fixes the client's random numbers
+    wire      "update": the update travels as computed. "weights": the client returns weights in their own precision, so
+              the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, at any rate)
+    memory    what the client kept from earlier rounds (`Defence.remember`)
+    server    what the server's hooks look at
     """
-    if wire not in ("update", "weights"):
-        raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
+
+    weights: Params | None = None
+    key: str = "target"
+    seed: int = 0
+    wire: str = "update"
+    memory: Tree | None = None
+    server: Tree | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire not in ("update", "weights"):
+            raise ValueError(f"wire must be 'update' or 'weights'; given {self.wire!r}.")
+
+
+@takes(ClientRound)
+def observe(
+    task: Task, batch: Batch, training: LocalTraining, defence: Defence | None = None, *, state: ClientRound
+) -> Observation:
+    """Run one client and keep what the server sees of it: `observe(task, batch, training, key="image 3", seed=1)`.
+
+    The other keywords are the fields of `ClientRound`. Fields that the client draws (`Task.drawn`) may be missing: then
+    only the client knows them. To keep them for the score, draw them first (`Task.completed`) and pass the whole batch.
+    """
     fitting(task, batch)
     defence = defence or Defence()
-    weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
+    weights = task.weights() if state.weights is None else state.weights  # a snapshot: many targets can hold one
     examples = next(iter(batch.values())).shape[0]
-    extras = defence.broadcast(weights, server or {})
+    extras = defence.broadcast(weights, state.server or {})
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
-    own = randomness.key(randomness.CLIENT, key, seed)
-    where = next(tree.leaves(weights)).device
+    key = randomness.key(randomness.CLIENT, state.key, state.seed)
+    device = next(tree.leaves(weights)).device
     # The client works on copies. What a model, a hook or an augmentation keeps, or changes in place, would else be in
     # the task that attackers get, in what the server sent, or in the truth that reconstructions are scored by.
-    state = ClientState(memory=memory or {}, extras=tree.detach(extras), key=own.to(where))
-    shuffle, copies = torch.Generator().manual_seed(int(own[0])), (tree.detach(weights), tree.detach(batch))
+    client = ClientState(memory=state.memory or {}, extras=tree.detach(extras), key=key.to(device))
+    shuffle, copies = torch.Generator().manual_seed(int(key[0])), (tree.detach(weights), tree.detach(batch))
     with float32_products():
-        sent, _ = training.run(task.copied(), *copies, defence, state, order=training.order(examples, shuffle))
-    update = tree.detach(defence.reveal([sent], [sent.num_examples]))
-    if wire == "weights":
+        upload, _ = training.run(task.copied(), *copies, defence, client, order=training.order(examples, shuffle))
+    update = tree.detach(defence.reveal([upload], [upload.num_examples]))
+    if state.wire == "weights":
         update = tree.map(lambda w, u: w - (w - u), weights, update)
     return Observation(
         weights=weights,
         update=update,
         num_examples=examples,
-        key=key,
+        key=state.key,
         buffers=task.buffers() or None,
-        returned_buffers=tree.detach(sent.buffers) if sent.buffers else None,
+        returned_buffers=tree.detach(upload.buffers) if upload.buffers else None,
         extras=extras,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradleak.core.settings import takes
 from gradleak.scenario import accounting
 
 if TYPE_CHECKING:
@@ -140,37 +141,43 @@ class Guarantee:
         return "; ".join(head) + "\n" + "; ".join(tail)
 
 
-def accounted(
-    exposure: Exposure,
-    *,
-    noise_multiplier: float,
-    releases: int | None,
-    unit: str,
-    model: str,
-    covers: str,
-    neighbours: str,
-    sampling: str = "",
-    amplified: bool = False,
-    caveats: Sequence[str] = (),
-    lacks: Sequence[str] = (),
-) -> Guarantee:
-    """The label of Gaussian releases, or why there is none.
+@dataclass(frozen=True, kw_only=True)
+class GaussianReleases:
+    """What a defence with Gaussian noise releases, and to whom.
 
     noise_multiplier   standard deviation over the L2 SENSITIVITY to the neighbours named, not over the clip
-    releases           all that one unit takes part in; None: cannot be counted
+    releases           number of releases that one unit takes part in; None: cannot be counted
     amplified          the adversary does not learn who was sampled, so that Poisson sampling of clients counts
-    lacks              requirements the defence does not meet: any of them, and no epsilon is stated
-
-    No epsilon either without noise, without a count, or without the accountant that the sampling needs.
+    lacks              requirements that the defence does not meet
     """
-    lacks = list(lacks)
+
+    noise_multiplier: float
+    releases: int | None
+    unit: str
+    model: str
+    covers: str
+    neighbours: str
+    sampling: str = ""
+    amplified: bool = False
+    caveats: Sequence[str] = ()
+    lacks: Sequence[str] = ()
+
+
+@takes(GaussianReleases)
+def accounted(exposure: Exposure, *, noisy: GaussianReleases) -> Guarantee:
+    """The label of Gaussian releases; the keywords are the fields of `GaussianReleases`.
+
+    No epsilon is stated if the defence lacks a requirement, adds no noise, cannot count its releases, or if the
+    accountant that the sampling needs is not installed.
+    """
+    lacks, releases, noise_multiplier = list(noisy.lacks), noisy.releases, noisy.noise_multiplier
     if noise_multiplier == 0:
         lacks += ["no noise is added"]
     if releases is None:
         lacks += ["the client's local training is not known, so its steps cannot be counted"]
     if lacks or releases is None:
         return Guarantee(reason="; ".join(lacks))
-    q = exposure.participation if amplified and exposure.sampling == "poisson" else 1.0
+    q = exposure.participation if noisy.amplified and exposure.sampling == "poisson" else 1.0
     try:
         epsilon = accounting.poisson_epsilon(exposure.delta, noise_multiplier, q, releases)
     except accounting.MissingAccountant as missing:
@@ -183,14 +190,14 @@ def accounted(
     return Guarantee(
         epsilon=epsilon,
         delta=exposure.delta,
-        unit=unit,
-        model=model,
-        covers=covers,
+        unit=noisy.unit,
+        model=noisy.model,
+        covers=noisy.covers,
         accountant="exact Gaussian composition" if q == 1 else "PLD (dp-accounting), checked against RDP (Opacus)",
-        sampling=sampling or _SAMPLING[exposure.sampling] + (f" with probability {q:g}" if q < 1 else ""),
+        sampling=noisy.sampling or _SAMPLING[exposure.sampling] + (f" with probability {q:g}" if q < 1 else ""),
         releases=releases,
-        neighbours=neighbours,
-        caveats=(*caveats, ALWAYS_ASSUMED),
+        neighbours=noisy.neighbours,
+        caveats=(*noisy.caveats, ALWAYS_ASSUMED),
         reconstruction=(exposure.prior, bound),
     )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gradleak.scenario.client import LocalTraining
     from gradleak.scenario.defence import Defence
 
-FORMAT, VERSION = "gradleak.scenario.observation", 1
+FORMAT, VERSION = "gradleak.observation", 1
 MOST = 10**9  # of examples, rounds or clients; a file that says more is damaged or means harm
 _GROUPS = ("weights", "update", "buffers", "returned_buffers")  # tensor names in a file start with one, or "extras"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 and smaller know no arithmetic
