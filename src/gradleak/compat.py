@@ -38,8 +38,8 @@ curvature: analysis.association analysis.ball analysis.channel analysis.gradcam 
   study.leakage study.measure study.result
 defences: gradcam
 engine: convolution layers search
-identify: analysis= analysis.identifiability=certificates analysis.local=floors analysis.recipe analysis.risk
-  analysis.rounding
+identify: analysis= analysis.identifiability=certificates analysis.identifiability=floors analysis.local=floors
+  analysis.recipe analysis.risk analysis.rounding
 parts: scene=view scene=protocols
 parts.labels: parts.label_counts=counts parts.label_readings=readings parts.llg parts.sign_labels=signs
 priors: generators.augmentation generators.discriminators generators.game=trainer generators.recipes generators.score

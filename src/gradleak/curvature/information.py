@@ -23,13 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.curvature.ball import Sharpness, sharpness
 from gradleak.curvature.channel import SHARES, ChannelCurve, Releases, channel_bound, noise_levels, releases
 from gradleak.curvature.index import PREMISES, CovarianceTest, CurvatureIndex, against_curvature, curvature_index
-from gradleak.engine import Engine
-from gradleak.identify.certificates import PIXEL_STD
-from gradleak.identify.floors import Floor, Local
+from gradleak.identify.floors import Floor, Linearisation, Local
 from gradleak.identify.rounding import rounding_of
 from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Chain, Defence
@@ -58,6 +57,7 @@ class InputInformation:
         return {"share": self.share, "sigma": self.sigma, **{name: getattr(self.floor, name) for name in names}}
 
 
+@takes(Linearisation)
 def input_information(
     task: Task,
     seen: Observation,
@@ -65,17 +65,15 @@ def input_information(
     knows: Knowledge = Knowledge(),
     *,
     shares: Sequence[float] = SHARES,
-    prior: float = PIXEL_STD,
-    block: int = 64,
-    engine: Engine | None = None,
+    how: Linearisation,
 ) -> tuple[InputInformation, ...]:
     """Fisher information of the pixels in the release at `batch`, one Jacobian for all noise levels.
 
     As `noise_floor`, but with noise of one sigma in every entry, as in the channel bound, so that the two compare.
     `knows` holds the client's recipe and defence; what noise the defence adds is added. Noise below the digits of the
-    observation is not assumed (`Rounding.rank`).
+    observation is not assumed (`Rounding.rank`). The other keywords are the fields of `Linearisation`.
     """
-    local = Local.at(task, seen, batch, knows, block, engine)
+    local = Local.at(task, seen, batch, knows, how)
     if not local.finite:
         raise ValueError("The batch, or the update the client would send for it, is not finite: there is no bound.")
     level = float(tree.norm(local.scene.update)) / math.sqrt(tree.size(local.scene.update))
@@ -86,7 +84,7 @@ def input_information(
     for share, sigma in zip(shares, sigmas, strict=True):
         noisy = Chain(*filter(None, [knows.defence]), _Tolerance(sigma))
         at = replace(local, scene=replace(local.scene, knows=replace(knows, defence=noisy)))
-        found.append(InputInformation(share, sigma, replace(at.floor(0.0, None, prior, rounding), noise=share)))
+        found.append(InputInformation(share, sigma, replace(at.floor(0.0, None, how.prior, rounding), noise=share)))
     return tuple(found)
 
 

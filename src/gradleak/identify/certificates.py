@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.engine import Engine
-from gradleak.identify.floors import Floor, Local, triangle
+from gradleak.identify.floors import CorrelatedPrior, Floor, Local, triangle
 from gradleak.identify.rounding import rounding_of
 from gradleak.scenario.client import Order
 from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Task
 
-PIXEL_STD = 0.25  # of a pixel in [0, 1] under the prior of the noise floor, where no precision is given
 HALF = 0.5  # of the directions: below, "determined up to k dimensions" would sound like more than it is
 
 
@@ -104,24 +104,25 @@ class Certificate:
         return fixed if self.rank >= HALF * self.unknowns else f"Fewer than half are fixed: {fixed}"
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"{self.verdict}. {self.reason} Rank {self.rank:,} of {self.unknowns:,} unknowns in {self.equations:,} "
             f"equations, at a tolerance of {self.tolerance:.0e} of the largest singular value."
         )
         if self.floor is None:
-            return told
+            return text
         return (
-            f"{told} Under noise of {self.floor.noise:.0e} of each tensor's root mean square no attacker gets below a "
+            f"{text} Under noise of {self.floor.noise:.0e} of each tensor's root mean square no attacker gets below a "
             f"mean squared error of {self.floor.mse:.1e}, to first order."
         )
 
     def record(self) -> dict[str, int | float | str | None]:
         """As a row of a run holds it."""
         names = ("unknowns", "equations", "rank", "null", "tolerance", "residual", "rounding", "share", "shift")
-        held = {name: getattr(self, name) for name in (*names, "largest", "smallest", "verdict", "reason")}
-        return {**held, "floor": None if self.floor is None else self.floor.mse}
+        figures = {name: getattr(self, name) for name in (*names, "largest", "smallest", "verdict", "reason")}
+        return {**figures, "floor": None if self.floor is None else self.floor.mse}
 
 
+@takes(CorrelatedPrior)
 def certify(
     task: Task,
     seen: Observation,
@@ -130,23 +131,22 @@ def certify(
     *,
     tolerance: float | None = None,
     noise: float | None = None,
-    precision: Tensor | None = None,
-    prior: float = PIXEL_STD,
-    block: int = 64,
-    engine: Engine | None = None,
     order: Order | None = None,
+    how: CorrelatedPrior,
 ) -> Certificate:
     """What `seen` determines at `batch`: a reconstruction of that target, or the truth.
 
-    `tolerance`: relative rank tolerance; None takes what the digits of the observation allow. `noise`: also compute the
-    floor of `noise_floor`. `block`: forward-mode products at a time. `order`: of the examples in
-    a client's minibatches, where it is not as they stand.
+    tolerance   relative rank tolerance; None takes what the digits of the observation allow
+    noise       also compute the floor of `noise_floor`
+    order       of the examples in a client's minibatches, where it is not as they stand
+
+    The other keywords are the fields of `CorrelatedPrior`: `prior`, `precision`, `block` and `engine`.
     """
     if tolerance is not None and not 0 <= tolerance < 1:
         raise ValueError(f"tolerance is a share of the largest singular value, from 0 to below 1; given {tolerance}.")
     rounding = rounding_of(seen)
     tolerance = rounding.rank if tolerance is None else tolerance
-    local = Local.at(task, seen, batch, knows, block, engine, order)
+    local = Local.at(task, seen, batch, knows, how, order)
     unknowns, equations = local.rows.shape
     if not local.finite:
         nothing = torch.zeros(unknowns, dtype=torch.float64)
@@ -169,10 +169,11 @@ def certify(
         rounding=rounding.residual,
         share=_share(local.pixels, fixed),
         shift=float(step.norm()) / math.sqrt(unknowns),
-        floor=None if noise is None else local.floor(noise, precision, prior, rounding),
+        floor=None if noise is None else local.floor(noise, how.precision, how.prior, rounding),
     )
 
 
+@takes(CorrelatedPrior)
 def noise_floor(
     task: Task,
     seen: Observation,
@@ -180,22 +181,19 @@ def noise_floor(
     knows: Knowledge = Knowledge(),
     *,
     noise: float = 0.0,
-    precision: Tensor | None = None,
-    prior: float = PIXEL_STD,
-    block: int = 64,
-    engine: Engine | None = None,
+    how: CorrelatedPrior,
 ) -> Floor:
     """The least mean squared error under noise of std `noise` x RMS of each tensor, and what the defence itself adds.
 
-    `precision`: the prior's inverse covariance over the (n,) flattened images in [0, 1]; None: I / prior^2. Entries
-    without any noise are known up to `Rounding.rank`. A tensor of zeros takes the RMS of the whole update.
+    The other keywords are the fields of `CorrelatedPrior`. Entries without any noise are known up to `Rounding.rank`. A
+    tensor of zeros takes the RMS of the whole update.
     """
     if not noise >= 0:
         raise ValueError(f"noise is a share of each tensor's root mean square, at least 0; given {noise}.")
-    local = Local.at(task, seen, batch, knows, block, engine)
+    local = Local.at(task, seen, batch, knows, how)
     if not local.finite:
         raise ValueError("The batch, or the update the client would send for it, is not finite: there is no floor.")
-    return local.floor(noise, precision, prior, rounding_of(seen))
+    return local.floor(noise, how.precision, how.prior, rounding_of(seen))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,19 +210,11 @@ class Identifiability:
     engine: Engine = Engine()
 
     def __call__(self, task: Task, seen: Observation, batch: Batch) -> Mapping[str, float]:
-        found = certify(
-            task,
-            seen,
-            batch,
-            self.knows,
-            tolerance=self.tolerance,
-            noise=self.noise,
-            block=self.block,
-            engine=self.engine,
-        )
+        how = CorrelatedPrior(block=self.block, engine=self.engine)
+        certificate = certify(task, seen, batch, self.knows, tolerance=self.tolerance, noise=self.noise, how=how)
         names = ("unknowns", "rank", "null", "share", "residual", "tolerance", "largest", "smallest")
-        told = {name: float(getattr(found, name)) for name in names}
-        return told if found.floor is None else {**told, "floor": found.floor.mse}
+        figures = {name: float(getattr(certificate, name)) for name in names}
+        return figures if certificate.floor is None else {**figures, "floor": certificate.floor.mse}
 
     def __repr__(self) -> str:
         # A run file names it: the same text in every process, so without the addresses of functions.

@@ -23,6 +23,27 @@ from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Field, Task, TaskError, double_backward_safe, float32_products
 
 SHARE = 0.5  # of the memory that a Jacobian may take
+PIXEL_STD = 0.25  # of a pixel in [0, 1] under the prior, where nothing else is given
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Linearisation:
+    """How the client rule is linearised, and the Gaussian prior of the pixels.
+
+    prior    standard deviation of a pixel in [0, 1]
+    block    forward-mode products at a time
+    """
+
+    prior: float = PIXEL_STD
+    block: int = 64
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CorrelatedPrior(Linearisation):
+    """With `precision`, the prior's inverse covariance over the (n,) flattened images in [0, 1]; None: I / prior^2."""
+
+    precision: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +90,12 @@ class Local:
         seen: Observation,
         batch: Batch,
         knows: Knowledge,
-        block: int,
-        engine: Engine | None,
+        how: Linearisation,
         order: Order | None = None,
         directions: Tensor | None = None,
     ) -> Local:
         """`directions` (k, n): rows of J along these only, where all n would be too many."""
-        engine = engine or Engine()
+        engine, block = how.engine or Engine(), how.block
         fits(task, [seen])
         unknown = _unknown(task, seen, batch, knows)
         work = task.to(engine.where, torch.float64)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -96,6 +97,21 @@ def num_features(layers: Sequence[nn.Module], shape: Sequence[int]) -> int:
         return trial(torch.empty(2, *shape, device="meta")).shape[1]
     except RuntimeError as error:
         raise ValueError(f"Images of shape {shape} do not fit this network ({error}). Give larger ones.") from error
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageClassifier:
+    """Options that the larger networks share; `gradleak.models` describes them."""
+
+    shape: Shape = (3, 32, 32)
+    classes: int = 10
+    activation: Activation = "relu"
+    init: Init = "torch"
+    generator: Generator | None = None
+
+    def network(self, layers: Sequence[nn.Module]) -> nn.Sequential:
+        """These feature layers with the classifier behind them."""
+        return network(layers, self.shape, self.classes, self.init, self.generator)
 
 
 def network(
