@@ -645,11 +645,13 @@ def test_a_leakage_is_named_by_what_tells_it_apart() -> None:
 
 
 def test_the_analysis_reads_no_truth_and_attacks_do_not_reach_it() -> None:
-    """Attack code may import gradleak.analysis, which must not bring results, metrics or the study along."""
+    """Attack code may import gradleak.identify, and neither package brings results, metrics or the study along."""
     import ast
 
-    source = Path(gl.__file__).parent / "analysis" / "__init__.py"
-    named = [node.module for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.ImportFrom)]
-    assert "gradleak.curvature.hessian" in named
-    assert not [name for name in named if name and name.endswith(("association", "study", "gradcam"))]
+    for package in ("identify", "curvature"):
+        source = Path(gl.__file__).parent / package / "__init__.py"
+        named = [node.module for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert f"gradleak.{package}.{'hessian' if package == 'curvature' else 'certificates'}" in named
+        assert not [name for name in named if name and name.endswith(("association", "study", "gradcam"))]
+        assert not [name for name in named if name and name.startswith(("gradleak.audit", "gradleak.metrics"))]
     assert torch.is_tensor(gl.curvature.channel_bound(torch.ones(3), torch.tensor(1.0)))

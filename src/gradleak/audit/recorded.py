@@ -24,7 +24,7 @@ from gradleak.audit import Audit
 from gradleak.audit.cells import Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.private import AuditError, PrivateSide, Victims, examples_of
 from gradleak.core.configuration import digest
-from gradleak.core.folder import replace_whole
+from gradleak.core.files import replace_whole
 from gradleak.core.listeners import Silent
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot, with_buffers

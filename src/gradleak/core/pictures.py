@@ -5,17 +5,22 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor
 
-FRAME = 64  # the same for pictures along the way, of which there are many
-LARGEST = 128  # pixels; a report shows larger images reduced to this side, so that it stays small enough to send
+if TYPE_CHECKING:
+    from PIL import Image
+
+LARGEST = 128  # pixels; a report reduces larger images to this side, so that it stays small enough to send
+FRAME = 64  # pixels; the same for the many pictures along a search
 
 
 def picture(image: Tensor, largest: int | None = None) -> Image.Image:
-    """One image (C, H, W) in [0, 1], grey or colour, as 8 bits; what is not finite is shown as black."""
+    """One image (C, H, W) in [0, 1], grey or colour, as 8 bits; NaN is black, infinity white or black by its sign."""
+    from PIL import Image
+
     if image.dim() != 3 or image.shape[0] not in (1, 3):
         raise ValueError(f"A picture needs shape (1 or 3, height, width); given {tuple(image.shape)}.")
     values = image.detach().cpu().double().nan_to_num(0.0, 1.0, 0.0).clamp(0, 1).mul(255).round().byte()
@@ -40,6 +45,8 @@ def data_uri(image: Tensor) -> str:
 
 def strip(images: Tensor) -> str:
     """Pictures (N, C, H, W) in 0 to 255 side by side, as one data URI; compressed with loss, like a film."""
+    from PIL import Image
+
     members = [picture(image.double() / 255, FRAME) for image in images]
     width, height = members[0].size
     drawn = Image.new(members[0].mode, (width * len(members), height))
@@ -62,13 +69,15 @@ def drawable(shape: Sequence[int]) -> bool:
 
 def sheet(rows: Sequence[tuple[str, Sequence[Tensor]]], scale: int | None = None) -> Image.Image:
     """A contact sheet: one labelled row of images (C, H, W) after another, enlarged without smoothing."""
+    from PIL import Image, ImageDraw
+
     images = [image for _, row in rows for image in row]
     if not images:
         raise ValueError("A sheet needs at least one image.")
     height, width = images[0].shape[-2:]
     scale = scale or max(1, 96 // max(height, width))
     gap, columns = 6, max(len(row) for _, row in rows)
-    wide, high = width * scale, height * scale
+    wide, high = width * scale, height * scale  # of an enlarged image
     label = max((8 * len(text) for text, _ in rows), default=0) + gap
     size = (label + columns * (wide + gap) + gap, gap + len(rows) * (high + gap))
     drawn = Image.new("RGB", size, "white")

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from gradleak import __version__
 from gradleak.core.configuration import from_toml, to_toml
-from gradleak.core.files import BadRun, encode, read_object
-from gradleak.core.folder import ResumableFolder, whole_lines, with_resumption
+from gradleak.core.files import BadRun, encode, read_object, whole_lines
+from gradleak.core.folder import ResumableFolder, with_resumption
 from gradleak.curvature.measure import VERSION, Row
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.files import replacing
 from gradleak.core.tree import Params
 from gradleak.scenario.task import Batch
 
@@ -80,14 +81,13 @@ class Observation:
             tensors |= {f"extras/{extra}/{name}": value for name, value in params.items()}
         header = {"num_examples": self.num_examples, "round": self.round, "clients": self.clients, "key": self.key}
         path = Path(path)
-        partial = path.with_name(path.name + ".part")
-        save_file(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
-            partial,
-            metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
-        )
-        partial.chmod(0o600)  # it may give the client's examples away: for its owner alone
-        os.replace(partial, path)  # a reader never meets half a file
+        with replacing(path, private=True) as partial:  # it may reveal the client's examples
+            save_file(
+                {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+                partial,
+                metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
+            )
+            partial.chmod(0o600)  # also where the writer made a file of its own
         return path
 
     @staticmethod
