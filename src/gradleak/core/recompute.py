@@ -91,9 +91,7 @@ def closed(function: Callable[..., Any]) -> None:
     visited: set[int] = set()
 
     def walk(value: Any, where: str) -> None:
-        if id(value) in visited or isinstance(
-            value, nn.Module | type
-        ):  # a lane's weights replace a model's
+        if id(value) in visited or isinstance(value, nn.Module | type):  # a lane's weights replace a model's
             return
         visited.add(id(value))
         if isinstance(value, Tensor):
