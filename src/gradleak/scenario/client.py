@@ -1,4 +1,4 @@
-"""LocalTraining: THE client rule. Simulation, Flower and replaying attackers all call this one function."""
+"""LocalTraining: THE client rule. Simulation, Flower and attackers that replay a client all call this one function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradleak.scenario.rules import SGD, Rule, Schedule, constant
 from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
 SHARED = "draws"
-"""In what the server broadcasts: a key, from which ALL clients draw the fields that each would else draw itself."""
+"""Name in the server's broadcast of a key from which ALL clients draw the fields that each would draw by itself."""
 
 Order: TypeAlias = Sequence[Tensor | slice | None]
 """Rows of the batch that each step uses; None means all of them."""
@@ -30,9 +30,9 @@ Order: TypeAlias = Sequence[Tensor | slice | None]
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """What a client keeps between rounds, and its random key. Passed in, returned new, never mutated."""
+    """What a client keeps between rounds, and its random key. A run returns a new one and never mutates it."""
 
-    optimiser: Tree | None = None  # None: the rule starts afresh
+    optimiser: Tree | None = None  # None: the rule starts anew
     memory: Tree = field(default_factory=dict)
     buffers: Params | None = None
     extras: dict[str, Params] = field(default_factory=dict)  # what the server broadcast this round
@@ -45,10 +45,10 @@ class LocalTraining:
 
     steps        that many steps; with `batch_size` they cycle through the examples
     epochs       passes over the examples in batches of `batch_size` (None: all at once)
-    augmentation what the client does to the examples of a step, at random
-    dropout      the model's dropout layers drop, with masks of the client's own; keep the model in evaluation mode
+    augmentation random changes of the examples of a step
+    dropout      the model's dropout layers drop, with the client's own masks; keep the model in evaluation mode
 
-    Fields that a client draws itself (`Task.drawn`) and its batch lacks are drawn from its key, in every step anew.
+    Fields that a client draws itself (`Task.drawn`), if its batch lacks them, are drawn from its key in every step.
     """
 
     lr: float | Tensor
@@ -78,12 +78,12 @@ class LocalTraining:
         return replace(self, augmentation=None, dropout=False)
 
     def factors(self, examples: int) -> list[float]:
-        """What the schedule makes of the learning rate in each step."""
+        """The schedule's factor on the learning rate in each step."""
         steps = len(self.order(examples))
         return [self.schedule(step, steps) for step in range(steps)]
 
     def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
-        """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
+        """The rows of each step: in order, or, with a generator, shuffled anew in each epoch."""
         size = self.batch_size or examples
         whole = size >= examples
         per_epoch = 1 if whole else -(-examples // size)
@@ -155,7 +155,7 @@ class LocalTraining:
         return sent, replace(client, optimiser=state, memory=memory, buffers=buffers)
 
     def _masks(self, source: Draws | None, number: int) -> AbstractContextManager[Any]:
-        """Under which the client's `number`-th pass runs."""
+        """The context in which the client's `number`-th forward pass runs."""
         return Dropping(_required(source, "dropout").child((1 << 18) + number)) if self.dropout else nullcontext()
 
 
@@ -246,7 +246,7 @@ def fitting(task: Task, batch: Batch) -> None:
 def _completed(
     task: Task, part: Batch, missing: frozenset[str], source: Draws | None, extras: dict[str, Params], step: int
 ) -> Batch:
-    """The batch of a step with the fields that a client draws: from its own key, or from one the server sent to all."""
+    """The batch of a step with the fields that a client draws: from its own key, or from the server's shared one."""
     if SHARED in extras:
         source = Draws(extras[SHARED]["key"])
     elif source is None:
@@ -259,7 +259,7 @@ def _completed(
 
 
 def drawing(source: Draws, step: int) -> Draws:
-    """Where the fields come from that a client draws in a step: apart from its augmentations, hooks and masks."""
+    """The source of the fields that a client draws in a step; augmentations, hooks and masks have other sources."""
     return source.child((1 << 19) + step)
 
 

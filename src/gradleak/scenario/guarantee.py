@@ -29,9 +29,9 @@ ALWAYS_ASSUMED = (
 
 @dataclass(frozen=True, eq=False)
 class Exposure:
-    """How often, and how, a client takes part: what an accountant has to add up.
+    """How often, and how, a client takes part: the input of an accountant.
 
-    sampling     how the clients of a round are chosen: "all", "fixed" (so many, without replacement) or "poisson"
+    sampling     how the clients of a round are chosen: "all", "fixed" (a number, without replacement) or "poisson"
     signal       root mean square of an undefended update's coordinates, with which heuristic noise is compared
     prior        how likely a reconstruction is before anything is released, for the bound of Balle et al. 2022
     """
@@ -40,7 +40,7 @@ class Exposure:
     clients: int = 1
     participation: float = 1.0  # the share of the clients in a round; for "poisson" each one's probability
     sampling: str = "all"
-    examples: int = 1  # that a client holds
+    examples: int = 1  # of a client
     training: LocalTraining | None = None
     delta: float = 1e-5
     signal: float | None = None
@@ -65,7 +65,7 @@ class Exposure:
 
     @property
     def passes(self) -> int | None:
-        """The most often that one example is used in one round of local training; None where the recipe is unknown."""
+        """How often one example is used in one round of local training, at most; None if the recipe is unknown."""
         if self.training is None:
             return None
         plan = self.training.order(self.examples)  # the first batch comes first in every pass
@@ -83,13 +83,13 @@ class Guarantee:
 
     unit         what is protected: "example" or "client"
     model        who adds the noise: "central" (the server), "local" (each client) or "distributed" (clients together)
-    covers       the adversary it holds against
+    covers       the adversary that it protects against
     accountant   how epsilon was computed
-    sampling     what is assumed of it
-    releases     over which epsilon was composed
+    sampling     what is assumed about it
+    releases     number of releases that epsilon covers
     neighbours   the data sets that cannot be told apart
     caveats      what else must hold
-    reconstruction   (prior, bound): where guessing succeeds with `prior`, reconstruction does with at most `bound`
+    reconstruction   (prior, bound): if a guess is right with probability `prior`, a reconstruction is with `bound`
     """
 
     epsilon: float | None = None
@@ -203,13 +203,13 @@ def accounted(exposure: Exposure, *, noisy: GaussianReleases) -> Guarantee:
 
 
 def heuristic(sigma: float, exposure: Exposure) -> Guarantee:
-    """The label of noise that nothing was calibrated to: its size against the signal, where that was measured."""
+    """The label of uncalibrated noise: its size relative to the signal, where that was measured."""
     ratio = "not measured" if exposure.signal is None else f"{sigma / exposure.signal:.3g}"
     return Guarantee(reason=f"heuristic noise, sigma={sigma:.3g}, noise/signal={ratio}")
 
 
 def rounded_up(value: float, digits: int) -> float:
-    """Rounded up to so many digits: a label never claims more than was proved."""
+    """Rounded up to this many digits: a label never claims more than was proved."""
     if value == 0:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
