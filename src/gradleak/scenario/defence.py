@@ -313,7 +313,7 @@ class Chain(Defence):
 
 @dataclass(frozen=True)
 class OnlyVisible(Defence):
-    """The half-informed attacker (A1): predicts without the defence, but knows which coordinates it noised or dropped."""
+    """The half-informed attacker (A1): predicts without the defence, but knows which entries it noised or dropped."""
 
     defence: Defence = field(default_factory=Defence)
 
@@ -329,7 +329,7 @@ class OnlyVisible(Defence):
 
 @dataclass(frozen=True)
 class Noiseless(Defence):
-    """A noisy defence as an attacker replays it: `quiet` does all but the noise, `noisy` tells how large the noise is."""
+    """A noisy defence as an attacker replays it: `quiet` does all but the noise, `noisy` tells how large it was."""
 
     quiet: Defence = field(default_factory=Defence)
     noisy: Defence = field(default_factory=Defence)
