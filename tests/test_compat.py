@@ -68,6 +68,8 @@ LINES = {
     "from gradleak.analysis import certify": "identify.certificates.certify",
     "from gradleak.analysis import curvature": "curvature.hessian.curvature",
     "from gradleak.analysis.hessian import ggn": "curvature.hessian.ggn",
+    "from gradleak.analysis.spectrum import Estimate": "curvature.spectrum.SampleMean",
+    "from gradleak.analysis.association import Estimate": "curvature.association.IntervalEstimate",
     "from gradleak.study import Study": "curvature.study.Study",
     "import gradleak as gl; got = gl.analysis.certify": "identify.certificates.certify",
     "import gradleak as gl; got = gl.study.Study": "curvature.study.Study",

@@ -19,7 +19,7 @@ from conftest import SHAPE, normal, private, tiny
 from gradleak.core import tree
 from gradleak.curvature import hessian as module
 from gradleak.curvature import lanczos
-from gradleak.curvature.hessian import Estimate, Operator, dense, density, exact, extremes, log_determinant, trace
+from gradleak.curvature.hessian import Operator, SampleMean, dense, density, exact, extremes, log_determinant, trace
 from gradleak.curvature.lanczos import LanczosRun, Runs, signs, traces
 from gradleak.engine import EngineError
 from gradleak.scenario.task import Batch, Field, TaskError
@@ -267,7 +267,7 @@ def test_the_standard_error_covers() -> None:
     """Twenty estimates of ten vectors each: a normal mean is within one standard error two times of three."""
     known = network("sigmoid")
     excesses = torch.tensor(log_determinant(known.matrix, probes=200, steps=60, most_steps=60).excesses)
-    groups = [Estimate.of(own) for own in excesses.split(10)]
+    groups = [SampleMean.of(own) for own in excesses.split(10)]
     off = torch.tensor([abs(own.value - known.excess()) / own.standard_error for own in groups])
     assert 9 <= int((off < 1).sum()) <= 18
     assert int((off < 2.3).sum()) >= 16

@@ -47,15 +47,21 @@ priors: generators.augmentation generators.discriminators generators.game=traine
 scenario: accounting defence dropout guarantee inspection local=client observation rules task
 scenario.inspection: inspection.batch inspection.model inspection.objective inspection.subject
 """
+# Old class or function -> its name now; several where modules used one name for different things.
 RENAMED = {
+    "Estimate": "SampleMean IntervalEstimate",  # of analysis.spectrum, analysis.association
     "Game": "GANTrainer",
     "Gathered": "SpreadRule",
+    "HELD_AGAINST": "COMPARED",
     "Held": "CoarseRule",
+    "ISSUED": "IN_TERMINAL",
     "Now": "Step",
     "Scene": "TargetView",
     "Sent": "GradientAtStart",
     "Step": "StepFunction",  # of recompute
     "Together": "JointSpace",
+    "told": "format_row",  # of study
+    "told_apart": "distinct_names",
     "Waves": "EscalatingRestarts",
 }
 # Modules that stayed, and where names that they lost are now.
@@ -97,7 +103,7 @@ def _lookup(module: ModuleType, homes: tuple[str, ...], name: str) -> Any:
     if name == "__all__":  # for `from gradleak.task import *`
         return [each for home in modules for each in getattr(home, "__all__", vars(home)) if not each.startswith("_")]
     for home in modules:
-        for spelling in (name, RENAMED.get(name, name)):
+        for spelling in (name, *RENAMED.get(name, "").split()):
             if spelling in vars(home):
                 _warn(f"{module.__name__}.{name}", f"{home.__name__}.{spelling}")
                 return vars(home)[spelling]

@@ -1,4 +1,4 @@
-"""Sharpness: the worst loss within a ball around the weights, as far as a search finds it."""
+"""Sharpness: the worst loss that a search finds in a ball around the weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sharpness:
     """F and F_SAM = max over ||delta|| <= rho of F(theta + delta), as far as a search finds it.
 
     loss            F
-    worst           the largest value met; F_SAM is at least this
+    worst           the largest value found; F_SAM is at least this
     one_step        F(theta + rho G / ||G||), what SAM itself uses: at most `worst`
     gradient_norm   ||G||
     found           the best of each start: those given first, random ones last
@@ -48,7 +48,7 @@ class Sharpness:
         """lambda_max <= 2 / rho^2 (F_SAM - F), up to terms of order rho^2.
 
         The larger of F(theta +- rho v) is at least their mean, F + rho^2 lambda_max / 2 + O(rho^4): odd orders cancel.
-        Where v_max was among the starts it holds for the value found, however well the search did.
+        If v_max was among the starts, it holds for the value found, however good the search was.
         """
         return 2 / self.rho**2 * self.sharpness
 

@@ -1,4 +1,4 @@
-"""The channel bound: how much a release with noise says about its data, by the covariance of many releases.
+"""The channel bound: how much a noisy release says about its data, from the covariance of many releases.
 
     I(X; G + Z) <= 1/2 log det(I + Sigma_G / sigma^2),   Z ~ N(0, sigma^2 I) independent of everything
 
@@ -35,7 +35,7 @@ SMALLEST = 64  # releases at which a curve begins
 
 @dataclass(frozen=True, eq=False)
 class Releases:
-    """n releases of d entries each, as far as their covariance needs them: inner products.
+    """n releases of d entries each, stored as the inner products that their covariance needs.
 
     gram           (n, n) float64, of the releases minus a common point near their mean
     size           d
@@ -227,8 +227,8 @@ class ChannelCurve:
     level    root mean square of an entry of a release
 
     It GROWS with the count: n releases span n - 1 directions. The covariance of n is the mean of those that leave one
-    out and log det is concave, so the expectation never falls and stays below the value of the true covariance. Only
-    where the curve is level is it a bound for the data's distribution: read `growth` first.
+    out and log det is concave, so the expectation never falls and stays below the value of the true covariance. It
+    bounds the data's distribution only where the curve is level: read `growth` first.
     """
 
     counts: tuple[int, ...]
@@ -241,7 +241,7 @@ class ChannelCurve:
 
     @property
     def growth(self) -> Tensor | None:
-        """(sigmas,): share of the last value that came since half as many releases; None where there is no half."""
+        """(sigmas,): share of the last value gained since half as many releases; None where there is no half."""
         half = [row for row, count in enumerate(self.counts) if 2 * count <= self.counts[-1]]
         return 1 - self.nats[half[-1]] / self.nats[-1] if half else None
 

@@ -1,20 +1,20 @@
-"""Curvature of a model at a checkpoint: products with the Hessian of its mean loss, and what they tell of the spectrum.
+"""Curvature of a model at a checkpoint: products with the Hessian of its mean loss, and the spectrum they show.
 
     H = (1/n) sum_i d^2 loss(w; x_i, y_i) / dw^2     at given weights, in evaluation mode, without weight decay, float64
 
 A product H v is the derivative of the gradient along v (forward over reverse; Pearlmutter, Neural Computation 1994), so
 no graph is kept and all vectors go through one vmapped pass; where torch cannot do that, reverse over forward. Measured
 on LeNet-Zhu with 100 examples and 10 vectors, on one core, both orders, double backward with a graph built once, and a
-linearised gradient are within a third of one another (12 to 16 products a second). What matters is that the examples
-are taken in parts whose activations stay in the cache.
+linearised gradient differ by less than a third (12 to 16 products a second). What matters is to take the examples in
+parts whose activations stay in the cache.
 
 The Gauss-Newton matrix G = (1/n) sum_i J_i^T (d^2 loss / dz^2) J_i, of the model's outputs z, has no negative
 eigenvalue where the loss is convex in z; for cross-entropy of logits it is J^T (diag p - p p^T) J, the Fisher matrix
 (Martens, JMLR 2020).
 
-`curvature` is one checkpoint in one record. Its log-determinant is the quantity that work on flat minima and leakage
-plots. Read it with care: it changes with the number of weights and when layers are rescaled, though the function stays
-the same, and it mostly counts eigenvalues beyond sqrt(damping). Compare the excess, of one architecture.
+`curvature` measures one checkpoint. Work on flat minima and leakage plots its log-determinant. Read that with care: it
+changes with the number of weights, and when layers are rescaled though the function stays the same, and it mostly
+counts eigenvalues beyond sqrt(damping). Compare the excess, within one architecture.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gradleak.curvature.lanczos import (
     trace,
     traces,
 )
-from gradleak.curvature.spectrum import Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.spectrum import Counted, Density, Extremes, LogDeterminant, SampleMean, Spectrum
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -53,7 +53,7 @@ __all__ = [
     "Counted",
     "Curvature",
     "Density",
-    "Estimate",
+    "SampleMean",
     "Exact",
     "Extremes",
     "LogDeterminant",
@@ -126,7 +126,7 @@ class Curvature:
     log_determinant    1/2 tr log(H^2 + damping) with floor, excess, errors and count; see `LogDeterminant`
     extremes           lowest and highest eigenvalue, residuals and whether to trust them
     trace, square      tr H, and tr H^2 (the squared Frobenius norm), with standard errors
-    products, seconds  what it took
+    products, seconds  the cost
     """
 
     size: int
@@ -135,8 +135,8 @@ class Curvature:
     gradient_norm: float
     log_determinant: LogDeterminant
     extremes: Extremes
-    trace: Estimate
-    square: Estimate
+    trace: SampleMean
+    square: SampleMean
     products: int
     seconds: float
 
@@ -245,14 +245,14 @@ class _Point:
         demand_fitting(task, weights, batch)
         work = task.to(engine.where, torch.float64)
         work.model.eval()  # the copy's: the statistics of a checkpoint, not those of this batch
-        like, held, rest = (
+        like, examples, rest = (
             tree.to(tree.detach(values), engine.where, torch.float64)
             for values in (weights, batch, task.buffers() if buffers is None else buffers)
         )
-        few = {name: value[:2] for name, value in held.items()}
+        few = {name: value[:2] for name, value in examples.items()}
         entries = max(1, activations(work, like, few, rest) // len(next(iter(few.values()))))
         flat = tree.flatten(like)
-        at = _Point(work, flat, like, rest, held, engine, block, chunk, entries, _forward_over_reverse)
+        at = _Point(work, flat, like, rest, examples, engine, block, chunk, entries, _forward_over_reverse)
         at._demand_a_mean()
         with engine.settings(), torch.no_grad():
             return replace(at, slope=_workable(partial(at.loss, examples=few), flat))
@@ -265,9 +265,9 @@ class _Point:
         return self.task.loss(tree.unflatten(w, self.like), examples, self.buffers)[0]
 
     def outputs(self, w: Tensor, examples: Batch) -> Tensor:
-        """What the objective gets from the model, whatever it then does with it."""
-        held = {name: value.clone() for name, value in self.buffers.items()}
-        model, caught = self.task.call(tree.unflatten(w, self.like), held), []
+        """The model's outputs, as the objective gets them."""
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        model, caught = self.task.call(tree.unflatten(w, self.like), buffers), []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             caught.append(model(*args, **kwargs))
@@ -275,9 +275,9 @@ class _Point:
 
         self.task.objective(call, examples)
         if len(caught) != 1 or not isinstance(caught[0], Tensor):
-            told = f"{len(caught)} times" if len(caught) != 1 else f"for a {type(caught[0]).__name__}"
+            what = f"{len(caught)} times" if len(caught) != 1 else f"for a {type(caught[0]).__name__}"
             raise TaskError(
-                f"The objective calls the model {told}; a Gauss-Newton matrix needs one call that returns a tensor. "
+                f"The objective calls the model {what}; a Gauss-Newton matrix needs one call that returns a tensor. "
                 "Use hessian instead, or an objective such as cross_entropy(model(x), y)."
             )
         return caught[0]
@@ -331,7 +331,7 @@ class _Point:
     # --- sizes ---
 
     def _block(self) -> int:
-        """Vectors at a time: each takes some copies of the weights, beside its activations."""
+        """Vectors at a time: each needs some copies of the weights, besides its activations."""
         if self.engine.where.type != "cuda":
             return int(max(16, min(256, CACHED // (8 * self.entries))))
         return int(max(1, min(256, SHARE * memory_of(self.engine) // (64 * self.w.numel()))))
@@ -354,7 +354,7 @@ class _Point:
     # --- what is demanded ---
 
     def _demand_a_mean(self) -> None:
-        """The parts' losses must average to the whole's: else cutting the batch would change what is measured."""
+        """The losses of the parts must average to that of the batch, or cutting the batch would change the result."""
         with self.engine.settings(), torch.no_grad():
             whole = float(self.loss(self.w, self.batch))
             if not math.isfinite(whole):
@@ -396,7 +396,7 @@ def _reverse_over_forward(function: Scalar, x: Tensor, v: Tensor) -> Tensor:
 
 
 def _workable(function: Scalar, x: Tensor) -> Slope:
-    """Of the two orders the first that torch can do here: mse_loss, for one, has a backward without forward mode."""
+    """The first of the two orders that torch supports here: mse_loss, for one, has a backward without forward mode."""
     refused: list[RuntimeError] = []
     for order in (_forward_over_reverse, _reverse_over_forward):
         try:
@@ -406,18 +406,18 @@ def _workable(function: Scalar, x: Tensor) -> Slope:
             raise
         except RuntimeError as problem:
             refused.append(problem)
-    told = str(refused[0]).partition("\n")[0]
+    why = str(refused[0]).partition("\n")[0]
     raise EngineError(
-        f"torch cannot differentiate this model twice, which its Hessian needs: {told} Run task.check() for the cause."
+        f"torch cannot differentiate this model twice, which its Hessian needs: {why} Run task.check() for the cause."
     ) from refused[0]
 
 
 def demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
     """Weights and batch must be of this task."""
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    if given != expected:
-        odd = ", ".join(f"{name} {shape}" for name, shape in sorted(set(given.items()) ^ set(expected.items()))[:3])
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if shapes != expected:
+        odd = ", ".join(f"{name} {shape}" for name, shape in sorted(set(shapes.items()) ^ set(expected.items()))[:3])
         raise TaskError(
             f"The weights are not of this model: they differ at {odd}. Pass all its trained weights by name, as "
             "task.weights() has them."
@@ -430,11 +430,11 @@ def demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
 
 
 def _explained(problem: RuntimeError) -> RuntimeError:
-    told = str(problem).partition("\n")[0]
+    reason = str(problem).partition("\n")[0]
     if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory: pass a smaller block (of vectors) or chunk (of examples). ({told})")
-    if any(word in told for word in ("vmap", "atching rule", "functorch", "data-dependent")):
+        return EngineError(f"Out of memory: pass a smaller block (of vectors) or chunk (of examples). ({reason})")
+    if any(word in reason for word in ("vmap", "atching rule", "functorch", "data-dependent")):
         return EngineError(
-            f"This model cannot run under vmap: {told} Engine(batched=False) multiplies one vector after the other."
+            f"This model cannot run under vmap: {reason} Engine(batched=False) multiplies one vector after the other."
         )
     return problem

@@ -1,16 +1,16 @@
-"""One checkpoint in one row: its curvature and, where asked for, the Gauss-Newton matrix and what clients release.
+"""One checkpoint as one row: its curvature and, on request, the Gauss-Newton matrix and what clients release.
 
-A row, as analysis.jsonl holds it; numbers are finite or null:
+A row of analysis.jsonl; numbers are finite or null:
 
 version       2
-round         so many rounds are done
+round         rounds done
 weights       a hash of what the server sends
-curvature     `analysis.hessian.Curvature.to_json`: loss, gradient norm, log det, extremes, trace, density
+curvature     `hessian.Curvature.to_json`: loss, gradient norm, log det, extremes, trace, density
 gauss_newton  the same of the Gauss-Newton matrix, without loss and gradient
 information   channel      `ChannelCurve.record`: the bound in nats, for the releases of clients with one example each
               sharpness    `Sharpness.record`: the worst loss in a ball around the weights; top: the residual of the
                            eigenvector among its starts, and whether it counts as found (curvature_bound rests on it)
-              index        `CurvatureIndex.record`: printed as bounds on information, and none
+              index        `CurvatureIndex.record`: published as bounds on information, which they are not
               covariance   `CovarianceTest.record`: Sigma_G against H / B; gauss_newton: against that matrix
 """
 
@@ -37,17 +37,17 @@ from gradleak.scenario.task import Batch, Task
 Row: TypeAlias = dict[str, Any]
 VERSION = 2
 POINTS = 128  # of the density
-TOPS = 5  # largest eigenvalues that are held against those of the covariance
+TOPS = 5  # largest eigenvalues that are compared with those of the covariance
 TOLERANCE = 1e-3  # relative residual up to which an eigenvalue counts as found
 
 
 @dataclass(frozen=True)
 class Information:
-    """What is asked of a checkpoint beyond its curvature.
+    """What to measure at a checkpoint besides its curvature.
 
     defence    of the clients whose releases are bounded; None: their gradients
-    rho        radius of the ball in which the worst loss is looked for
-    releases   at most so many, of clients with one example each, from which the covariance is estimated
+    rho        radius of the ball that is searched for the worst loss
+    releases   number of releases, at most, for the covariance; each client has one example
     """
 
     defence: Defence | None = None
@@ -61,7 +61,7 @@ class Information:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What is measured, at any checkpoint: the task, the examples of curvature, those that clients release."""
+    """What is measured at every checkpoint: the task, the examples for curvature, and those that clients release."""
 
     task: Task
     batch: Batch
@@ -83,11 +83,11 @@ class Measured:
             row["gauss_newton"] = psd.to_json()
         if self.information is not None:
             row["information"] = self._information(self.information, found, psd, number, sent)
-        held: Row = finite(row)
-        return held
+        result: Row = finite(row)
+        return result
 
     def products(self) -> int:
-        """Products with a matrix that a round takes, if no step is doubled."""
+        """Matrix products per round, if no steps are doubled."""
         once = self.lanczos.probes * self.lanczos.steps + max(TRACE_PROBES, self.lanczos.probes)
         return once * (2 if self.gauss_newton else 1)
 
@@ -96,11 +96,11 @@ class Measured:
         return hessian(self.task, weights, self.batch, buffers, engine=self.engine)
 
     def _placed(self, sent: Snapshot) -> tuple[Params, Params]:
-        """In the task's own order, so that a seed means the same vectors wherever the weights were kept."""
+        """Weights and buffers. The task's own order: a seed then means the same vectors wherever weights were stored."""
         return {name: sent.weights[name] for name in self.task.weights()}, {**self.task.buffers(), **sent.buffers}
 
     def _information(
-        self, asked: Information, found: Curvature, psd: _Matrix | None, number: int, sent: Snapshot
+        self, request: Information, found: Curvature, psd: _Matrix | None, number: int, sent: Snapshot
     ) -> dict[str, Any]:
         weights, buffers = self._placed(sent)
         seed, damping = self.lanczos.seed, self.lanczos.damping
@@ -108,11 +108,11 @@ class Measured:
         calm.model.eval()
         ends = extremes(self.operator(sent), seed=seed, tolerance=TOLERANCE)
         worst = sharpness(
-            calm, weights, self.batch, asked.rho, top=ends.top, buffers=buffers, seed=seed, engine=self.engine
+            calm, weights, self.batch, request.rho, top=ends.top, buffers=buffers, seed=seed, engine=self.engine
         )
         index = curvature_index(found.size, 1, log_det=found.log_determinant.value, sharpness=worst)
         channel = self.channel(number, sent)
-        plain = self._releases(calm, weights, self.batch, buffers)  # in the mode of the curvature it is held against
+        plain = self._releases(calm, weights, self.batch, buffers)  # in the mode that curvature was measured in
 
         def against(matrix: Curvature | _Matrix) -> dict[str, Any]:
             log_det = matrix.log_determinant
@@ -133,7 +133,7 @@ class Measured:
         }
 
     def channel(self, number: int, sent: Snapshot, clients: int | None = None) -> Releases:
-        """What clients with one example each release at a round, in the mode that they train in; of all, or so many."""
+        """What clients with one example each release at a round, in the mode they train in; the first `clients`, or all."""
         weights, buffers = self._placed(sent)
         batch = {name: values[:clients] for name, values in (self.released or self.batch).items()}
         defence = None if self.information is None else self.information.defence
@@ -164,7 +164,7 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """What `Curvature` says of the Hessian, of another matrix."""
+    """The figures of `Curvature`, for another matrix than the Hessian."""
 
     log_determinant: LogDeterminant
     extremes: Extremes
@@ -189,12 +189,12 @@ def fingerprint(sent: Snapshot) -> str:
 
 
 def settled(value: float, residual: float, ends: tuple[float, float]) -> bool:
-    """As `Extremes.accepted`, of one end: the other may be near zero, and settle late."""
+    """As `Extremes.accepted`, for one end: the other may be near zero and converge late."""
     return residual <= TOLERANCE * max(abs(value), 1e-3 * max(map(abs, ends)))
 
 
 def _tops(spectrum: Spectrum, ends: Extremes, most: int) -> torch.Tensor:
-    """The largest eigenvalues that one run has found, the first always among them; descending."""
+    """The converged largest eigenvalues of one run, descending; always at least the first."""
     run = int(spectrum.nodes[:, -1].argmax())
     nodes, residuals = spectrum.nodes[run].flip(0), spectrum.residuals[run].flip(0)
     settled = (residuals <= TOLERANCE * nodes.abs()).long().cumprod(0)
