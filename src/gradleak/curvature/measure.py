@@ -96,7 +96,7 @@ class Measured:
         return hessian(self.task, weights, self.batch, buffers, engine=self.engine)
 
     def _placed(self, sent: Snapshot) -> tuple[Params, Params]:
-        """Weights and buffers. The task's own order: a seed then means the same vectors wherever weights were stored."""
+        """Weights and buffers. In the task's own order, so that a seed always means the same vectors."""
         return {name: sent.weights[name] for name in self.task.weights()}, {**self.task.buffers(), **sent.buffers}
 
     def _information(
@@ -133,7 +133,7 @@ class Measured:
         }
 
     def channel(self, number: int, sent: Snapshot, clients: int | None = None) -> Releases:
-        """What clients with one example each release at a round, in the mode they train in; the first `clients`, or all."""
+        """What clients with one example each release at a round, in their training mode; all, or `clients` of them."""
         weights, buffers = self._placed(sent)
         batch = {name: values[:clients] for name, values in (self.released or self.batch).items()}
         defence = None if self.information is None else self.information.defence

@@ -7,9 +7,8 @@ Where r is zero up to rounding and J has full column rank, no other images nearb
 Where k singular values are zero the images lie on a k-dimensional set, and everything orthogonal to it is known.
 `certify` asks at a reconstruction, which needs no truth, or, for an auditor, at the truth: could any attack succeed?
 
-What counts as zero depends on the digits that the observation holds (`rounding_of`). Two limits of the statement: it is
-local (an isolated second solution elsewhere is not excluded), and it is about the fields that are continuous and not
-given (labels are taken as known).
+What counts as zero depends on the digits of the observation (`rounding_of`). The statement has two limits: it is local
+(a second solution far away is possible), and it is about continuous fields that are not given (labels count as known).
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Certificate:
 
     @property
     def solved(self) -> bool:
-        """Does the point reproduce the update, up to rounding?"""
+        """Does the point reproduce the update up to rounding?"""
         return self.residual <= self.rounding
 
     @property
@@ -198,9 +197,9 @@ def noise_floor(
 
 @dataclass(frozen=True, eq=False)
 class Identifiability:
-    """For `Audit(analyses=[...])`: the certificate at the TRUTH. Could any attack that knows `knows` succeed?
+    """For `Audit(analyses=[...])`: the certificate at the TRUTH. Could any attack with this knowledge succeed?
 
-    `knows` holds the client's recipe and, where there is one, its defence. With `noise` also the floor of the error.
+    `knows` holds the client's recipe and its defence, if it has one. `noise` adds the floor of the error.
     """
 
     knows: Knowledge = Knowledge()
@@ -217,15 +216,15 @@ class Identifiability:
         return figures if certificate.floor is None else {**figures, "floor": certificate.floor.mse}
 
     def __repr__(self) -> str:
-        # A run file names it: the same text in every process, so without the addresses of functions.
+        # Run files contain this text: it must be the same in every process, so without addresses of functions.
         known = re.sub(r" at 0x[0-9a-f]+", "", repr(self.knows))
         return f"Identifiability({known}, tolerance={self.tolerance}, noise={self.noise})"
 
 
 def _share(pixels: Params, fixed: Tensor) -> float:
-    """Of the variance about each image's own mean, that in the span of `fixed` (rank, n)."""
+    """Share of the variance about each image's own mean that lies in the span of `fixed` (rank, n)."""
     about = tree.flatten(tree.map(lambda p: p.flatten(1) - p.flatten(1).mean(1, keepdim=True), pixels))
     total = float(about.square().sum())
-    if total == 0:  # plain images have no variance to speak of: the share of directions
+    if total == 0:  # constant images have no variance: take the share of directions
         return fixed.shape[0] / fixed.shape[1]
     return min(1.0, float((fixed @ about).square().sum()) / total)

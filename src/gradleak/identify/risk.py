@@ -38,14 +38,14 @@ DIRECTIONS = 128
 
 @dataclass(frozen=True)
 class Risk:
-    """What can be read off an update and one point.
+    """First-order figures of an update at one point.
 
     score            bits per pixel, as above
     effective_rank   (sum s_i^2)^2 / sum s_i^4 over the number of directions: 1 where all are seen equally well
     log_det          sum of log(s_x^2 s_i^2) / 2 over the directions, in nats, of those that are not zero
-    gradient_norm    of the mean gradient, as far as the recipe tells
+    gradient_norm    of the mean gradient, as the recipe gives it
     ratio            equations per unknown
-    directions       that were looked at, of `unknowns`
+    directions       number of directions used, of `unknowns`
     """
 
     score: float
@@ -112,7 +112,7 @@ def risk(
 
 
 def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
-    """A batch that belongs to nobody: pixels of the prior, labels as the update gives them away."""
+    """A batch of nobody: pixels drawn from the prior, labels as read off the update."""
     blank = task.blank(seen.num_examples)
     source = Draws(randomness.key("risk point", seed))
     for stream, (name, field) in enumerate(task.fields.items()):
@@ -120,7 +120,7 @@ def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
             noise = source.child(stream).normal(tuple(blank[name].shape), dtype=torch.float64)
             blank[name] = field.model((0.5 + PIXEL_STD * noise).clamp(0, 1).to(blank[name]))
     scene = TargetView.of(task, seen, knows)
-    given = {name: value.to(blank[name].device) for name, value in knows.given.items()}
-    scene = replace(scene, fields=given)
-    read = Labels(label_rule("auto"))(scene) if "y" in task.fields else {}
-    return {**blank, **read, **given}
+    known = {name: value.to(blank[name].device) for name, value in knows.given.items()}
+    scene = replace(scene, fields=known)
+    labels = Labels(label_rule("auto"))(scene) if "y" in task.fields else {}
+    return {**blank, **labels, **known}

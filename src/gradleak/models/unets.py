@@ -33,9 +33,9 @@ def sinusoids(steps: int, dim: int) -> Tensor:
 
 
 class Steps(nn.Module):
-    """Looks the embedding of a step up in `table`, (T, dim); floats are embeddings already.
+    """Looks up the embedding of a step in `table`, (T, dim); floats are embeddings already.
 
-    The table is neither a parameter nor a buffer: it is no part of an update, and is not rounded with the model.
+    The table is neither a parameter nor a buffer: it is no part of an update, and a cast of the model does not round it.
     """
 
     def __init__(self, table: Tensor) -> None:
@@ -90,7 +90,7 @@ class PixelAttention(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """x + attention whose cost grows with the pixels, not with their pairs: keys are summed up before queries come.
+    """x + attention whose cost is linear in the pixels: keys and values are summed before the queries are used.
 
     Reference: Shen, Zhang, Zhao, Yi, Li, "Efficient attention", WACV 2021.
     """
@@ -128,7 +128,7 @@ class Down(nn.Module):
         self.blocks, self.attention, self.smaller = nn.ModuleList(blocks), attention, smaller
 
     def forward(self, x: Tensor, time: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What goes down, and what each block hands to its partner on the way up."""
+        """The input of the next level, and the output of each block for its partner on the way up."""
         features: list[Tensor] = []
         for block in self.blocks:
             x = block(x, time)
@@ -262,7 +262,7 @@ def unet(options: UNetOptions) -> UNet:
     generator         that the weights are drawn from
 
     12,746,819 parameters by default. For 128x128: multipliers=(1, 2, 4, 8), stem=7, linear_attention=True.
-    Weights start as torch's own and none at zero: behind a last layer of zeros no other would have a gradient. The step
+    Weights start as in torch, and none at zero: behind a last layer of zeros no other would have a gradient. The step
     scales and shifts (Dhariwal and Nichol, NeurIPS 2021) by way of base -> 4 base -> 4 base, GELU between. No dropout.
     """
     model = UNet(options)
