@@ -54,9 +54,9 @@ def takes(settings: type[Settings]) -> Callable[[Callable[..., Result]], Callabl
                 return function(*values, **named)
             if not others:
                 return function(settings(*values, **named))
-            given = signature.bind(*values, **named).arguments
-            own = settings(**{name: given.pop(name) for name in list(given) if name in fields})
-            return function(**given, **{last.name: own})
+            arguments = signature.bind(*values, **named).arguments
+            options = settings(**{name: arguments.pop(name) for name in list(arguments) if name in fields})
+            return function(**arguments, **{last.name: options})
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = {**{each.name: each.annotation for each in flat}, "return": result}

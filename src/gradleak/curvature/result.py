@@ -96,8 +96,8 @@ def _of(matrix: str, title: str) -> tuple[Quantity, ...]:
     of = lambda quantity: f"{quantity}{title}"  # noqa: E731
 
     def far(row: Row, which: str, position: int) -> bool:
-        found = row[matrix]["extremes"]
-        return not settled(found[which], found["residuals"][position], (found["lowest"], found["highest"]))
+        ends = row[matrix]["extremes"]
+        return not settled(ends[which], ends["residuals"][position], (ends["lowest"], ends["highest"]))
 
     def ends(which: str, position: int, name: str) -> Quantity:
         return Quantity(

@@ -1,7 +1,7 @@
 """Steps and noise from the server: the easier of the two regimes of federated diffusion.
 
-In the private regime every client draws its own step and noise. Here the server broadcasts a key, and all clients draw
-the same ones from it, new ones in each local step; so the server knows them. Reference: Huang, Hong, Roos, Chen, ARES 2025.
+In the private regime every client draws its own step and noise. Here the server broadcasts a key from which all clients
+draw the same ones, anew in each local step; so the server knows them. Reference: Huang, Hong, Roos, Chen, ARES 2025.
 """
 
 from __future__ import annotations

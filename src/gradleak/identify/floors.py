@@ -112,10 +112,8 @@ class Local:
         lengths = tree.flatten(_spread(_norms(observed), observed))
 
         def residual(p: Tensor) -> Tensor:
-            values = tree.unflatten(p, pixels)
-            guess = {
-                name: field.model(values[name]) if field.bounded else values[name] for name, field in unknown.items()
-            }
+            guess = tree.unflatten(p, pixels)
+            guess |= {name: field.model(guess[name]) for name, field in unknown.items() if field.bounded}
             predicted = predict({**fields, **guess}, {}, scene, now)
             return tree.flatten({name: predicted[name] - observed[name] for name in observed}) / lengths
 

@@ -5,7 +5,7 @@ For an attacker, and for an auditor who asks what an attacker could know: nothin
     replay_error    how well a recipe, replayed on given images, reproduces the update
     linearity       is the update a sum of gradients (SGD, with or without momentum)? how strong was weight decay?
     way             the client's total way S = sum of its learning rates, from the classifier and the label counts alone
-    way_on          the same from images, such as those of an attack that needs no recipe (SME, IG): replay until it fits
+    way_on          the same from images, such as those of an attack that needs no recipe (SME, IG): replay to fit
     recipes         learning rates, epochs and batch sizes that agree with a way and with what is known
 
 What can be inferred. To first order a client of plain SGD follows the gradient flow of all its examples for a time
@@ -359,9 +359,7 @@ def way_of(training: LocalTraining, examples: int) -> float:
     """The way of a known recipe: how far its SGD goes along a constant gradient of length one."""
     rule = training.optimiser
     if not isinstance(rule, SGD):
-        raise ValueError(
-            f"Only SGD has a way along a gradient; given {type(rule).__name__}, whose steps have their own lengths."
-        )
+        raise ValueError(f"Only SGD has a way along a gradient; given {type(rule).__name__}, which scales its steps.")
     return float(training.lr) * rule.way(training.factors(examples))
 
 

@@ -35,7 +35,7 @@ def sinusoids(steps: int, dim: int) -> Tensor:
 class Steps(nn.Module):
     """Looks up the embedding of a step in `table`, (T, dim); floats are embeddings already.
 
-    The table is neither a parameter nor a buffer: it is no part of an update, and a cast of the model does not round it.
+    The table is neither a parameter nor a buffer: it is no part of an update, and casting the model does not round it.
     """
 
     def __init__(self, table: Tensor) -> None:
