@@ -23,7 +23,7 @@ from gradleak.cli import loading
 from gradleak.core.configuration import from_toml
 from gradleak.curvature.association import partial_spearman, spearman
 from gradleak.curvature.hessian import dense, exact, hessian
-from gradleak.curvature.measure import Measured, settled
+from gradleak.curvature.measure import Measurement, settled
 from gradleak.curvature.page import _psnr
 from gradleak.curvature.study import Information, Lanczos, Leakage, Study, StudyError, StudyResult, associated
 from gradleak.federation.checkpoints import Checkpoints
@@ -368,9 +368,9 @@ def test_a_browser_shows_the_page_without_asking_the_network(here: Path) -> None
 def test_an_interrupted_analysis_goes_on_and_measures_nothing_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, calls = Measured.at, []
+    measured, calls = Measurement.at, []
 
-    def interrupted(self: Measured, number: int, sent: Any) -> Any:
+    def interrupted(self: Measurement, number: int, sent: Any) -> Any:
         if number == 2 and 2 not in calls:
             calls.append(number)
             raise KeyboardInterrupt
@@ -378,7 +378,7 @@ def test_an_interrupted_analysis_goes_on_and_measures_nothing_twice(
         return measured(self, number, sent)
 
     monkeypatch.setattr("gradleak.cli.sys.argv", ["gradleak", "analyse", "--from", "trained"])
-    monkeypatch.setattr(Measured, "at", interrupted)
+    monkeypatch.setattr(Measurement, "at", interrupted)
     words = (*FROM, "--rounds", "0-3", "-o", "again")
     answer = Answer(*words)
     assert answer.code == 130, answer
@@ -502,7 +502,7 @@ def test_what_one_example_cannot_train_is_found_out_before_anything_is_measured(
 ) -> None:
     study = informed(network(last))
     with monkeypatch.context() as patch:
-        patch.setattr(Measured, "at", lambda *_: pytest.fail("it was measured"))
+        patch.setattr(Measurement, "at", lambda *_: pytest.fail("it was measured"))
         with pytest.raises(StudyError, match=re.escape(told)):
             study.run("out")
         assert not Path("out").exists()
@@ -609,7 +609,7 @@ def test_mistakes_are_told_before_anything_is_measured(
     def never(*_: Any) -> Any:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr(Measured, "at", never)
+    monkeypatch.setattr(Measurement, "at", never)
     assert told in refused("analyse", *words, "-o", "out")
     assert not Path("out").exists()
 

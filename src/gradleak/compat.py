@@ -55,6 +55,7 @@ RENAMED = {
     "HELD_AGAINST": "COMPARED",
     "Held": "CoarseRule",
     "ISSUED": "IN_TERMINAL",
+    "Measured": "Measurement",
     "Now": "Step",
     "Scene": "TargetView",
     "Sent": "GradientAtStart",

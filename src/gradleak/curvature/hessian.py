@@ -49,26 +49,9 @@ from gradleak.curvature.spectrum import Counted, Density, Extremes, LogDetermina
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
-__all__ = [
-    "Counted",
-    "Curvature",
-    "Density",
-    "SampleMean",
-    "Exact",
-    "Extremes",
-    "LogDeterminant",
-    "Operator",
-    "Spectrum",
-    "curvature",
-    "dense",
-    "density",
-    "exact",
-    "extremes",
-    "ggn",
-    "hessian",
-    "log_determinant",
-    "trace",
-]
+__all__ = ["Counted", "Curvature", "Density", "Exact", "Extremes", "Lanczos", "LogDeterminant", "Operator"]
+__all__ += ["SampleMean", "Spectrum", "curvature", "dense", "density", "exact", "extremes", "ggn", "hessian"]
+__all__ += ["log_determinant", "trace"]
 
 TRACE_PROBES = 30  # at least, for the trace of a record: they are cheap beside the Lanczos runs
 CACHED = 1_000_000  # entries of the activations of all vectors and examples that a CPU takes at a time
@@ -93,7 +76,7 @@ def hessian(
     block   vectors multiplied together; None: by the size of the model and of the device
     chunk   examples differentiated together; None: likewise
     """
-    return _Point.of(task, weights, batch, buffers, engine, block, chunk).hessian()
+    return _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk).hessian()
 
 
 def ggn(
@@ -111,7 +94,7 @@ def ggn(
     For cross-entropy of logits d^2 loss / dz^2 is diag p - p p^T per example. It is taken by differentiation, so any
     objective will do that calls the model once, on a tensor of outputs, and is not linear in them.
     """
-    return _Point.of(task, weights, batch, buffers, engine, block, chunk).ggn()
+    return _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk).ggn()
 
 
 # --- one checkpoint ---------------------------------------------------------------------------------------------------
@@ -190,7 +173,7 @@ def curvature(
     The other keywords are the fields of `Lanczos`: `curvature(task, weights, batch, probes=5, steps=50)`.
     """
     began = time.perf_counter()
-    at = _Point.of(task, weights, batch, buffers, engine, block, chunk)
+    at = _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk)
     loss, gradient_norm = at.loss_and_gradient_norm()
     operator = at.hessian()
     found = log_determinant(operator, lanczos=lanczos)
@@ -214,8 +197,8 @@ def curvature(
 
 
 @dataclass(frozen=True, eq=False)
-class _Point:
-    """A private copy of the task in float64 and evaluation mode, at flat weights `w`, with its batch."""
+class _MeanLoss:
+    """The mean loss of a batch as a function of flat weights, at `w`, in float64 and evaluation mode."""
 
     task: Task
     w: Tensor
@@ -237,7 +220,7 @@ class _Point:
         engine: Engine | None,
         block: int | None,
         chunk: int | None,
-    ) -> _Point:
+    ) -> _MeanLoss:
         engine = engine or Engine()
         for name, value in (("block", block), ("chunk", chunk)):
             if value is not None and value < 1:
@@ -252,7 +235,7 @@ class _Point:
         few = {name: value[:2] for name, value in examples.items()}
         entries = max(1, activations(work, like, few, rest) // len(next(iter(few.values()))))
         flat = tree.flatten(like)
-        at = _Point(work, flat, like, rest, examples, engine, block, chunk, entries, _forward_over_reverse)
+        at = _MeanLoss(work, flat, like, rest, examples, engine, block, chunk, entries, _forward_over_reverse)
         at._demand_a_mean()
         with engine.settings(), torch.no_grad():
             return replace(at, slope=_workable(partial(at.loss, examples=few), flat))

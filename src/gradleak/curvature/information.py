@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,10 +31,12 @@ from gradleak.curvature.channel import SHARES, ChannelCurve, Releases, channel_b
 from gradleak.curvature.index import PREMISES, CovarianceTest, CurvatureIndex, against_curvature, curvature_index
 from gradleak.identify.floors import Floor, Linearisation, Local
 from gradleak.identify.rounding import rounding_of
-from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Chain, Defence
 from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Task
+
+if TYPE_CHECKING:
+    from gradleak.parts.view import TargetView
 
 __all__ = ["PREMISES", "SHARES", "ChannelCurve", "CovarianceTest", "CurvatureIndex", "InputInformation", "Releases"]
 __all__ += ["Sharpness", "against_curvature", "channel_bound", "curvature_index", "input_information", "releases"]

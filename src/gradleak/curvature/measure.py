@@ -60,7 +60,7 @@ class Information:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Measurement:
     """What is measured at every checkpoint: the task, the examples for curvature, and those that clients release."""
 
     task: Task

@@ -171,18 +171,8 @@ def _psnr(leakages: Sequence[Leakage]) -> Iterator[Series]:
 
 
 def _figures(result: StudyResult) -> Table:
-    names = (
-        "round",
-        "loss",
-        "gradient norm",
-        "log det",
-        "excess",
-        "lambda_max",
-        "lambda_min",
-        "trace",
-        "count",
-        "steps",
-    )
+    names = ["round", "loss", "gradient norm", "log det", "excess", "lambda_max", "lambda_min", "trace", "count"]
+    names += ["steps"]
 
     def line(row: Row) -> Line:
         figures, log_det = row["curvature"], row["curvature"]["log_determinant"]

@@ -33,7 +33,7 @@ from gradleak.curvature.folder import StudyFolder, rows_in
 from gradleak.curvature.hessian import ggn
 from gradleak.curvature.lanczos import Lanczos, signs
 from gradleak.curvature.leakage import Leakage, OtherAudit, leakages, once, opened
-from gradleak.curvature.measure import VERSION, Information, Measured, Row, fingerprint
+from gradleak.curvature.measure import VERSION, Information, Measurement, Row, fingerprint
 from gradleak.curvature.result import Associated, Curve, StudyResult, associated
 from gradleak.engine import Engine, EngineError
 from gradleak.federation import Snapshot
@@ -115,13 +115,13 @@ class Study:
         return examples_of(self.data, self.task)
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurement:
         """Everything but the weights."""
         rows = torch.randperm(len(self.held), generator=torch.Generator().manual_seed(self.lanczos.seed))
         if len(rows) < 2:
             raise StudyError(f"The data hold {len(rows)} example: curvature of a mean needs two or more.")
         information = self.information
-        return Measured(
+        return Measurement(
             self.task,
             self._batch(rows[: self.examples]),
             self.lanczos,

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradleak.scenario.inspection.subject import (
-    Subject,
-    declared,
-    is_simplex,
-    some,
-)
+from gradleak.scenario.inspection.subject import Subject, declared, is_simplex, some
 from gradleak.scenario.task import Field, Problem
 
 

@@ -9,13 +9,7 @@ from torch import nn
 
 from gradleak.core import tree
 from gradleak.scenario.dropout import DROPOUT
-from gradleak.scenario.inspection.subject import (
-    Failed,
-    Pass,
-    Subject,
-    examples_in,
-    some,
-)
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, examples_in, some
 from gradleak.scenario.task import Problem
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from gradleak.scenario.inspection.model import RECURRENT
-from gradleak.scenario.inspection.subject import (
-    Failed,
-    Pass,
-    Subject,
-    continuous,
-    device_of,
-    one_hot,
-)
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, one_hot
 from gradleak.scenario.task import Problem
 
 
