@@ -61,7 +61,7 @@ class ResidualNetwork(ImageClassifier):
 
     def stem_layers(self) -> tuple[nn.Module, list[nn.Module]]:
         """The first convolution, and what pools behind it."""
-        pool = [nn.MaxPool2d(3, 2, padding=1)]
+        pool: list[nn.Module] = [nn.MaxPool2d(3, 2, padding=1)]
         kernel, step, pooling = pick("stem", self.stem, {"cifar": (3, 1, []), "imagenet": (7, 2, pool)})
         bias = self.norm == "none"
         return conv(self.shape[0], self.width, kernel, stride=step, padding=kernel // 2, bias=bias), pooling
