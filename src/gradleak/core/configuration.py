@@ -54,7 +54,7 @@ def _function(value: FunctionType) -> Any:
     """By name, by what its closure holds, and, for a user's function or a lambda, by its code."""
     closure = [described(cell.cell_contents) for cell in value.__closure__ or () if cell.cell_contents is not value]
     defaults = described([value.__defaults__, value.__kwdefaults__])
-    # Our own functions are told apart by their names, all but lambdas.
+    # Names identify our own functions, all but lambdas.
     lambdas = code_text(value.__code__) if "<" in value.__qualname__ else ""
     code = code_of(value) if is_foreign(value) else lambdas
     return {"": _name(value), "closure": closure, "defaults": defaults, "code": code}

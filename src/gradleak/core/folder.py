@@ -125,7 +125,7 @@ def with_resumption(path: Path, environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def environment_in(path: Path) -> dict[str, Any]:
-    """environment.json of a folder; empty where there is none."""
+    """environment.json of a folder; empty if the file is missing."""
     try:
         return read_object((path / "environment.json").read_bytes(), str(path / "environment.json"))
     except FileNotFoundError:

@@ -148,7 +148,7 @@ def releases(
 ) -> Releases:
     """Let clients release what `LocalTraining.run` makes of their examples, defence included.
 
-    The other keywords are the fields of `Clients`. The examples of `batch` are dealt out as they stand.
+    The other keywords are the fields of `Clients`. The clients get the examples of `batch` in order.
 
     A defence that adds noise is run with its noise, which then counts as signal. The bound still holds, but is loose:
     pass the defence without its noise, and the noise as sigma.

@@ -30,7 +30,7 @@ MEANING = (
     "The log-determinant depends on the number of weights and on how layers are scaled, though the function stays the "
     "same. Do not compare it between architectures; compare its excess over the floor, of one architecture. It mostly "
     "counts eigenvalues beyond the square root of the damping.",
-    "Curvature in the weights does not say what can be inverted. What an update determines is told by the mixed "
+    "Curvature in the weights does not say what can be inverted. What an update determines shows in the mixed "
     "derivative by weights and data (gradleak.identify: certify, noise_floor; gradleak.curvature: input_information).",
 )
 
@@ -40,7 +40,7 @@ MEANING = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over rounds, with a band: `low` and `high` are equal to the value where there is none."""
+    """A quantity over rounds, with a band; without one, `low` and `high` equal the value."""
 
     name: str
     title: str
@@ -262,7 +262,7 @@ class StudyResult:
         folder: Path | None,
         audits: Sequence[AuditResult],
     ) -> StudyResult:
-        """From rows that were measured, and the audits beside them."""
+        """From measured rows, and the audits of the same weights."""
         planned = settings["plan"]["rounds"]
         ordered = sorted((row for row in rows if row["round"] in planned), key=lambda row: int(row["round"]))
         leaks = tuple(read(audits))
@@ -433,7 +433,7 @@ INFORMATION: dict[str, Callable[[Row], str]] = {
 
 
 def interval(found: IntervalEstimate | None) -> str:
-    """A correlation with its bounds; a dash where there is none."""
+    """A correlation with its bounds, or a dash."""
     return "-" if found is None else f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 
 

@@ -259,7 +259,7 @@ class Study:
                 if stored[number]["weights"] != fingerprint(sent):
                     raise FolderInUse(
                         f"{keeper.path if keeper else 'The study'} has measured other weights at round {number}: the "
-                        "training was made anew. Choose another folder."
+                        "training was repeated. Choose another folder."
                     )
                 progress.note(f"round {number}: kept from before")
             else:

@@ -137,7 +137,7 @@ def certify(
 
     tolerance   relative rank tolerance; None takes what the digits of the observation allow
     noise       also compute the floor of `noise_floor`
-    order       of the examples in a client's minibatches, where it is not as they stand
+    order       rows of each of the client's minibatches; None: in order
 
     The other keywords are the fields of `CorrelatedPrior`: `prior`, `precision`, `block` and `engine`.
     """

@@ -112,7 +112,7 @@ def risk(
 
 
 def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
-    """A batch of nobody: pixels drawn from the prior, labels as read off the update."""
+    """A random batch: pixels drawn from the prior, labels read off the update."""
     blank = task.blank(seen.num_examples)
     source = Draws(randomness.key("risk point", seed))
     for stream, (name, field) in enumerate(task.fields.items()):

@@ -185,7 +185,7 @@ class ClientRound:
 
 @takes(ClientRound)
 def observe(
-    task: Task, batch: Batch, training: LocalTraining, defence: Defence | None = None, *, state: ClientRound
+    task: Task, batch: Batch, training: LocalTraining, defence: Defence | None = None, *, client_round: ClientRound
 ) -> Observation:
     """Run one client and keep what the server sees of it: `observe(task, batch, training, key="image 3", seed=1)`.
 
@@ -194,26 +194,26 @@ def observe(
     """
     fitting(task, batch)
     defence = defence or Defence()
-    weights = task.weights() if state.weights is None else state.weights  # a snapshot: many targets can hold one
+    weights = task.weights() if client_round.weights is None else client_round.weights
     examples = next(iter(batch.values())).shape[0]
-    extras = defence.broadcast(weights, state.server or {})
+    extras = defence.broadcast(weights, client_round.server or {})
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
-    key = randomness.key(randomness.CLIENT, state.key, state.seed)
+    key = randomness.key(randomness.CLIENT, client_round.key, client_round.seed)
     device = next(tree.leaves(weights)).device
-    # The client works on copies. What a model, a hook or an augmentation keeps, or changes in place, would else be in
-    # the task that attackers get, in what the server sent, or in the truth that reconstructions are scored by.
-    client = ClientState(memory=state.memory or {}, extras=tree.detach(extras), key=key.to(device))
+    # The client works on copies. Otherwise what a model, a hook or an augmentation stores, or changes in place, would
+    # reach the task that attackers get, the server's message, or the truth that reconstructions are scored by.
+    client = ClientState(memory=client_round.memory or {}, extras=tree.detach(extras), key=key.to(device))
     shuffle, copies = torch.Generator().manual_seed(int(key[0])), (tree.detach(weights), tree.detach(batch))
     with float32_products():
         upload, _ = training.run(task.copied(), *copies, defence, client, order=training.order(examples, shuffle))
     update = tree.detach(defence.reveal([upload], [upload.num_examples]))
-    if state.wire == "weights":
+    if client_round.wire == "weights":
         update = tree.map(lambda w, u: w - (w - u), weights, update)
     return Observation(
         weights=weights,
         update=update,
         num_examples=examples,
-        key=state.key,
+        key=client_round.key,
         buffers=task.buffers() or None,
         returned_buffers=tree.detach(upload.buffers) if upload.buffers else None,
         extras=extras,

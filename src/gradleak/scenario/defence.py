@@ -366,7 +366,7 @@ def _inside(client: Client, position: int) -> Client:
 
 
 def _for_member(server: Tree, position: int) -> Tree:
-    """The server as one member of a chain sees it: its own memory, where there is any."""
+    """The server as one member of a chain sees it: with that member's memory."""
     return {**server, "memory": server["memory"].get(str(position), {})} if "memory" in server else server
 
 
