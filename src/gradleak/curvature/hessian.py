@@ -49,8 +49,19 @@ from gradleak.curvature.spectrum import Counted, Density, Extremes, LogDetermina
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
-__all__ = ["Counted", "Curvature", "Density", "Exact", "Extremes", "Lanczos", "LogDeterminant", "Operator"]
-__all__ += ["SampleMean", "Spectrum", "curvature", "dense", "density", "exact", "extremes", "ggn", "hessian"]
+__all__ = ["Counted", "Curvature", "Density", "Exact", "Extremes", "Lanczos", "LogDeterminant", "MatrixFigures"]
+__all__ += [
+    "Operator",
+    "SampleMean",
+    "Spectrum",
+    "curvature",
+    "dense",
+    "density",
+    "exact",
+    "extremes",
+    "ggn",
+    "hessian",
+]
 __all__ += ["log_determinant", "trace"]
 
 TRACE_PROBES = 30  # at least, for the trace of a record: they are cheap beside the Lanczos runs
@@ -100,28 +111,26 @@ def ggn(
 # --- one checkpoint ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Curvature:
-    """A model at one checkpoint, on one batch.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MatrixFigures:
+    """The spectrum of a symmetric matrix, estimated.
 
-    size, examples     d weights, n examples
-    loss               mean over the batch; `gradient_norm` is that of its gradient
     log_determinant    1/2 tr log(H^2 + damping) with floor, excess, errors and count; see `LogDeterminant`
     extremes           lowest and highest eigenvalue, residuals and whether to trust them
     trace, square      tr H, and tr H^2 (the squared Frobenius norm), with standard errors
-    products, seconds  the cost
     """
 
-    size: int
-    examples: int
-    loss: float
-    gradient_norm: float
     log_determinant: LogDeterminant
     extremes: Extremes
     trace: SampleMean
     square: SampleMean
-    products: int
-    seconds: float
+
+    @staticmethod
+    def of(operator: Operator, lanczos: Lanczos) -> MatrixFigures:
+        """From one set of Lanczos runs, and a few products more for the traces."""
+        log_det = log_determinant(operator, lanczos=lanczos)
+        first, second = traces(operator, max(TRACE_PROBES, lanczos.probes), lanczos.seed)
+        return MatrixFigures(log_determinant=log_det, extremes=log_det.spectrum.extremes(), trace=first, square=second)
 
     @property
     def excess(self) -> float:
@@ -141,19 +150,30 @@ class Curvature:
 
     def to_json(self, points: int = 256) -> dict[str, Any]:
         """Plain numbers, strings and lists; `points` of the density, none for 0."""
-        return {
-            "size": self.size,
-            "examples": self.examples,
-            "loss": self.loss,
-            "gradient_norm": self.gradient_norm,
-            "log_determinant": self.log_determinant.to_json(),
-            "extremes": self.extremes.to_json(),
-            "trace": self.trace.to_json(),
-            "square": self.square.to_json(),
-            "products": self.products,
-            "seconds": self.seconds,
-            **({"density": self.density(points).to_json()} if points else {}),
-        }
+        figures = {name: getattr(self, name).to_json() for name in ("log_determinant", "extremes", "trace", "square")}
+        return {**figures, **({"density": self.density(points).to_json()} if points else {})}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Curvature(MatrixFigures):
+    """A model at one checkpoint, on one batch: the figures of its Hessian, and
+
+    size, examples     d weights, n examples
+    loss               mean over the batch; `gradient_norm` is that of its gradient
+    products, seconds  the cost
+    """
+
+    size: int
+    examples: int
+    loss: float
+    gradient_norm: float
+    products: int
+    seconds: float
+
+    def to_json(self, points: int = 256) -> dict[str, Any]:
+        """Plain numbers, strings and lists; `points` of the density, none for 0."""
+        names = ("size", "examples", "loss", "gradient_norm", "products", "seconds")
+        return {**{name: getattr(self, name) for name in names}, **super().to_json(points)}
 
 
 @takes(Lanczos)
@@ -176,19 +196,14 @@ def curvature(
     at = _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk)
     loss, gradient_norm = at.loss_and_gradient_norm()
     operator = at.hessian()
-    found = log_determinant(operator, lanczos=lanczos)
-    trace_probes = max(TRACE_PROBES, lanczos.probes)
-    first, second = traces(operator, trace_probes, lanczos.seed)
+    figures = MatrixFigures.of(operator, lanczos)
     return Curvature(
+        **vars(figures),
         size=operator.size,
         examples=at.examples,
         loss=loss,
         gradient_norm=gradient_norm,
-        log_determinant=found,
-        extremes=found.spectrum.extremes(),
-        trace=first,
-        square=second,
-        products=lanczos.probes * found.steps + trace_probes,
+        products=lanczos.probes * figures.log_determinant.steps + max(TRACE_PROBES, lanczos.probes),
         seconds=time.perf_counter() - began,
     )
 

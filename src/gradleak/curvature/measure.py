@@ -25,10 +25,10 @@ from gradleak.core import tree
 from gradleak.core.configuration import digest
 from gradleak.core.files import finite
 from gradleak.core.tree import Params
-from gradleak.curvature.hessian import TRACE_PROBES, Curvature, curvature, ggn, hessian
+from gradleak.curvature.hessian import TRACE_PROBES, Curvature, MatrixFigures, curvature, ggn, hessian
 from gradleak.curvature.information import Releases, against_curvature, curvature_index, releases, sharpness
-from gradleak.curvature.lanczos import Lanczos, Operator, extremes, log_determinant, traces
-from gradleak.curvature.spectrum import Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.lanczos import Lanczos, Operator, extremes
+from gradleak.curvature.spectrum import Extremes, Spectrum
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot
 from gradleak.scenario.defence import Defence
@@ -78,9 +78,9 @@ class Measurement:
         found = curvature(*point, engine=self.engine, lanczos=self.lanczos)
         row: Row = {"version": VERSION, "round": number, "weights": fingerprint(sent)}
         row["curvature"] = found.to_json(POINTS)
-        psd = _Matrix.of(ggn(*point, engine=self.engine), self.lanczos) if self.gauss_newton else None
+        psd = MatrixFigures.of(ggn(*point, engine=self.engine), self.lanczos) if self.gauss_newton else None
         if psd is not None:
-            row["gauss_newton"] = psd.to_json()
+            row["gauss_newton"] = psd.to_json(POINTS)
         if self.information is not None:
             row["information"] = self._information(self.information, found, psd, number, sent)
         result: Row = finite(row)
@@ -100,7 +100,7 @@ class Measurement:
         return {name: sent.weights[name] for name in self.task.weights()}, {**self.task.buffers(), **sent.buffers}
 
     def _information(
-        self, request: Information, found: Curvature, psd: _Matrix | None, number: int, sent: Snapshot
+        self, request: Information, found: Curvature, psd: MatrixFigures | None, number: int, sent: Snapshot
     ) -> dict[str, Any]:
         weights, buffers = self._placed(sent)
         seed, damping = self.lanczos.seed, self.lanczos.damping
@@ -114,7 +114,7 @@ class Measurement:
         channel = self.channel(number, sent)
         plain = self._releases(calm, weights, self.batch, buffers)  # in the mode that curvature was measured in
 
-        def against(matrix: Curvature | _Matrix) -> dict[str, Any]:
+        def against(matrix: MatrixFigures) -> dict[str, Any]:
             log_det = matrix.log_determinant
             tops = _tops(log_det.spectrum, matrix.extremes, plain.samples - 1)
             return against_curvature(plain, matrix.trace.value, tops, log_det=log_det.value, damping=damping).record()
@@ -160,27 +160,6 @@ class Measurement:
             block=64 if self.engine.batched else 1,
             engine=self.engine,
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """The figures of `Curvature`, for another matrix than the Hessian."""
-
-    log_determinant: LogDeterminant
-    extremes: Extremes
-    trace: Any
-    square: Any
-
-    @staticmethod
-    def of(operator: Operator, lanczos: Lanczos) -> _Matrix:
-        found = log_determinant(operator, lanczos=lanczos)
-        first, second = traces(operator, max(TRACE_PROBES, lanczos.probes), lanczos.seed)
-        return _Matrix(found, found.spectrum.extremes(), first, second)
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("log_determinant", "extremes", "trace", "square")
-        density = self.log_determinant.spectrum.density(POINTS).to_json()
-        return {**{name: getattr(self, name).to_json() for name in names}, "density": density}
 
 
 def fingerprint(sent: Snapshot) -> str:
