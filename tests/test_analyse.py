@@ -23,7 +23,7 @@ from gradleak.cli import loading
 from gradleak.core.configuration import from_toml
 from gradleak.curvature.association import partial_spearman, spearman
 from gradleak.curvature.hessian import dense, exact, hessian
-from gradleak.curvature.measure import Measured, settled
+from gradleak.curvature.measure import Measurement, settled
 from gradleak.curvature.page import _psnr
 from gradleak.curvature.study import Information, Lanczos, Leakage, Study, StudyError, StudyResult, associated
 from gradleak.federation.checkpoints import Checkpoints
@@ -369,9 +369,9 @@ def test_a_browser_shows_the_page_without_asking_the_network(here: Path) -> None
 def test_an_interrupted_analysis_goes_on_and_measures_nothing_twice(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, calls = Measured.at, []
+    measured, calls = Measurement.at, []
 
-    def interrupted(self: Measured, number: int, sent: Any) -> Any:
+    def interrupted(self: Measurement, number: int, sent: Any) -> Any:
         if number == 2 and 2 not in calls:
             calls.append(number)
             raise KeyboardInterrupt
@@ -379,7 +379,7 @@ def test_an_interrupted_analysis_goes_on_and_measures_nothing_twice(
         return measured(self, number, sent)
 
     monkeypatch.setattr("gradleak.cli.sys.argv", ["gradleak", "analyse", "--from", "trained"])
-    monkeypatch.setattr(Measured, "at", interrupted)
+    monkeypatch.setattr(Measurement, "at", interrupted)
     words = (*FROM, "--rounds", "0-3", "-o", "again")
     answer = Answer(*words)
     assert answer.code == 130, answer
@@ -503,7 +503,7 @@ def test_what_one_example_cannot_train_is_found_out_before_anything_is_measured(
 ) -> None:
     study = informed(network(last))
     with monkeypatch.context() as patch:
-        patch.setattr(Measured, "at", lambda *_: pytest.fail("it was measured"))
+        patch.setattr(Measurement, "at", lambda *_: pytest.fail("it was measured"))
         with pytest.raises(StudyError, match=re.escape(told)):
             study.run("out")
         assert not Path("out").exists()
@@ -610,7 +610,7 @@ def test_mistakes_are_told_before_anything_is_measured(
     def never(*_: Any) -> Any:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr(Measured, "at", never)
+    monkeypatch.setattr(Measurement, "at", never)
     assert told in refused("analyse", *words, "-o", "out")
     assert not Path("out").exists()
 
@@ -643,3 +643,16 @@ def test_a_leakage_is_named_by_what_tells_it_apart() -> None:
     held = ((0,), (20.0,), (None,), (1,), (None,), (1.0,))
     assert Leakage("ig", "fedsam", "adaptive", 4, "run", *held).name == "ig against fedsam, adaptive, B = 4"
     assert Leakage("ig", "none", "undefended", 1, "run", *held).name == "ig undefended, B = 1"
+
+
+def test_the_analysis_reads_no_truth_and_attacks_do_not_reach_it() -> None:
+    """Attack code may import gradleak.identify, and neither package brings results, metrics or the study along."""
+    import ast
+
+    for package in ("identify", "curvature"):
+        source = Path(gl.__file__).parent / package / "__init__.py"
+        named = [node.module for node in ast.walk(ast.parse(source.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert f"gradleak.{package}.{'hessian' if package == 'curvature' else 'certificates'}" in named
+        assert not [name for name in named if name and name.endswith(("association", "study", "gradcam"))]
+        assert not [name for name in named if name and name.startswith(("gradleak.audit", "gradleak.metrics"))]
+    assert torch.is_tensor(gl.curvature.channel_bound(torch.ones(3), torch.tensor(1.0)))

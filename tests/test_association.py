@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from gradleak.curvature.association import (
-    Estimate,
+    IntervalEstimate,
     NoAssociation,
     associations,
     paired_difference,
@@ -173,7 +173,7 @@ def test_resamples_without_an_order_are_counted() -> None:
 def test_a_small_sample_is_called_small() -> None:
     assert "a small sample" in str(spearman(*curves(2, 19)))
     assert "small" not in str(spearman(*curves(2, 20)))
-    assert isinstance(spearman(*curves(2, 20)), Estimate)
+    assert isinstance(spearman(*curves(2, 20)), IntervalEstimate)
 
 
 def test_tensors_and_lists_are_read_alike() -> None:

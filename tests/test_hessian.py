@@ -19,8 +19,8 @@ from conftest import SHAPE, normal, private, tiny
 from gradleak.core import tree
 from gradleak.curvature import hessian as module
 from gradleak.curvature import lanczos
-from gradleak.curvature.hessian import Estimate, Operator, dense, density, exact, extremes, log_determinant, trace
-from gradleak.curvature.lanczos import Lanczos, Runs, signs, traces
+from gradleak.curvature.hessian import Operator, SampleMean, dense, density, exact, extremes, log_determinant, trace
+from gradleak.curvature.lanczos import LanczosRun, Runs, signs, traces
 from gradleak.engine import EngineError
 from gradleak.scenario.task import Batch, Field, TaskError
 
@@ -267,7 +267,7 @@ def test_the_standard_error_covers() -> None:
     """Twenty estimates of ten vectors each: a normal mean is within one standard error two times of three."""
     known = network("sigmoid")
     excesses = torch.tensor(log_determinant(known.matrix, probes=200, steps=60, most_steps=60).excesses)
-    groups = [Estimate.of(own) for own in excesses.split(10)]
+    groups = [SampleMean.of(own) for own in excesses.split(10)]
     off = torch.tensor([abs(own.value - known.excess()) / own.standard_error for own in groups])
     assert 9 <= int((off < 1).sum()) <= 18
     assert int((off < 2.3).sum()) >= 16
@@ -337,7 +337,7 @@ def test_a_run_ends_in_an_invariant_subspace_and_is_exact() -> None:
 def test_runs_that_end_wait_for_those_that_do_not() -> None:
     """One start is an eigenvector, the other is not: the first has ended at once, and both are right."""
     eigenvalues = torch.linspace(1, 4, 12, dtype=torch.float64)
-    run = Lanczos(
+    run = LanczosRun(
         Operator.of(torch.diag(eigenvalues)), torch.stack([torch.eye(12)[4].double(), torch.ones(12).double()])
     )
     run.advance(6)
@@ -350,7 +350,7 @@ def test_runs_that_end_wait_for_those_that_do_not() -> None:
 
 
 def test_vectors_stay_orthogonal_long_after_the_first_eigenvalues_have_converged() -> None:
-    run = Lanczos(Operator.of(symmetric(spread())), signs(Operator.of(torch.eye(400)), 2, 0))
+    run = LanczosRun(Operator.of(symmetric(spread())), signs(Operator.of(torch.eye(400)), 2, 0))
     run.advance(60)
     run.advance(150)
     basis = torch.cat(run._blocks, 1)

@@ -67,7 +67,7 @@ def test_the_jacobian_runs_under_an_outer_vmap() -> None:
 def test_the_jacobian_of_a_client_is_that_of_finite_differences() -> None:
     task, batch = tiny(mean=0.4, std=0.3), private(1)
     seen = gl.observe(task, batch, TRAINING)
-    local = module.Local.at(task, seen, batch, KNOWS, 5, None)
+    local = module.Local.at(task, seen, batch, KNOWS, module.Linearisation(block=5))
     lengths = tree.map(lambda value: value.norm(), seen.update)
 
     def residual(x: Tensor) -> Tensor:

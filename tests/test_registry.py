@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_type_hints
 
 import pytest
 
 import gradleak.federation  # noqa: F401 (brings the kinds of the private side)
 from gradleak.core import registry
 from gradleak.core.registry import BadSetting, UnknownName, named
+from gradleak.core.settings import takes
 
 KINDS = ["attack", "defence", "labels", "model", "participation", "partition"]
 
@@ -133,3 +136,47 @@ def test_what_is_a_dataclass_can_be_spelled_and_read_back(kind: str) -> None:
         made = entry.make(**dict.fromkeys(entry.required, 1))
         settings = registry.spelled(made).partition(":")[2]
         assert registry.parse(kind, f"{entry.name}:{settings}") == made
+
+
+@dataclass(frozen=True)
+class Search:
+    steps: int = 10
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1; given {self.steps}.")
+
+
+@takes(Search)
+def searched(search: Search) -> Search:
+    return search
+
+
+@takes(Search)
+def found(target: str, scale: float = 1.0, *, search: Search) -> tuple[str, float, Search]:
+    return target, scale, search
+
+
+def test_settings_are_passed_as_keywords_or_whole() -> None:
+    assert searched(steps=3) == searched(3) == searched(Search(3)) == Search(3)
+    assert found("x", steps=3) == found("x", search=Search(3)) == found(target="x", steps=3) == ("x", 1.0, Search(3))
+    assert found("x", 2.0, rate=0.5) == ("x", 2.0, Search(rate=0.5))
+    with pytest.raises(ValueError, match="steps must be at least 1; given 0"):
+        found("x", steps=0)
+    with pytest.raises(TypeError, match="steeps"):
+        found("x", steeps=3)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        found("x", 2.0, 3)
+    with pytest.raises(TypeError, match="missing a required argument: 'target'"):
+        found(steps=3)
+    with pytest.raises(TypeError, match="needs a dataclass of settings"):
+        takes(int)
+
+
+def test_a_function_of_settings_shows_one_flat_signature() -> None:
+    assert str(inspect.signature(searched)) == "(steps: int = 10, rate: float = 0.1) -> test_registry.Search"
+    flat = inspect.signature(found).parameters
+    assert list(flat) == ["target", "scale", "steps", "rate"]
+    assert flat["steps"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert get_type_hints(found)["rate"] is float

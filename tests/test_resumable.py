@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
+from gradleak.core import environment
 from gradleak.core.configuration import to_toml
-from gradleak.core.folder import FolderInUse, ResumableFolder, load_state, save_state, whole_lines
+from gradleak.core.files import load_state, replacing, save_state, whole_lines
+from gradleak.core.folder import FolderInUse, ResumableFolder
 
 
 class Notes(ResumableFolder):
@@ -64,3 +68,26 @@ def test_a_state_keeps_the_order_of_its_tensors_and_a_damaged_one_is_refused(tmp
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FolderInUse, match="cannot be read"):
         load_state(path, FolderInUse)
+
+
+def test_a_private_file_is_private_from_the_first_byte_and_appears_whole(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    (tmp_path / "secret.part").write_text("left by a run that was killed")
+    (tmp_path / "secret.part").chmod(0o644)
+    with replacing(path, private=True) as partial:
+        assert stat.S_IMODE(partial.stat().st_mode) == 0o600
+        partial.write_text("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_environment_names_the_commit_that_tracks_the_package() -> None:
+    file = Path(environment.__file__)
+
+    def git(*words: str) -> str | None:
+        answer = subprocess.run(["git", "-C", str(file.parent), *words], capture_output=True, text=True, check=False)
+        return None if answer.returncode else answer.stdout.strip()
+
+    tracked = git("ls-files", "--error-unmatch", str(file)) is not None
+    assert (environment.git(file) or {}).get("commit") == (git("rev-parse", "HEAD") if tracked else None)

@@ -61,7 +61,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(module, name) if hasattr(module, name) else import_module(f"{home}.{name}")
         globals()[name] = value  # the next look finds it without a call
         return value
-    if not name.startswith("_") and (name in compat.MOVED or find_spec(f"gradleak.{name}") is not None):
+    if (old := compat.attribute(name)) is not None:
+        return old
+    if not name.startswith("_") and find_spec(f"gradleak.{name}") is not None:
         return import_module(f"gradleak.{name}")
     raise AttributeError(f"module 'gradleak' has no attribute {name!r}")
 

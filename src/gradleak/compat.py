@@ -1,117 +1,193 @@
-"""Import paths of release 0.1, kept for one release: the module `local` warns and gives `scenario.client`.
+"""Import paths and names of release 0.1, kept for one release: `gradleak.local` warns and gives `scenario.client`.
 
-Remove this module, and its two uses in `__init__.py`, with release 0.3.
+Remove this module, and its uses in `__init__.py`, with release 0.3.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
 import warnings
-from importlib.machinery import ModuleSpec
+from functools import partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-# Old module -> where its names are now, the first that has one. A module "a.b" covers "a.b.c" unless that is here too.
-MOVED: dict[str, tuple[str, ...]] = {
-    "accounting": ("scenario.accounting",),
-    "analysis": ("identify", "curvature"),
-    "analysis.identifiability": ("identify.certificates",),
-    "analysis.local": ("identify.floors",),
-    "assignment": ("core.assignment",),
-    "cascade": ("attack.cascade",),
-    "checks": ("attack.checks",),
-    "defence": ("scenario.defence",),
-    "distributed": ("ray",),
-    "draws": ("core.random",),
-    "environment": ("core.environment",),
-    "gate": ("audit.gate",),
-    "guarantee": ("scenario.guarantee",),
-    "local": ("scenario.client",),
-    "observation": ("scenario.observation",),
-    "registry": ("core.registry",),
-    "results": ("audit.result", "audit"),
-    "rules": ("scenario.rules",),
-    "scene": ("parts.view", "parts.protocols"),
-    "study": ("curvature.study", "curvature"),
-    "task": ("scenario.task",),
-    "tree": ("core.tree",),
-    "watching": ("core.listeners",),
-}
+# New folder: the old modules whose names are there now. "old=new" where the file has another name, "old=" where the
+# folder itself has the names. An old module may appear twice: its names are looked up in that order.
+_MOVED = """
+attack: cascade checks report.reconstruction=output
+attacks: attacks.span=spans.denoisers
+attacks.dlfa: parts.checkpointed parts.epochs
+attacks.fedleak: parts.blended
+attacks.generative: attacks.ggl attacks.gias attacks.gifd parts.cma parts.latent parts.projections
+attacks.gidm: parts.sampled
+attacks.second_order: parts.chain parts.krylov parts.peeling parts.quadratic parts.smoothing
+attacks.sign_matching: parts.cohorts
+attacks.spans: parts.spans=layers
+audit: audit.ablation=assumptions gate results=result results= results.certificate=summary results.comparison
+  results.headline=verdict results.intervals results.junit=formats results.labels=rows results.ledger=assumptions
+  results.notebook=formats results.rows results.ruling results.schema=rows results.scoring results.store
+  results.summary results.tables=formats results.verdict
+auto: auto.again=second_look auto.case=traits
+core: assignment draws=random environment environment=durations linear recompute registry tree watching=listeners
+  report.pictures results.code results.configuration results=files results.rows=files results.resumable=folder
+  results.resumable=files
+curvature: analysis.association analysis.ball analysis.channel analysis.gradcam analysis.hessian analysis.index
+  analysis.information analysis.lanczos analysis.point analysis.spectrum report.study=page study study= study.folder
+  study.leakage study.measure study.result
+defences: gradcam
+engine: convolution layers search
+identify: analysis= analysis.identifiability=certificates analysis.identifiability=floors analysis.local=floors
+  analysis.recipe analysis.risk analysis.rounding
+parts: scene=view scene=protocols
+parts.labels: parts.label_counts=counts parts.label_readings=readings parts.llg parts.sign_labels=signs
+priors: generators.augmentation generators.discriminators generators.game=trainer generators.recipes generators.score
+  generators.splits generators.training
+report: report.certificate=proofs
+scenario: accounting audit.probe=probe defence dropout guarantee inspection local=client observation rules task
+scenario.inspection: inspection.batch inspection.model inspection.objective inspection.subject
+"""
+# Old class or function -> its name now; several where modules used one name for different things.
 RENAMED = {
-    "Scene": "TargetView",
+    "Estimate": "SampleMean IntervalEstimate",  # of analysis.spectrum, analysis.association
+    "Game": "GANTrainer",
+    "Gathered": "SpreadRule",
+    "HELD_AGAINST": "COMPARED",
+    "Held": "CoarseRule",
+    "ISSUED": "IN_TERMINAL",
+    "Measured": "Measurement",
     "Now": "Step",
-    "Together": "JointSpace",
-    "Waves": "EscalatingRestarts",
     "Problem": "LaneObjective",  # an optimiser's; that of Task.check keeps its name
+    "Scene": "TargetView",
+    "Sent": "GradientAtStart",
+    "record": "guarantee_record",
+    "shown": "as_sent notebook_of",  # of parts.spans, results.notebook
+    "telling": "spanning_layers",
+    "Step": "StepFunction",  # of recompute
+    "Together": "JointSpace",
+    "told": "format_row replay_text",  # of study, audit.recorded
+    "told_apart": "distinct_names",
+    "Waves": "EscalatingRestarts",
+}
+# Modules that stayed, and where names that they lost are now.
+_LOST = {
+    "attack": ("parts.stage", "scenario.fit", "core.listeners"),
+    "audit": ("audit.grid",),
+    "data.leaf": ("federation.partition",),
+    "engine": ("engine.lanes",),
+    "parts.coarse": ("parts.coarse",),
+    "parts.spaces": ("parts.spaces",),
+    "parts.surrogates": ("parts.surrogates", "parts.frozen"),
+}
+_GONE = {
+    "bench": "Benchmarks are outside the package now: run `python -m benchmarks` in a clone of the repository.",
+    "analysis.trajectory": "It serves one paper and is beside it now: papers/nl_sme/trajectory.py.",
 }
 
 
-class _Forwarding(ModuleType):
-    """A module of release 0.1: every name is looked up where it is now."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        homes = self.__dict__["_homes"]
-        for home in homes:
-            module = importlib.import_module(f"gradleak.{home}")
-            for spelling in (name, RENAMED.get(name, name)):
-                if hasattr(module, spelling):
-                    return getattr(module, spelling)
-        now = " and ".join(f"gradleak.{home}" for home in homes)
-        raise AttributeError(f"{self.__name__} is now {now}, where there is no {name!r}.")
+def _homes() -> dict[str, tuple[str, ...]]:
+    homes: dict[str, tuple[str, ...]] = {"distributed": ("ray",), "analysis": ("identify", "curvature")}
+    for entry in _MOVED.strip().replace("\n  ", " ").splitlines():
+        folder, _, modules = entry.partition(": ")
+        for module in modules.split():
+            old, equals, new = module.partition("=")
+            name = new if equals else old.rpartition(".")[2]
+            homes[old] = tuple(dict.fromkeys((*homes.get(old, ()), f"{folder}.{name}".rstrip("."))))
+    return homes
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not fullname.startswith("gradleak.") or _homes_of(fullname[len("gradleak.") :]) is None:
-            return None
-        return importlib.util.spec_from_loader(fullname, self, is_package=True)
+MOVED = _homes()
+"""Old module -> the modules that have its names now, without `gradleak.`."""
+
+
+def _lookup(module: ModuleType, homes: tuple[str, ...], name: str) -> Any:
+    """A name of release 0.1, from the first home that has it."""
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    modules = [import_module(f"gradleak.{home}") for home in homes]
+    if name == "__all__":  # for `from gradleak.task import *`
+        return [each for home in modules for each in getattr(home, "__all__", vars(home)) if not each.startswith("_")]
+    for home in modules:
+        for spelling in (name, *RENAMED.get(name, "").split()):
+            if spelling in vars(home):
+                _warn(f"{module.__name__}.{name}", f"{home.__name__}.{spelling}")
+                return vars(home)[spelling]
+    raise AttributeError(f"{module.__name__} has no {name!r}; its names are in {_spelled(homes)} now.")
+
+
+def _spelled(homes: tuple[str, ...]) -> str:
+    return " and ".join(f"gradleak.{home}" for home in homes)
+
+
+def _warn(old: str, new: str) -> None:
+    """Point at the line that wrote the old name: frames of importlib and of our own two modules are skipped."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") in (__name__, "gradleak")
+    ):
+        frame = frame.f_back
+    place = frame.f_globals
+    warnings.warn_explicit(
+        f"{old} is now {new}. The old spelling goes with release 0.3.",
+        DeprecationWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=place.get("__name__", "<unknown>"),
+        registry=place.setdefault("__warningregistry__", {}),
+    )
+
+
+class _OldModule(Loader):
+    """An empty module that looks every name up where it is now."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Forwarding(spec.name)
+        return ModuleType(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        homes = _homes_of(module.__name__[len("gradleak.") :])
-        assert homes is not None  # it was found by that
-        module.__dict__["_homes"] = homes
-        now = " and ".join(f"gradleak.{home}" for home in homes)
-        warnings.warn(
-            f"{module.__name__} is now {now}; the old import path goes with release 0.3.",
-            DeprecationWarning,
-            stacklevel=_outside(),
-        )
+        name = module.__name__.removeprefix("gradleak.")
+        module.__dict__["__getattr__"] = partial(_lookup, module, MOVED[name])
+        _warn(module.__name__, _spelled(MOVED[name]))
+        if name in sys.modules["gradleak"].__all__:  # `gl.tree` stays: the import must not put an old module there
+            sys.modules[module.__name__] = import_module(f"gradleak.{MOVED[name][0]}")
 
 
-def _homes_of(old: str) -> tuple[str, ...] | None:
-    """Where an old module is now; a module inside a moved folder is inside the new one, or beside it."""
-    if old in MOVED:
-        return MOVED[old]
-    parent, _, leaf = old.rpartition(".")
-    if parent not in MOVED:
+class _OldNames(SourceFileLoader):
+    """A module that stayed, with a look at the homes of the names that it lost."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        homes = _LOST[module.__name__.removeprefix("gradleak.")]
+        module.__dict__["__getattr__"] = partial(_lookup, module, homes)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        package, _, name = fullname.partition(".")
+        if package != "gradleak":
+            return None
+        if name in MOVED:
+            inside = any(old.startswith(f"{name}.") for old in MOVED)
+            return ModuleSpec(fullname, _OldModule(), is_package=inside)
+        if name in _LOST:
+            spec = PathFinder.find_spec(fullname, path)
+            if spec is not None and type(spec.loader) is SourceFileLoader:
+                spec.loader = _OldNames(spec.loader.name, spec.loader.path)
+            return spec
+        if name in _GONE and PathFinder.find_spec(fullname, path) is None:
+            raise ModuleNotFoundError(f"There is no {fullname} any more. {_GONE[name]}", name=fullname)
         return None
-    packages = {home if _is_package(home) else home.rpartition(".")[0] for home in MOVED[parent]}
-    homes = [f"{package}.{leaf}" for package in sorted(packages)]
-    found = tuple(home for home in homes if importlib.util.find_spec(f"gradleak.{home}") is not None)
-    return found or None
 
 
-def _is_package(home: str) -> bool:
-    spec = importlib.util.find_spec(f"gradleak.{home}")
-    return spec is not None and spec.submodule_search_locations is not None
-
-
-def _outside() -> int:
-    """The stack level of whoever wrote the import: importlib's own frames are left out."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and ("importlib" in frame.f_code.co_filename or frame.f_globals is globals()):
-        level, frame = level + 1, frame.f_back
-    return max(level - 1, 1)
+def attribute(name: str) -> Any:
+    """`gradleak.name` of release 0.1: a module that moved or a class with another name; None for other names."""
+    if name in MOVED or name in _GONE:
+        return import_module(f"gradleak.{name}")
+    return getattr(import_module("gradleak.scene"), name) if name == "Scene" else None
 
 
 def install() -> None:
-    """After all other finders: only what is not found otherwise is looked up here."""
+    """Before all other finders: an old name is never also a new one."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.insert(0, _Finder())

@@ -24,8 +24,7 @@ from gradleak.audit.cells import FORMS, Cell, forms_of, named_attacks, named_def
 from gradleak.audit.grid import Audit
 from gradleak.audit.private import AuditError, PrivateSide, Victims, examples_of
 from gradleak.core.configuration import digest
-from gradleak.core.files import finite
-from gradleak.core.folder import replace_whole
+from gradleak.core.files import finite, replace_whole
 from gradleak.core.listeners import Silent
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot, with_buffers

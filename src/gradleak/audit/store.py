@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from torch import Tensor
 
 from gradleak.audit.rows import REQUIRED, decode
-from gradleak.core.files import BadRun, Row, encode
-from gradleak.core.folder import FolderInUse, ResumableFolder, whole_lines, with_resumption
+from gradleak.core.files import BadRun, Row, encode, whole_lines
+from gradleak.core.folder import FolderInUse, ResumableFolder, with_resumption
 
 Arrays: TypeAlias = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Who is who: one-to-one matching of reconstructions and private images.
+"""One-to-one matching of reconstructions and private images.
 
 A batch has no order, so a reconstruction may show any of the private images. The matching is the linear assignment
 
@@ -45,7 +45,7 @@ def cost_matrix(
 
 
 def match(cost: Tensor) -> Tensor:
-    """For each row of `cost` (n, m) the column it is matched to, (n,); -1 for the rows left over where n > m."""
+    """For each row of `cost` (n, m) its matched column, (n,); -1 for the rows without a match where n > m."""
     if cost.dim() != 2:
         raise ValueError(f"The cost is one matrix (rows, columns); given shape {tuple(cost.shape)}.")
     if not bool(torch.isfinite(cost).all()):
@@ -65,16 +65,16 @@ def match(cost: Tensor) -> Tensor:
 
 
 def identification_rank(
-    found: Tensor, truth: Tensor, others: Tensor, *, distance: Distance = pairwise_mse
+    reconstructions: Tensor, truth: Tensor, others: Tensor, *, distance: Distance = pairwise_mse
 ) -> tuple[Tensor, Tensor]:
     """Rank of the true image, (N,), and size of the gallery, (N,): each reconstruction is looked up among real images.
 
-    The gallery of image i is its truth and all `others` but copies of it. Rank 1 is re-identified; a guess reaches it
-    with the chance 1 / size. A tie counts against the attack: an output equally far from everything identifies nobody.
+    The gallery of image i is its truth and all `others` but copies of it. Rank 1 means re-identified; a random guess
+    gets it with probability 1 / size. Ties count against the attack: an output equally far from all identifies nobody.
     """
     # The distances of aligned pairs: the diagonals of small blocks.
-    blocks = zip(found.split(16), truth.split(16), strict=True)
+    blocks = zip(reconstructions.split(16), truth.split(16), strict=True)
     true = torch.cat([distance(a, b).diagonal() for a, b in blocks])
     different = pairwise_mse(truth, others) >= 1e-12  # (N, M)
-    ahead = (distance(found, others) <= true[:, None]) & different.to(true.device)
+    ahead = (distance(reconstructions, others) <= true[:, None]) & different.to(true.device)
     return 1 + ahead.sum(1), 1 + different.sum(1).to(true.device)

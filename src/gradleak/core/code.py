@@ -1,9 +1,9 @@
 """What a user's functions and classes do, as plain text: an edited body is another configuration.
 
-Names alone will not do: who changes `forward` or `upload` keeps the name. Code of torch, numpy, gradleak and the
-standard library is named by its module only. Other code is followed through the functions, classes and constants that
-it uses, except inside installed packages, where only what was handed over is read. Docstrings, comments and line
-numbers do not count. Byte code belongs to one version of Python: under another, equal code has another text.
+A name is not enough: an edited `forward` keeps its name. Code of torch, numpy, gradleak and the standard library counts
+by its module name only. Other code is followed through the functions, classes and constants that it uses; in installed
+packages only the objects themselves are read. Docstrings, comments and line numbers do not count. The text depends on
+the byte code, and so on the version of Python.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ def is_foreign(value: Any) -> bool:
 def code_of(*roots: Any) -> list[str]:
     """One line for every foreign function and class that these use, each once, in alphabetical order."""
     waiting = [part for root in roots for part in _parts(root)]
-    seen: set[int] = set()
+    visited: set[int] = set()
     lines: set[str] = set()
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or not is_foreign(value):
+        if id(value) in visited or not is_foreign(value):
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         used = dict(_members(value) if isinstance(value, type) else _used(value))
         if isinstance(value, type):
             waiting += value.__mro__[1:]
             body = ""
         else:
             body = code_text(value.__code__, value.__doc__)
-        waiting += [part for held in used.values() for part in _parts(held)]
-        plain = sorted(f"{name}={text}" for name, held in used.items() if (text := _plain(held)) is not None)
+        waiting += [part for member in used.values() for part in _parts(member)]
+        plain = sorted(f"{name}={text}" for name, member in used.items() if (text := _plain(member)) is not None)
         lines.add(f"{value.__module__}.{value.__qualname__} {body} {hashlib.sha256(repr(plain).encode()).hexdigest()}")
     return sorted(lines)
 
@@ -51,9 +51,9 @@ def code_of(*roots: Any) -> list[str]:
 def code_text(code: CodeType, doc: str | None = None) -> str:
     """A hash of what a function does: its instructions, the constants and names that they use, inner functions too."""
     constants = [
-        code_text(held) if isinstance(held, CodeType) else _plain(held)
-        for held in code.co_consts
-        if doc is None or held != doc
+        code_text(constant) if isinstance(constant, CodeType) else _plain(constant)
+        for constant in code.co_consts
+        if doc is None or constant != doc
     ]
     names = (code.co_names, code.co_freevars, code.co_cellvars, code.co_argcount, code.co_kwonlyargcount, code.co_flags)
     return hashlib.sha256(repr((code.co_code.hex(), constants, names)).encode()).hexdigest()
@@ -64,9 +64,9 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, (FunctionType, type)):
         return [value]
     if isinstance(value, property):
-        return [part for held in (value.fget, value.fset) for part in _parts(held)]
+        return [part for accessor in (value.fget, value.fset) for part in _parts(accessor)]
     if isinstance(value, functools.partial):
-        return [part for held in (value.func, *value.args, *value.keywords.values()) for part in _parts(held)]
+        return [part for bound in (value.func, *value.args, *value.keywords.values()) for part in _parts(bound)]
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         return _parts(value.__func__)
     if isinstance(value, functools.cached_property):
@@ -75,20 +75,20 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Methods and class attributes; what a dataclass wrote for itself follows from its fields."""
-    for name, held in vars(kind).items():
+    """Methods and class attributes, without the methods that a dataclass generates: they follow from its fields."""
+    for name, member in vars(kind).items():
         special = name.startswith("__")
-        code = getattr(held, "__code__", None)
-        written = special and "__dataclass_fields__" in vars(kind) and getattr(code, "co_filename", "") == "<string>"
-        does = isinstance(held, (FunctionType, staticmethod, classmethod))
-        if not written and not name.startswith("__annotate") and (does or not special):
-            yield name, held
+        code = getattr(member, "__code__", None)
+        generated = special and "__dataclass_fields__" in vars(kind) and getattr(code, "co_filename", "") == "<string>"
+        method = isinstance(member, (FunctionType, staticmethod, classmethod))
+        if not generated and not name.startswith("__annotate") and (method or not special):
+            yield name, member
 
 
 def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Defaults, what the closure holds and, outside installed packages, the globals that it names."""
-    yield from ((f"default {index}", held) for index, held in enumerate(function.__defaults__ or ()))
-    yield from ((f"default {name}", held) for name, held in (function.__kwdefaults__ or {}).items())
+    yield from ((f"default {index}", value) for index, value in enumerate(function.__defaults__ or ()))
+    yield from ((f"default {name}", value) for name, value in (function.__kwdefaults__ or {}).items())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield f"closure {name}", cell.cell_contents
@@ -103,7 +103,7 @@ def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> set[str]:
-    inner = (_names(held) for held in code.co_consts if isinstance(held, CodeType))
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 
@@ -112,9 +112,9 @@ def _plain(value: Any) -> str | None:
     if value is None or value is ... or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)
     if isinstance(value, tuple):
-        return f"({', '.join(str(_plain(held)) for held in value)})"
+        return f"({', '.join(str(_plain(member)) for member in value)})"
     if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(str(_plain(held)) for held in value))}}}"
+        return f"{{{', '.join(sorted(str(_plain(member)) for member in value))}}}"
     if isinstance(value, (Tensor, np.ndarray)):
         from gradleak.core.configuration import described
 

@@ -1,7 +1,7 @@
 """A stable description of what was configured: equal settings give equal text, on every machine and in every process.
 
-`repr` will not do: it prints addresses of functions and rounds tensors. What users wrote themselves is also told by its
-code (code.py), which is the same only under the same version of Python.
+`repr` does not: it prints addresses of functions and rounds tensors. Users' own code is described by its byte code too
+(code.py), which is equal only under the same version of Python.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def _class(value: type) -> Any:
 
 
 def _function(value: FunctionType) -> Any:
-    """By name; what a closure holds, and the code of a user's function or a lambda, are part of it too."""
-    held = [described(cell.cell_contents) for cell in value.__closure__ or () if cell.cell_contents is not value]
+    """By name, by what its closure holds, and, for a user's function or a lambda, by its code."""
+    closure = [described(cell.cell_contents) for cell in value.__closure__ or () if cell.cell_contents is not value]
     defaults = described([value.__defaults__, value.__kwdefaults__])
-    known = code_text(value.__code__) if "<" in value.__qualname__ else ""  # ours: a name tells all but lambdas apart
-    code = code_of(value) if is_foreign(value) else known
-    return {"": _name(value), "closure": held, "defaults": defaults, "code": code}
+    # Names identify our own functions, all but lambdas.
+    lambdas = code_text(value.__code__) if "<" in value.__qualname__ else ""
+    code = code_of(value) if is_foreign(value) else lambdas
+    return {"": _name(value), "closure": closure, "defaults": defaults, "code": code}
 
 
 def _tensor(value: Tensor) -> str:
@@ -84,9 +85,9 @@ _DESCRIPTIONS: tuple[tuple[Any, Any], ...] = (
     (type, _class),
     ((torch.dtype, torch.device), str),
     (np.ndarray, lambda value: [str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()[:16]]),
-    (Mapping, lambda value: {str(name): described(held) for name, held in value.items()}),
-    ((set, frozenset), lambda value: sorted(json.dumps(described(held), sort_keys=True) for held in value)),
-    (Sequence, lambda value: [described(held) for held in value]),
+    (Mapping, lambda value: {str(name): described(member) for name, member in value.items()}),
+    ((set, frozenset), lambda value: sorted(json.dumps(described(member), sort_keys=True) for member in value)),
+    (Sequence, lambda value: [described(member) for member in value]),
 )
 
 
@@ -94,15 +95,15 @@ _DESCRIPTIONS: tuple[tuple[Any, Any], ...] = (
 
 
 def to_toml(settings: Mapping[str, Any], comment: str = "") -> str:
-    """Nested tables as text; None is left out, since TOML has no such value."""
+    """Nested tables as text, without None: TOML has no such value."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
 
-    def table(name: str, held: Mapping[str, Any]) -> None:
+    def table(name: str, entries: Mapping[str, Any]) -> None:
         if name:
             lines.extend(["", f"[{name}]"])
-        inner = {key: value for key, value in held.items() if isinstance(value, Mapping)}
+        inner = {key: value for key, value in entries.items() if isinstance(value, Mapping)}
         lines.extend(
-            f"{_key(key)} = {_toml(value)}" for key, value in held.items() if key not in inner and value is not None
+            f"{_key(key)} = {_toml(value)}" for key, value in entries.items() if key not in inner and value is not None
         )
         for key, value in inner.items():
             table(f"{name}.{_key(key)}" if name else _key(key), value)
@@ -126,7 +127,7 @@ def _toml(value: Any) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says; also on Python 3.10, which has no tomllib."""
+    """The tables of a TOML text; also on Python 3.10, which has no tomllib."""
     try:
         import tomllib
     except ImportError:  # Python 3.10

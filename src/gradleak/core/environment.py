@@ -1,4 +1,4 @@
-"""Where a run took place: commit, versions, hardware, threads, time. Goes into environment.json, for people."""
+"""Where a run took place: commit, versions, hardware, threads, time. Goes into environment.json, for people to read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "gradleak": __version__,
-        "git": git(Path(__file__).parent),
+        "git": git(Path(__file__)),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
@@ -39,13 +39,13 @@ def describe() -> dict[str, Any]:
     }
 
 
-def git(folder: Path) -> dict[str, Any] | None:
-    """Commit and whether files differ from it; None outside a repository, or without git."""
+def git(file: Path) -> dict[str, Any] | None:
+    """The commit of the repository that tracks `file`, and whether files differ from it; None where there is none."""
 
     def ask(*words: str) -> str | None:
         try:
             answer = subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
+                ["git", "-C", str(file.parent), *words], capture_output=True, text=True, timeout=10, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
             return None
@@ -53,7 +53,7 @@ def git(folder: Path) -> dict[str, Any] | None:
 
     commit = ask("rev-parse", "HEAD")
     # An installed package inside somebody else's repository (a .venv) is not ours: that commit would mislead.
-    if commit is None or ask("ls-files", "--error-unmatch", str(folder / "task.py")) is None:
+    if commit is None or ask("ls-files", "--error-unmatch", str(file)) is None:
         return None
     changed = ask("status", "--porcelain")
     return {"commit": commit, "dirty": None if changed is None else bool(changed)}

@@ -1,10 +1,10 @@
-"""How work is going, for whoever looks on: the cells of a run, and the objective of a search now and then.
+"""Progress of running work: the cells of a run, and the objective of a search from time to time.
 
     with listening(lambda objective: print(objective)):
         attack.run(...)
 
-A listener changes nothing of what is computed. A search `tell`s the last objective of its lanes at the points of its
-trace; without a listener nothing is read, so that a GPU does not wait for the host.
+A listener does not change what is computed. A search `tell`s the last objective of its lanes at the points of its
+trace. Without a listener it reads nothing, so that a GPU does not wait for the host.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Protocol, TypeAlias
 
 from gradleak.core.files import Row
 
-Share: TypeAlias = Callable[[float], None]  # is called with how much of the work is done, from 0 to 1
+Share: TypeAlias = Callable[[float], None]  # called with the share of the work that is done, from 0 to 1
 
 _listener: ContextVar[Callable[[float], None] | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
 def listening(hear: Callable[[float], None]) -> Iterator[None]:
-    """`hear` gets the median objective over lanes, where it is finite."""
+    """While this is open, `hear` gets the median objective over the lanes where it is finite."""
     before = _listener.set(hear)
     try:
         yield
@@ -32,17 +32,17 @@ def listening(hear: Callable[[float], None]) -> Iterator[None]:
 
 
 def tell(objective: Any) -> None:
-    """Of a search: the objective of every lane, a tensor (lanes,)."""
+    """Called by a search with the objective of every lane, a tensor (lanes,)."""
     hear = _listener.get()
     if hear is None:
         return
-    sound = objective[objective.isfinite()]
-    if len(sound):
-        hear(float(sound.median()))
+    finite = objective[objective.isfinite()]
+    if len(finite):
+        hear(float(finite.median()))
 
 
 class Progress(Protocol):
-    """What an audit tells while it runs: `start`; per cell `cell`, any number of `share`, `finished`; and `note`."""
+    """What an audit calls while it runs: `start`; per cell `cell`, any number of `share`, `finished`; and `note`."""
 
     def start(self, total_cells: int) -> None: ...
 

@@ -13,12 +13,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from PIL import Image
 
-FRAME = 64  # the same for pictures along the way, of which there are many
-LARGEST = 128  # pixels; a report shows larger images reduced to this side, so that it stays small enough to send
+LARGEST = 128  # pixels; a report reduces larger images to this side, so that it stays small enough to send
+FRAME = 64  # pixels; the same for the many pictures along a search
 
 
 def picture(image: Tensor, largest: int | None = None) -> Image.Image:
-    """One image (C, H, W) in [0, 1], grey or colour, as 8 bits; what is not finite is shown as black."""
+    """One image (C, H, W) in [0, 1], grey or colour, as 8 bits; NaN is black, infinity white or black by its sign."""
     from PIL import Image
 
     if image.dim() != 3 or image.shape[0] not in (1, 3):
@@ -77,7 +77,7 @@ def sheet(rows: Sequence[tuple[str, Sequence[Tensor]]], scale: int | None = None
     height, width = images[0].shape[-2:]
     scale = scale or max(1, 96 // max(height, width))
     gap, columns = 6, max(len(row) for _, row in rows)
-    wide, high = width * scale, height * scale
+    wide, high = width * scale, height * scale  # of an enlarged image
     label = max((8 * len(text) for text, _ in rows), default=0) + gap
     size = (label + columns * (wide + gap) + gap, gap + len(rows) * (high + gap))
     drawn = Image.new("RGB", size, "white")

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a lane: a pure function of (key, stream, step), never of who else is computed.
+"""Random numbers of a lane: a pure function of (key, stream, step), whatever other lanes are computed with it.
 
 `torch.randn` raises inside vmap or draws one stream for all lanes, so a lane in a batch would start elsewhere than the
 same lane alone. Philox4x32-10 needs only integer products, so it runs inside vmap and inside a captured CUDA graph.
@@ -41,7 +41,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 def key(*names: object) -> Tensor:
     """Two 32-bit words from any names (target key, restart, purpose): equal names, equal numbers, on every machine."""
-    # Escaped: a name that holds the separator would else be two names, and so perhaps somebody else's.
+    # Escaped: a name that holds the separator would otherwise read as two names, perhaps those of another key.
     escaped = (str(name).replace("\x1e", "\x1e0").replace("\x1f", "\x1e1") for name in names)
     digest = hashlib.blake2b("\x1f".join(escaped).encode(), digest_size=8).digest()
     return torch.tensor([int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")])
@@ -51,7 +51,7 @@ CLIENT = "client"  # what the keys of clients begin with: (CLIENT, key of the ob
 
 
 def lane_key(target: str, seed: int, restart: int) -> Tensor:
-    """The key of an attacker's lane: (target, seed, restart), and no client's, whatever the target is called."""
+    """The key of an attacker's lane: (target, seed, restart). Never a client's key, whatever the target's name."""
     return key(*(("lane",) if target == CLIENT else ()), target, seed, restart)
 
 
@@ -61,9 +61,9 @@ def signs(name: str, count: int, device: torch.device, dtype: torch.dtype) -> Te
 
     def drawn() -> Tensor:
         signs = 1 - 2 * (Draws(key(name)).uniform((count,)) < 0.5).to(dtype)
-        return signs.to(device)  # last, and the host waits for it: the caller may be on another stream
+        return signs.to(device)  # last, and the host waits: the caller may be on another stream
 
-    # In a thread of its own: transforms, modes and inference are each thread's own, and what is kept outlives them.
+    # In a thread of its own: transforms and modes belong to a thread, and the cached tensor outlives them.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(drawn).result()
 
@@ -80,7 +80,7 @@ class Draws:
         return philox((index, zero + step, zero + stream, zero), (self.key[0] + zero, self.key[1] + zero))
 
     def child(self, number: int) -> Draws:
-        """An independent source for a part of whoever owns this one. The last counter word, 0 in draws, is 1 here."""
+        """An independent source, by number. The last counter word, 0 in draws, is 1 here."""
         zero = torch.zeros_like(self.key[0])
         words = philox((zero + number, zero, zero, zero + 1), (self.key[0], self.key[1]))
         return Draws(torch.stack(words[:2]))

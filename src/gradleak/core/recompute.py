@@ -1,11 +1,11 @@
-"""Long rollouts whose derivative holds the state of every step, not the graph of it.
+"""Long rollouts whose derivative stores the inputs of every step, not its graph.
 
-Reverse mode through T steps of a client keeps the activations of all of them, and those of their own backward passes.
-Here only what a step is given is kept (a checkpoint), and the step is run again on the way back: one step's graph at a
-time, for about one more evaluation of each. Reference: Griewank and Walther, ACM TOMS 26, 2000.
+Reverse mode through T steps of a client stores the activations of all steps and of their own backward passes. Here only
+the inputs of a step are stored (a checkpoint), and the backward pass runs the step again: one step's graph at a time,
+for about one more evaluation of each. Reference: Griewank and Walther, ACM TOMS 26, 2000.
 
-`torch.utils.checkpoint` does not know torch.func; this works under vmap, grad, vjp and jvp, in any order, any number of
-times. Nothing in it keeps a step from being captured as a CUDA graph; that was not tried on a GPU yet.
+`torch.utils.checkpoint` does not support torch.func; this works under vmap, grad, vjp and jvp, in any order and nested.
+A step can still be captured as a CUDA graph; that is not tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gradleak.core import tree
 from gradleak.core.tree import Tree
 
 StepFunction: TypeAlias = Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
-"""(carry, what this step alone is given, what all are given) -> (carry, what it gives)."""
+"""(carry, inputs of this step alone, inputs of all steps) -> (carry, output)."""
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function of tensors, or of dicts and tuples of them, whose derivatives run it again.
 
-    Every tensor that belongs to a lane, or that a derivative is wanted of, must be an ARGUMENT. What the function holds
-    besides may be constants that all lanes share, and nothing else: transforms do not reach into it.
+    Every tensor that belongs to a lane, or that a derivative is taken of, must be an ARGUMENT. The function may hold
+    only constants that all lanes share: transforms do not reach into its closure.
     """
     closed(function)
     return _recomputed(function)
@@ -43,7 +43,7 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves, takes = tree_flatten(arguments)
         again = _Again(function, takes, leaves)
         result = iter(_Recomputed.apply(again, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
-        gives, constants = again.gave
+        gives, constants = again.result
         return tree_unflatten([next(result) if value is _TENSOR else value for value in constants], gives)
 
     return run
@@ -52,16 +52,16 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 def rollout(
     step: StepFunction, carry: Tree, each: Sequence[Tree], common: Tree | None = None, *, every: int = 1
 ) -> tuple[Tree, Tree]:
-    """Step after step, carry -> carry; returns the last carry, and the sum of what the steps gave.
+    """Run the steps in sequence; return the last carry, and the sum of the steps' outputs.
 
-    step        step(carry, own, common) -> (carry, gives). As for `recomputed`, lanes' tensors come as arguments
-    carry       what a step hands to the next: weights, momentum. Names may appear on the way (a velocity)
-    each        what each step alone is given, such as its part of the batch; as many as there are steps. Best from ONE
-                `split` or `unbind`, whose derivative is one pass; a slice a step makes one of the whole for each
-    common      what all steps are given
-    every       a checkpoint at every so many steps. Reverse mode holds the carry, and its adjoint, at T / every points,
-                and while it is in a block those of the block: sqrt(T) holds least, and costs one evaluation more. 0: no
-                checkpoint, the plain graph of all steps
+    step        step(carry, own, common) -> (carry, output). As for `recomputed`, lanes' tensors come as arguments
+    carry       passed from step to step: weights, momentum. A step may add names (a velocity)
+    each        inputs of each step alone, such as its part of the batch; their number is the number of steps. Best from
+                ONE `split` or `unbind`, whose derivative is one pass; a slice for each step makes one pass per step
+    common      inputs of all steps
+    every       steps between checkpoints. Reverse mode stores the carry and its adjoint at T / every points, and inside
+                a block those of the block: sqrt(T) needs the least memory, for one more evaluation. 0: no checkpoint,
+                the plain graph of all steps
     """
     common = {} if common is None else common
     if not each:
@@ -72,8 +72,8 @@ def rollout(
     def block(carry: Tree, own: Sequence[Any], common: Tree, step: Callable[..., Any]) -> tuple[Tree, Tree]:
         (carry, total), rest = step(carry, own[0], common), own[1:]
         for one in rest:
-            carry, given = step(carry, one, common)
-            total = tree.add(total, given)
+            carry, output = step(carry, one, common)
+            total = tree.add(total, output)
         return carry, total
 
     if every == 0:
@@ -87,48 +87,48 @@ def rollout(
 
 
 def closed(function: Callable[..., Any]) -> None:
-    """Refuse a function that holds tensors of a lane, or of a derivative: these would be lost, some without a word."""
-    seen: set[int] = set()
+    """Refuse a function that holds tensors of a lane or of a derivative: derivatives would miss them, some silently."""
+    visited: set[int] = set()
 
-    def walk(held: Any, where: str) -> None:
-        if id(held) in seen or isinstance(held, nn.Module | type):  # a model's own weights are swapped for a lane's
+    def walk(value: Any, where: str) -> None:
+        if id(value) in visited or isinstance(value, nn.Module | type):  # a lane's weights replace a model's
             return
-        seen.add(id(held))
-        if isinstance(held, Tensor):
-            if held.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(held):
+        visited.add(id(value))
+        if isinstance(value, Tensor):
+            if value.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(value):
                 raise ValueError(
                     f"A function that is to be recomputed holds a tensor of a lane or of a derivative: {where}. No "
                     "derivative reaches it there: pass it as an argument, and keep of objects that hold such tensors "
-                    "(a Scene) only what holds none (scene.task)."
+                    "(a TargetView) only what holds none (scene.task)."
                 )
-        elif isinstance(held, Mapping):
-            for name, value in held.items():
-                walk(value, f"{where}[{name!r}]")
-        elif isinstance(held, list | tuple):
-            for position, value in enumerate(held):
-                walk(value, f"{where}[{position}]")
-        elif is_dataclass(held):
-            for each in fields(held):
-                walk(getattr(held, each.name), f"{where}.{each.name}")
-        elif isinstance(held, partial):
-            for value in (held.func, held.args, held.keywords):
-                walk(value, where)
-        elif isinstance(held, MethodType):
-            walk(held.__self__, where)
-            walk(held.__func__, where)
-        elif isinstance(held, FunctionType):
-            for name, cell in zip(held.__code__.co_freevars, held.__closure__ or (), strict=True):
+        elif isinstance(value, Mapping):
+            for name, member in value.items():
+                walk(member, f"{where}[{name!r}]")
+        elif isinstance(value, list | tuple):
+            for position, member in enumerate(value):
+                walk(member, f"{where}[{position}]")
+        elif is_dataclass(value):
+            for each in fields(value):
+                walk(getattr(value, each.name), f"{where}.{each.name}")
+        elif isinstance(value, partial):
+            for member in (value.func, value.args, value.keywords):
+                walk(member, where)
+        elif isinstance(value, MethodType):
+            walk(value.__self__, where)
+            walk(value.__func__, where)
+        elif isinstance(value, FunctionType):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 if cell != CellType():  # one that is not filled yet
                     walk(cell.cell_contents, name)
-            walk(held.__defaults__, f"the defaults of {held.__name__}")
+            walk(value.__defaults__, f"the defaults of {value.__name__}")
         else:  # an object of a class of its own
-            for name, value in getattr(held, "__dict__", {}).items():
-                walk(value, f"{where}.{name}")
+            for name, member in getattr(value, "__dict__", {}).items():
+                walk(member, f"{where}.{name}")
 
     walk(function, getattr(function, "__name__", "it"))
 
 
-_TENSOR = object()  # where a tensor goes, among leaves that are none
+_TENSOR = object()  # marks the place of a tensor among other leaves
 
 
 class _Again:
@@ -140,13 +140,13 @@ class _Again:
     def __init__(self, function: Callable[..., Any], takes: TreeSpec, leaves: Sequence[Any]) -> None:
         self.function, self.takes = function, takes
         self.constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.gave: tuple[TreeSpec, list[Any]]  # known once it ran
+        self.result: tuple[TreeSpec, list[Any]]  # set by a call
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        own = iter(tensors)
-        leaves = [next(own) if held is _TENSOR else held for held in self.constants]
+        following = iter(tensors)
+        leaves = [next(following) if value is _TENSOR else value for value in self.constants]
         flat, gives = tree_flatten(self.function(*tree_unflatten(leaves, self.takes)))
-        self.gave = gives, [_TENSOR if isinstance(value, Tensor) else value for value in flat]
+        self.result = gives, [_TENSOR if isinstance(value, Tensor) else value for value in flat]
         return tuple(value for value in flat if isinstance(value, Tensor))
 
     def along(self, leaves: Sequence[Tensor]) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]:
@@ -163,13 +163,13 @@ class _Again:
 
 
 class _Recomputed(torch.autograd.Function):
-    """function(*tensors), which keeps its tensors and no graph."""
+    """function(*tensors) that stores its inputs and no graph."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(again: _Again, *leaves: Tensor) -> tuple[Tensor, ...]:
-        # Fresh tensors: a Function must not hand back what it was given, or one tensor twice; a step may.
+        # Fresh tensors: a Function must not return its inputs, or one tensor twice; a step may.
         known, fresh = {id(leaf) for leaf in leaves}, []
         for value in again(*leaves):
             fresh.append(value.clone() if id(value) in known else value)
@@ -193,15 +193,15 @@ class _Recomputed(torch.autograd.Function):
             back = iter(vjp(of, *moving)[1](grads))
             return tuple(next(back) for leaf in leaves if _differentiable(leaf))
 
-        # Recomputed in its turn: torch.func records every backward pass, to differentiate it once more, and the record
-        # of this one would be the very graph that is not to be kept.
+        # Recomputed too: torch.func records every backward pass, to differentiate it once more, and the record of this
+        # one would be the graph that must not be stored.
         wanted = tuple(grad for grad, differentiable in zip(grads, ctx.gives, strict=True) if differentiable)
         back = iter(_recomputed(pulled)(tuple(leaves), wanted))
         return (None, *(next(back) if _differentiable(leaf) else None for leaf in leaves))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        """Forward mode keeps nothing, so there is nothing to save: the function is run once more, with tangents."""
+        """Forward mode stores nothing: the function runs once more, with tangents."""
         leaves = ctx.saved_tensors
         of, moving = ctx.again.along(leaves)
         moved = [

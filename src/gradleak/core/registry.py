@@ -78,15 +78,15 @@ def add_home(kind: str, module: str) -> None:
 
 
 class UnknownName(LookupError):
-    """A name nothing is registered under; the message offers the nearest ones."""
+    """A name that nothing is registered under; the message suggests the nearest ones."""
 
 
 class BadSetting(TypeError):
-    """A hyper-parameter that the named method does not take, a value of the wrong type, or text that spells none."""
+    """A hyper-parameter that the method does not have, a value of the wrong type, or text that is no setting."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A sentence to end an error message with: the near misses, then everything there is."""
+    """The end of an error message: the nearest names, then all names."""
     known = sorted(known)
     near = difflib.get_close_matches(given.lower(), known, n=3, cutoff=0.5)  # papers write iDLG, names are lower case
     hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
@@ -97,9 +97,9 @@ def named(name: str, *, kind: str, paper: str = "", status: str = "unverified") 
     """Register a function under `name`. The function itself is returned unchanged."""
 
     def register(make: Make) -> Make:
-        held = _entries.get((kind, name))
-        if held is not None and held.make.__module__ != make.__module__:
-            raise ValueError(f"{kind} name {name!r} is taken by {held.make.__module__}; choose another name.")
+        taken = _entries.get((kind, name))
+        if taken is not None and taken.make.__module__ != make.__module__:
+            raise ValueError(f"{kind} name {name!r} is taken by {taken.make.__module__}; choose another name.")
         _entries[kind, name] = Entry(name, kind, make, paper, status)
         return make
 
@@ -110,7 +110,7 @@ def _load(kind: str) -> None:
     if kind in _loaded:
         return
     if kind not in _homes:
-        known = {*_homes, *(held for held, _ in _entries)}
+        known = {*_homes, *(each for each, _ in _entries)}
         if kind not in known:
             raise UnknownName(f"Nothing is registered as a {kind!r}.{did_you_mean(kind, known)}")
         return
@@ -124,7 +124,7 @@ def _load(kind: str) -> None:
 def entries(kind: str) -> list[Entry]:
     """Every registered method of a kind, by name."""
     _load(kind)
-    return sorted((entry for (held, _), entry in _entries.items() if held == kind), key=lambda entry: entry.name)
+    return sorted((entry for (each, _), entry in _entries.items() if each == kind), key=lambda entry: entry.name)
 
 
 def entry(kind: str, name: str) -> Entry:
@@ -139,17 +139,17 @@ def entry(kind: str, name: str) -> Entry:
 
 def get(kind: str, name: str, **settings: Any) -> Any:
     """Make the named method. An unknown hyper-parameter, or a value of another type than annotated, is an error."""
-    found = entry(kind, name)
-    unknown = [key for key in settings if key not in found.settings]
+    method = entry(kind, name)
+    unknown = [key for key in settings if key not in method.settings]
     if unknown:
-        raise BadSetting(f"{kind} {name!r} has no setting {unknown[0]!r}.{did_you_mean(unknown[0], found.settings)}")
-    if missing := [key for key in found.required if key not in settings]:
+        raise BadSetting(f"{kind} {name!r} has no setting {unknown[0]!r}.{did_you_mean(unknown[0], method.settings)}")
+    if missing := [key for key in method.required if key not in settings]:
         raise BadSetting(f"{kind} {name!r} needs the setting {missing[0]!r}.")
-    types = found.types
+    types = method.types
     for key, value in settings.items():
         if key in types and not _fits(value, types[key]):
             raise BadSetting(f"{kind} {name!r}: {key} must be {_wanted(types[key])}; given {value!r:.80}.")
-    return found.make(**settings)
+    return method.make(**settings)
 
 
 def parse(kind: str, text: str) -> Any:
@@ -165,13 +165,13 @@ def parse(kind: str, text: str) -> Any:
         settings[setting] = _literal(value.strip(), types.get(setting, Any))
     try:
         return get(kind, name, **settings)
-    except ValueError as problem:  # a value of the right type that cannot be
+    except ValueError as problem:  # the right type, but not an allowed value
         raise BadSetting(f"{kind} {name!r}: {problem}") from problem
 
 
 def spelled(thing: Any) -> str:
-    """The text that `parse` turns into an equal object; of a dataclass that has the name it is registered under."""
-    settings = ",".join(f"{held.name}={getattr(thing, held.name)!r}" for held in fields(thing))
+    """The text that `parse` turns into an equal object: a dataclass with the name it is registered under."""
+    settings = ",".join(f"{field.name}={getattr(thing, field.name)!r}" for field in fields(thing))
     return f"{thing.name}:{settings}" if settings else str(thing.name)
 
 

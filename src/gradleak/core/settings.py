@@ -10,6 +10,12 @@
 
     attack(steps=20)
 
+    @takes(Search)
+    def reconstruct(task: Task, update: Params, *, search: Search) -> Batch: ...
+
+    reconstruct(task, update, lr=0.01)
+    reconstruct(task, update, search=Search(steps=20))
+
 A method with many settings keeps them in a dataclass, which can check them, be passed on whole, and share fields with
 others: by inheritance, or as a field that is a `Group`. Registry, command line and documentation still see one flat
 signature.
@@ -31,28 +37,38 @@ class Group:
     """Base of a dataclass of settings that stands flat inside others, at the place of its field."""
 
 
-def takes(settings: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
-    """Decorate a function of `settings`: it is then called with the fields of that dataclass, or with one instance."""
+def takes(settings: type[Settings]) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorate a function whose last parameter is `settings`: callers pass its fields as keywords, or one instance."""
     if not is_dataclass(settings):
         raise TypeError(f"takes() needs a dataclass of settings; given {settings!r}.")
-    parameters = list(_parameters(settings))
-    if any(_is_group(hint) for hint in get_type_hints(settings).values()):  # places then mean nothing to a reader
-        parameters = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
+    flat = list(_parameters(settings))
+    names = {parameter.name for parameter in flat}
+    grouped = any(_is_group(hint) for hint in get_type_hints(settings).values())
 
-    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
-        result = get_type_hints(function).get("return", Any)
-        signature = inspect.Signature(parameters, return_annotation=result)
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        *others, last = inspect.signature(function).parameters.values()
+        hints = get_type_hints(function)
+        # The place of a setting means nothing to a reader where groups are flattened or other arguments come first.
+        kind = last.KEYWORD_ONLY if grouped or last.kind is last.KEYWORD_ONLY else None
+        parameters = [
+            *(each.replace(annotation=hints.get(each.name, Any)) for each in others),
+            *(each if kind is None else each.replace(kind=kind) for each in flat),
+        ]
+        parameters.sort(key=lambda each: each.kind)  # positional ones first
+        signature = inspect.Signature(parameters, return_annotation=hints.get("return", Any))
 
         @functools.wraps(function)
         def call(*values: Any, **named: Any) -> Result:
-            if len(values) == 1 and not named and isinstance(values[0], settings):
-                return function(values[0])
+            if last.name in named or (len(values) == 1 and not named and isinstance(values[0], settings)):
+                return function(*values, **named)
             bound = signature.bind(*values, **named)
+            rest = {name: value for name, value in bound.arguments.items() if name not in names}
             bound.apply_defaults()
-            return function(_build(settings, bound.arguments))
+            return function(**rest, **{last.name: _build(settings, bound.arguments)})
 
         call.__signature__ = signature  # type: ignore[attr-defined]
-        call.__annotations__ = {**{each.name: each.annotation for each in parameters}, "return": result}
+        annotations = {each.name: each.annotation for each in parameters}
+        call.__annotations__ = {**annotations, "return": signature.return_annotation}
         return call
 
     return decorate

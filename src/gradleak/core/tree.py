@@ -31,7 +31,7 @@ def map(function: Callable[..., Any], first: Mapping[str, Any], *rest: Mapping[s
 
 
 def leaves(a: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors, depth first in the order of the names as they stand."""
+    """The tensors, depth first, in the order of the names."""
     for value in a.values():
         if isinstance(value, Mapping):
             yield from leaves(value)
@@ -64,7 +64,7 @@ def multiply(a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:
 def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
     """factor * a"""
     if not isinstance(factor, Tensor) and factor == 1:
-        return dict(a)  # a pass over every lane's parameters is worth saving
+        return dict(a)  # saves a pass over every lane's parameters
 
     def scaled(x: Any) -> Any:
         # In forward mode `x * 0.1` makes the number a tensor with a zero tangent, which takes torch about 1 ms. Rules
@@ -76,14 +76,14 @@ def scale(a: Mapping[str, Any], factor: float | Tensor) -> Tree:
 
 
 def mean(trees: Sequence[Mapping[str, Any]], sizes: Sequence[float]) -> Tree:
-    """The mean, weighted by `sizes`. Of equal ones all trees are taken at once, not one after the other."""
+    """The mean, weighted by `sizes`. With equal sizes all trees are averaged at once, not one after the other."""
     total = sum(sizes)
     if len(trees) == len(sizes) > 1 and len(set(sizes)) == 1:
         return map(lambda *values: torch.stack(values).mean(0), *trees)
-    found, *rest = (scale(own, size / total) for own, size in zip(trees, sizes, strict=True))
+    result, *rest = (scale(each, size / total) for each, size in zip(trees, sizes, strict=True))
     for part in rest:
-        found = add(found, part)
-    return found
+        result = add(result, part)
+    return result
 
 
 def where(condition: Tensor, a: Mapping[str, Any], b: Mapping[str, Any]) -> Tree:
@@ -118,7 +118,7 @@ def safe_sqrt(square: Tensor) -> Tensor:
 
 
 def safe_inverse(length: Tensor) -> Tensor:
-    """1 / length, and 0 where the length is 0: what is not there weighs nothing, and has no derivative."""
+    """1 / length, and 0 where the length is 0; the derivative there is 0 too."""
     positive = length > 0
     return torch.where(positive, 1 / torch.where(positive, length, 1.0), 0.0)
 

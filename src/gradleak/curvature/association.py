@@ -1,20 +1,20 @@
 """Do two curves over rounds move together, and is there more to it than training? Rank correlations with intervals.
 
-While a network trains nearly everything falls: loss, gradient norm, curvature, and how well images come back. Two
+While a network trains nearly everything falls: loss, gradient norm, curvature, and the quality of reconstructions. Two
 falling curves have a rank correlation near one whatever the reason, so Spearman's correlation alone is no evidence that
-curvature protects. The partial correlation asks what is left once gradient norm and round are known.
+curvature protects. The partial correlation asks what remains once gradient norm and round are known.
 
 What is resampled, since rounds of one training are not independent:
     several runs (runs, rounds)   each run has its own coefficient, and whole runs are resampled: only these are
                                   independent, and differences between runs do not pass for movement over rounds
     one run (rounds,)             moving blocks of consecutive rounds (Kuensch, Annals of Statistics 17, 1989), by
                                   default ceil(n^(1/3)) long, the order of Hall, Horowitz and Jing (Biometrika 82,
-                                  1995). Blocks keep what is correlated in short; a trend is longer than any block, so
-                                  the interval then says how far the figure hangs on the recorded rounds, not how
+                                  1995). Blocks preserve short correlations; a trend is longer than any block, so the
+                                  interval then says how much the figure depends on the recorded rounds, not how
                                   another training would turn out
-Intervals are percentiles at 95 %, the same every time for the same seed. Of few runs or targets they are too narrow.
+Intervals are percentiles at 95 %; the seed fixes them. With few runs or targets they are too narrow.
 
-Not imported by `gradleak.analysis` itself, which attacks import: results and metrics are behind it.
+`gradleak.curvature` itself does not import this module, which needs results and metrics.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradleak.audit.summary import SMALL
 from gradleak.curvature.gradcam import rank_correlation
 
 Series: TypeAlias = "Sequence[float] | Sequence[Sequence[float]] | np.ndarray[Any, Any] | Tensor"
-LEFT = 1e-8  # of a curve's variance in ranks: with less left by the controls, what remains is rounding
+LEFT = 1e-8  # of a curve's variance in ranks: if the controls leave less, it is rounding
 FEWEST = 4  # values: three can be ordered in six ways only
 
 
@@ -42,13 +42,13 @@ class NoAssociation(ValueError):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A figure with its 95 % interval.
 
-    statistic   what it is
-    count       independent units that were resampled: runs, targets, or rounds of a single run
-    unit        their name; for one run also how long the blocks were
-    undefined   share of resamples without a value (a curve drawn constant), left out of the interval
+    statistic   its name
+    count       number of independent units that were resampled: runs, targets, or rounds of a single run
+    unit        their name; for one run also the length of the blocks
+    undefined   share of resamples without a value (a constant curve); the interval does not count them
     """
 
     statistic: str
@@ -61,26 +61,26 @@ class Estimate:
 
     @property
     def small(self) -> bool:
-        """Few units, by the same rule as in the tables of an audit."""
+        """Are there few units, by the rule of an audit's tables?"""
         return self.count < SMALL
 
     @property
     def degenerate(self) -> bool:
-        """All resamples agree. That is no certainty: a perfect order stays perfect however it is resampled."""
+        """Do all resamples agree? That is no certainty: a perfect order stays perfect in every resample."""
         return self.low == self.high
 
     def record(self) -> dict[str, Any]:
         return {**asdict(self), "small": self.small, "degenerate": self.degenerate}
 
     def __str__(self) -> str:
-        told = f"{self.statistic} {self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.count} {self.unit}"
-        told += ", a small sample" if self.small else ""
-        return told + (", without any spread among resamples" if self.degenerate else "")
+        text = f"{self.statistic} {self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.count} {self.unit}"
+        text += ", a small sample" if self.small else ""
+        return text + (", without any spread among resamples" if self.degenerate else "")
 
 
 def spearman(
     first: Series, second: Series, *, block: int | None = None, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+) -> IntervalEstimate:
     """Spearman's correlation of two curves, (rounds,) or (runs, rounds); ties share their mean rank.
 
     `block`: rounds in a block, for one run; 1 takes rounds as independent. Of several runs it is the mean of each run's
@@ -97,8 +97,8 @@ def partial_spearman(
     block: int | None = None,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Estimate:
-    """The same of what is left of both once the controls are known: the partial correlation of the ranks.
+) -> IntervalEstimate:
+    """The partial correlation of the ranks: the correlation that remains once the controls are known.
 
     Ranks of each curve minus their best linear prediction from the ranks of the controls, correlated. Pass at least
     gradient norm and round.
@@ -108,7 +108,7 @@ def partial_spearman(
     return _estimate("partial Spearman correlation", [first, second, *controls], block, resamples, seed)
 
 
-def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
+def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPLES, seed: int = 0) -> IntervalEstimate:
     """Mean of first minus second over the same targets, (targets,) or (targets, repeats), with whole targets resampled.
 
     As in an audit, seeds and examples of one target stay together: they are not independent.
@@ -118,20 +118,20 @@ def paired_difference(first: Series, second: Series, *, resamples: int = RESAMPL
     if len(gaps) < 2:
         raise ValueError(f"One target has no interval: pass two or more; given {len(gaps)}.")
     low, high = _quantiles(gaps[_drawn(len(gaps), 1, resamples, seed)].mean(1))
-    return Estimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
+    return IntervalEstimate("mean difference", float(gaps.mean()), low, high, len(gaps), "targets")
 
 
 @dataclass(frozen=True)
 class Association:
-    """One curve against the outcome: plainly, and once the controls are known. None: not defined, `reason` says why."""
+    """One curve against the outcome, plain and given the controls. None: not defined; `reason` says why."""
 
-    plain: Estimate | None
-    partial: Estimate | None
+    plain: IntervalEstimate | None
+    partial: IntervalEstimate | None
     reason: str = ""
 
     def record(self) -> dict[str, Any]:
-        held = {"plain": self.plain, "partial": self.partial}
-        return {**{name: value and value.record() for name, value in held.items()}, "reason": self.reason}
+        both = {"plain": self.plain, "partial": self.partial}
+        return {**{name: value and value.record() for name, value in both.items()}, "reason": self.reason}
 
 
 def associations(
@@ -145,7 +145,7 @@ def associations(
 ) -> dict[str, Association]:
     """Every other curve of a study against `outcome`: log det, lambda_max, trace, loss and the like.
 
-    A control is held against the outcome too, controlled for by the other ones.
+    Each control is correlated with the outcome too, given the other controls.
     """
     if missing := [name for name in (outcome, *controls) if name not in curves]:
         raise ValueError(f"There is no curve {', '.join(missing)}; there are {', '.join(curves)}.")
@@ -155,7 +155,7 @@ def associations(
         others = [curves[other] for other in controls if other not in (name, outcome)]
         reasons: list[str] = []
 
-        def tried(compute: Callable[[], Estimate]) -> Estimate | None:
+        def tried(compute: Callable[[], IntervalEstimate]) -> IntervalEstimate | None:
             try:
                 return compute()
             except NoAssociation as problem:
@@ -176,7 +176,9 @@ def associations(
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _estimate(statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int) -> Estimate:
+def _estimate(
+    statistic: str, series: Sequence[Series], block: int | None, resamples: int, seed: int
+) -> IntervalEstimate:
     curves = _curves(series)  # (curves, runs, rounds)
     _, runs, rounds = curves.shape
     if rounds < (fewest := max(FEWEST, len(curves) + 2)):
@@ -184,41 +186,41 @@ def _estimate(statistic: str, series: Sequence[Series], block: int | None, resam
     for position, curve in enumerate(curves):
         if bool((curve == curve[:, :1]).all(1).any()):
             raise NoAssociation(f"Curve {position + 1} is constant (in a run): it has no order to correlate.")
-    own = _coefficients(curves)  # (runs,)
-    if bool(own.isnan().any()):
+    coefficients = _coefficients(curves)  # (runs,)
+    if bool(coefficients.isnan().any()):
         raise NoAssociation(
             "The controls fix the order of one of the two curves (as where both only fall with the round), so nothing "
             "is left to correlate. Take away a control, or record rounds in which they part."
         )
-    value = float(own.mean())
+    value = float(coefficients.mean())
     if runs > 1:
         if block is not None:
             raise ValueError(f"block is for a single run: of the {runs} runs given whole runs are resampled.")
-        low, high = _quantiles(own[_drawn(runs, 1, resamples, seed)].mean(1))
-        return Estimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
+        low, high = _quantiles(coefficients[_drawn(runs, 1, resamples, seed)].mean(1))
+        return IntervalEstimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
     length = math.ceil(rounds ** (1 / 3)) if block is None else block
     if not 1 <= length <= rounds // 2:
         raise ValueError(f"block goes from 1 to half of the {rounds} rounds; given {length}.")
-    found = _coefficients(curves[:, 0][:, _drawn(rounds, length, resamples, seed)])  # (resamples,)
-    kept = found[~found.isnan()]
-    if len(kept) < resamples / 2:
+    redrawn = _coefficients(curves[:, 0][:, _drawn(rounds, length, resamples, seed)])  # (resamples,)
+    valid = redrawn[~redrawn.isnan()]
+    if len(valid) < resamples / 2:
         raise NoAssociation(
-            f"Only {len(kept)} of {resamples} resamples have a correlation, the curves being constant or fixed by the "
+            f"Only {len(valid)} of {resamples} resamples have a correlation, the curves being constant or fixed by the "
             "controls in the others: there is no interval. Record more rounds."
         )
-    low, high = _quantiles(kept)
+    low, high = _quantiles(valid)
     unit = "rounds" if length == 1 else f"rounds in blocks of {length}"
-    return Estimate(statistic, value, low, high, rounds, unit, undefined=1 - len(kept) / resamples)
+    return IntervalEstimate(statistic, value, low, high, rounds, unit, undefined=1 - len(valid) / resamples)
 
 
 def _curves(series: Sequence[Series]) -> Tensor:
     """(curves, runs, n) float64; one run where they have one axis."""
-    held = [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in series]
-    shapes = {tuple(one.shape) for one in held}
-    if len(shapes) > 1 or held[0].dim() not in (1, 2) or not held[0].numel():
-        told = ", ".join(str(tuple(one.shape)) for one in held)
-        raise ValueError(f"Curves have one shape, (n,) or (runs, n), with n at least 1; given {told}.")
-    curves = torch.stack(held)
+    tensors = [torch.as_tensor(np.asarray(one, dtype=np.float64)) for one in series]
+    shapes = {tuple(one.shape) for one in tensors}
+    if len(shapes) > 1 or tensors[0].dim() not in (1, 2) or not tensors[0].numel():
+        listed = ", ".join(str(tuple(one.shape)) for one in tensors)
+        raise ValueError(f"Curves have one shape, (n,) or (runs, n), with n at least 1; given {listed}.")
+    curves = torch.stack(tensors)
     if not bool(curves.isfinite().all()):
         raise ValueError("A curve holds values that are not finite: leave those rounds out of all of them.")
     return curves if curves.dim() == 3 else curves[:, None]
@@ -233,16 +235,16 @@ def _coefficients(curves: Tensor) -> Tensor:
             matrix[:, i, j] = matrix[:, j, i] = rank_correlation(curves[i], curves[j])
     if count == 2:
         return matrix[:, 0, 1]
-    found = torch.full((rows,), torch.nan, dtype=torch.float64)
+    coefficients = torch.full((rows,), torch.nan, dtype=torch.float64)
     defined = matrix.isfinite().all(2).all(1)
     whole = matrix[defined]
     # The controls explain C_2c C_cc^-1 C_c2 of the two; a pseudo-inverse, since controls may say the same thing.
     across = whole[:, :2, 2:]
-    left = whole[:, :2, :2] - across @ torch.linalg.pinv(whole[:, 2:, 2:], rtol=LEFT, hermitian=True) @ across.mT
-    variances = left.diagonal(dim1=1, dim2=2)
-    partial = left[:, 0, 1] / variances.clamp_min(LEFT).prod(1).sqrt()
-    found[defined] = torch.where((variances > LEFT).all(1), partial.clamp(-1.0, 1.0), torch.nan)
-    return found
+    rest = whole[:, :2, :2] - across @ torch.linalg.pinv(whole[:, 2:, 2:], rtol=LEFT, hermitian=True) @ across.mT
+    variances = rest.diagonal(dim1=1, dim2=2)
+    partial = rest[:, 0, 1] / variances.clamp_min(LEFT).prod(1).sqrt()
+    coefficients[defined] = torch.where((variances > LEFT).all(1), partial.clamp(-1.0, 1.0), torch.nan)
+    return coefficients
 
 
 def _drawn(count: int, length: int, resamples: int, seed: int) -> Tensor:

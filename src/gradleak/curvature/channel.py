@@ -1,4 +1,4 @@
-"""The channel bound: how much a release with noise says about its data, by the covariance of many releases.
+"""The channel bound: how much a noisy release says about its data, from the covariance of many releases.
 
     I(X; G + Z) <= 1/2 log det(I + Sigma_G / sigma^2),   Z ~ N(0, sigma^2 I) independent of everything
 
@@ -20,6 +20,7 @@ from torch.func import vmap
 from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.linear import gram
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params, Tree
 from gradleak.curvature.point import Point, explained
 from gradleak.engine import Engine, memory_of
@@ -34,7 +35,7 @@ SMALLEST = 64  # releases at which a curve begins
 
 @dataclass(frozen=True, eq=False)
 class Releases:
-    """n releases of d entries each, as far as their covariance needs them: inner products.
+    """n releases of d entries each, stored as the inner products that their covariance needs.
 
     gram           (n, n) float64, of the releases minus a common point near their mean
     size           d
@@ -98,8 +99,8 @@ class Releases:
         return ChannelCurve(
             counts=counts,
             sigmas=noise,
-            nats=torch.stack([found.mean(0) for found in points]).cpu(),
-            spread=torch.stack([found.std(0, correction=0) for found in points]).cpu(),
+            nats=torch.stack([point.mean(0) for point in points]).cpu(),
+            spread=torch.stack([point.std(0, correction=0) for point in points]).cpu(),
             level=self.level,
             size=self.size,
             examples=self.examples,
@@ -110,53 +111,68 @@ class Releases:
         return (*doubled, self.samples)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Clients:
+    """The clients that release, and how many are computed together.
+
+    training   their recipe; None: one step of SGD at rate 1, so that a release is a gradient
+    examples   of each client
+    server     what a defence's `broadcast` looks at
+    block      clients at a time under vmap
+    hold       releases kept at once; None: what half the device holds, twice over. Where that is not all of them, the
+               others are computed again for every block held: p blocks cost (p + 1) / 2 times the gradients
+    """
+
+    training: LocalTraining | None = None
+    examples: int = 1
+    server: Tree | None = None
+    seed: int = 0
+    block: int = 64
+    hold: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or (self.hold is not None and self.hold < 1):
+            raise ValueError(f"block and hold must be at least 1; given {self.block} and {self.hold}.")
+
+
+@takes(Clients)
 def releases(
     task: Task,
     weights: Params,
     batch: Batch,
     defence: Defence | None = None,
     *,
-    training: LocalTraining | None = None,
-    examples: int = 1,
     buffers: Params | None = None,
-    server: Tree | None = None,
-    seed: int = 0,
-    block: int = 64,
-    hold: int | None = None,
     engine: Engine | None = None,
+    clients: Clients,
 ) -> Releases:
-    """Let clients with `examples` examples each release what `LocalTraining.run` makes of them, defence included.
+    """Let clients release what `LocalTraining.run` makes of their examples, defence included.
 
-    The examples of `batch` are dealt out as they stand. `training`: None is one step of SGD at rate 1, so that a
-    release is a gradient. `server`: what a defence's `broadcast` looks at. `block`: clients at a time under vmap.
+    The other keywords are the fields of `Clients`. The clients get the examples of `batch` in order.
 
-    Memory: `hold` releases are kept at once (None: what half the device holds, twice over). Where that is not all of
-    them, the others are computed again for every block held: p blocks cost (p + 1) / 2 times the gradients.
-
-    A defence that adds noise is run with its noise, which then counts as signal. The bound stays one, and is loose:
+    A defence that adds noise is run with its noise, which then counts as signal. The bound still holds, but is loose:
     pass the defence without its noise, and the noise as sigma.
     """
     engine, defence = engine or Engine(), defence or Defence()
-    if block < 1 or (hold is not None and hold < 1):
-        raise ValueError(f"block and hold must be at least 1; given {block} and {hold}.")
+    examples, block = clients.examples, clients.block
     at = Point.at(task, weights, batch, buffers, engine)
-    sent_out = defence.broadcast(weights, server or {})
-    extras = {name: tree.to(params, engine.where, torch.float64) for name, params in sent_out.items()}
+    broadcast = defence.broadcast(weights, clients.server or {})
+    extras = {name: tree.to(params, engine.where, torch.float64) for name, params in broadcast.items()}
     total = next(iter(at.batch.values())).shape[0]
     if examples < 1 or total % examples or total < 2 * examples:
         raise TaskError(
             f"{total} examples cannot be dealt out to two or more clients with {examples} each: pass a multiple."
         )
     count, size = total // examples, at.size
-    training = training or LocalTraining(lr=1.0)
+    training = clients.training or LocalTraining(lr=1.0)
     dealt = tree.map(lambda value: value.reshape(count, examples, *value.shape[1:]), at.batch)
-    keys = torch.stack([randomness.key("releases", seed, number) for number in range(count)]).to(engine.where)
+    keys = torch.stack([randomness.key("releases", clients.seed, number) for number in range(count)]).to(engine.where)
 
     def release(batch: Batch, key: Tensor, statistics: Params) -> Tensor:
         state = ClientState(buffers={**at.shared, **statistics}, extras=extras, key=key)
-        sent, _ = training.run(at.task, at.weights, batch, defence, state)
-        seen = defence.reveal([sent], [sent.num_examples])
-        return tree.flatten({name: seen[name] for name in at.weights})
+        upload, _ = training.run(at.task, at.weights, batch, defence, state)
+        update = defence.reveal([upload], [upload.num_examples])
+        return tree.flatten({name: update[name] for name in at.weights})
 
     def rows(begin: int, end: int) -> Tensor:
         """(end - begin, d)"""
@@ -168,31 +184,31 @@ def releases(
             ]
         )
 
-    hold = hold or max(1, int(min(count, SHARE * memory_of(engine) / (16.0 * size))))
+    hold = clients.hold or max(1, int(min(count, SHARE * memory_of(engine) / (16.0 * size))))
     edges = [(begin, min(begin + hold, count)) for begin in range(0, count, hold)]
-    found = torch.zeros(count, count, dtype=torch.float64, device=engine.where)
+    products = torch.zeros(count, count, dtype=torch.float64, device=engine.where)
     squares = torch.zeros(count, dtype=torch.float64, device=engine.where)
     sums = torch.zeros(size, dtype=torch.float64, device=engine.where)
     centre = sums
     with torch.no_grad(), engine.settings(), explained():
         for i, (begin, end) in enumerate(edges):
-            own = rows(begin, end)
+            block_rows = rows(begin, end)
             if i == 0:
-                centre = own.mean(0)  # so that centring the products loses no digits
-                squares[begin:end], sums = own.square().sum(1), own.sum(0)
-            own -= centre
-            found[begin:end, begin:end] = gram(own)
+                centre = block_rows.mean(0)  # so that centring the products loses no digits
+                squares[begin:end], sums = block_rows.square().sum(1), block_rows.sum(0)
+            block_rows -= centre
+            products[begin:end, begin:end] = gram(block_rows)
             for start, stop in edges[i + 1 :]:
                 other = rows(start, stop)
                 if i == 0:
                     squares[start:stop], sums = other.square().sum(1), sums + other.sum(0)
-                found[begin:end, start:stop] = own @ (other - centre).T
-                found[start:stop, begin:end] = found[begin:end, start:stop].T
-    if not bool(found.isfinite().all()):
+                products[begin:end, start:stop] = block_rows @ (other - centre).T
+                products[start:stop, begin:end] = products[begin:end, start:stop].T
+    if not bool(products.isfinite().all()):
         raise ValueError("A release is not finite: the weights, the batch or the client's rule overflow.")
     if not float(squares.max()) > 0:
         raise ValueError("Every release is zero: the loss does not depend on the weights here, or all was pruned.")
-    return Releases(found, size, examples, squares, float((sums / count).square().sum()))
+    return Releases(products, size, examples, squares, float((sums / count).square().sum()))
 
 
 def channel_bound(eigenvalues: Tensor, sigma: Tensor) -> Tensor:
@@ -211,8 +227,8 @@ class ChannelCurve:
     level    root mean square of an entry of a release
 
     It GROWS with the count: n releases span n - 1 directions. The covariance of n is the mean of those that leave one
-    out and log det is concave, so the expectation never falls and stays below the value of the true covariance. Only
-    where the curve is level is it a bound for the data's distribution: read `growth` first.
+    out and log det is concave, so the expectation never falls and stays below the value of the true covariance. It
+    bounds the data's distribution only where the curve is level: read `growth` first.
     """
 
     counts: tuple[int, ...]
@@ -225,7 +241,7 @@ class ChannelCurve:
 
     @property
     def growth(self) -> Tensor | None:
-        """(sigmas,): share of the last value that came since half as many releases; None where there is no half."""
+        """(sigmas,): share of the last value gained since half as many releases; None where there is no half."""
         half = [row for row, count in enumerate(self.counts) if 2 * count <= self.counts[-1]]
         return 1 - self.nats[half[-1]] / self.nats[-1] if half else None
 

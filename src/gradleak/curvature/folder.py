@@ -1,9 +1,9 @@
-"""The folder of a study: it survives being killed at any moment, and the same call goes on.
+"""The folder of a study: it survives a kill at any moment, and the same call resumes.
 
 analysis.toml      the configuration, for people and for the check that a resumed study is the same
 environment.json   commit, versions, hardware, time; later runs that resumed are listed in it
 analysis.jsonl     one line per round (measure.py)
-analysis.json      all of it with PSNR and associations, analysis.html the page: written anew at the end of every run
+analysis.json      all rows with PSNR and associations; analysis.html the page: both rewritten at the end of every run
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from gradleak import __version__
 from gradleak.core.configuration import from_toml, to_toml
-from gradleak.core.files import BadRun, encode, read_object
-from gradleak.core.folder import ResumableFolder, whole_lines, with_resumption
+from gradleak.core.files import BadRun, encode, read_object, whole_lines
+from gradleak.core.folder import ResumableFolder, with_resumption
 from gradleak.curvature.measure import VERSION, Row
 
 
@@ -33,7 +33,7 @@ class StudyFolder(ResumableFolder):
     }
 
     def open(self, settings: dict[str, Any], environment: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-        """Make the folder ready: new, or holding the same study. Returns its rows, and the environment it records."""
+        """Prepare the folder, new or of the same study. Returns its rows and the environment to record."""
         self.lock()
         try:
             if self.holds(settings):
@@ -43,7 +43,7 @@ class StudyFolder(ResumableFolder):
             rows = rows_in(self.path)
             self.write("environment.json", json.dumps(environment, indent=2, allow_nan=False) + "\n")
             self.write("analysis.toml", to_toml(settings, f"An analysis by gradleak {__version__}."))
-            # Without what was in flight, so that appending starts on a clean line.
+            # Without a half-written last line, so that appending starts on a new one.
             self.write("analysis.jsonl", b"".join(map(encode, rows)))
             return rows, environment
         except BaseException:
@@ -56,7 +56,7 @@ class StudyFolder(ResumableFolder):
 
 
 def rows_in(path: Path) -> list[Row]:
-    """The lines of analysis.jsonl; a last one without its end was in flight."""
+    """The rows of analysis.jsonl; a half-written last line does not count."""
     place = path / "analysis.jsonl"
     rows = [read_object(line, f"{place}:{number}") for number, line in enumerate(whole_lines(place), start=1)]
     for number, row in enumerate(rows, start=1):

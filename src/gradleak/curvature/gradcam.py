@@ -1,11 +1,11 @@
 """Does a defended model still explain itself? Grad-CAM maps of two models on the same images, compared.
 
-Published comparisons score 8-bit pictures in which a coloured map lies over the photograph; the photograph is the same
-in both, which raises every score, SSIM most of all. Scores of the map itself are the first ones here, those of the
-pictures carry `overlay` in their names. Both models explain the SAME class: explaining the label for one and the
+Published comparisons score 8-bit pictures in which a coloured map lies over the photograph. The photograph is the same
+in both, which raises every score, SSIM most of all. Here the plain names score the map itself, and the names with
+`overlay` score the pictures. Both models explain the SAME class: explaining the label for one and the
 predicted class for the other measures a difference of decisions, not of explanations.
 
-Not imported by `gradleak.analysis` itself, which attacks import: scores come from `gradleak.metrics`.
+`gradleak.curvature` itself does not import this module: scores come from `gradleak.metrics`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fidelity:
     overlay_ssim: Tensor
 
     def means(self) -> dict[str, float]:
-        """Over the images; those without a rank correlation are left out of its mean."""
+        """Means over the images; images without a rank correlation do not count in its mean."""
         return {field.name: float(getattr(self, field.name).nanmean()) for field in fields(self)}
 
 
@@ -64,28 +64,28 @@ def fidelity(
 
     `defended_buffers` are those of `buffers` unless given.
     """
-    theirs = buffers if defended_buffers is None else defended_buffers
+    other_buffers = buffers if defended_buffers is None else defended_buffers
     plain = heat_maps(task, weights, batch, layer=layer, target=target, buffers=buffers)
-    other = heat_maps(task, defended, batch, layer=layer, target=target, buffers=theirs)
+    other = heat_maps(task, defended, batch, layer=layer, target=target, buffers=other_buffers)
     return compare(other, plain, task.fields["x"].unit(batch["x"]))
 
 
-def compare(found: Tensor, reference: Tensor, images: Tensor) -> Fidelity:
+def compare(maps: Tensor, reference: Tensor, images: Tensor) -> Fidelity:
     """Maps (N, H, W) in [0, 1] against those of the reference, over photographs (N, C, H, W) in [0, 1]."""
-    if found.shape != reference.shape or images.shape[:1] + images.shape[2:] != found.shape:
-        shapes = ", ".join(str(tuple(value.shape)) for value in (found, reference, images))
+    if maps.shape != reference.shape or images.shape[:1] + images.shape[2:] != maps.shape:
+        shapes = ", ".join(str(tuple(value.shape)) for value in (maps, reference, images))
         raise ValueError(f"Maps are (N, H, W) and images (N, C, H, W) with equal N, H and W; given {shapes}.")
-    one, two = found[:, None], reference[:, None]
-    picture, wanted = (overlay(images, maps).to(torch.float64) / 255 for maps in (found, reference))
+    one, two = maps[:, None], reference[:, None]
+    picture, expected = (overlay(images, each).to(torch.float64) / 255 for each in (maps, reference))
     return Fidelity(
         mse=mse(one, two),
         psnr=psnr(one, two),
         ssim=ssim(one, two),
-        rank_correlation=rank_correlation(found.flatten(1), reference.flatten(1)),
-        top_overlap=top_overlap(found.flatten(1), reference.flatten(1)),
-        overlay_mse=255**2 * mse(picture, wanted),
-        overlay_psnr=psnr(picture, wanted),
-        overlay_ssim=ssim(picture, wanted),
+        rank_correlation=rank_correlation(maps.flatten(1), reference.flatten(1)),
+        top_overlap=top_overlap(maps.flatten(1), reference.flatten(1)),
+        overlay_mse=255**2 * mse(picture, expected),
+        overlay_psnr=psnr(picture, expected),
+        overlay_ssim=ssim(picture, expected),
     )
 
 

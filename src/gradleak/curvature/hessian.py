@@ -1,20 +1,20 @@
-"""Curvature of a model at a checkpoint: products with the Hessian of its mean loss, and what they tell of the spectrum.
+"""Curvature of a model at a checkpoint: products with the Hessian of its mean loss, and the spectrum they show.
 
     H = (1/n) sum_i d^2 loss(w; x_i, y_i) / dw^2     at given weights, in evaluation mode, without weight decay, float64
 
 A product H v is the derivative of the gradient along v (forward over reverse; Pearlmutter, Neural Computation 1994), so
 no graph is kept and all vectors go through one vmapped pass; where torch cannot do that, reverse over forward. Measured
 on LeNet-Zhu with 100 examples and 10 vectors, on one core, both orders, double backward with a graph built once, and a
-linearised gradient are within a third of one another (12 to 16 products a second). What matters is that the examples
-are taken in parts whose activations stay in the cache.
+linearised gradient differ by less than a third (12 to 16 products a second). What matters is to take the examples in
+parts whose activations stay in the cache.
 
 The Gauss-Newton matrix G = (1/n) sum_i J_i^T (d^2 loss / dz^2) J_i, of the model's outputs z, has no negative
 eigenvalue where the loss is convex in z; for cross-entropy of logits it is J^T (diag p - p p^T) J, the Fisher matrix
 (Martens, JMLR 2020).
 
-`curvature` is one checkpoint in one record. Its log-determinant is the quantity that work on flat minima and leakage
-plots. Read it with care: it changes with the number of weights and when layers are rescaled, though the function stays
-the same, and it mostly counts eigenvalues beyond sqrt(damping). Compare the excess, of one architecture.
+`curvature` measures one checkpoint. Work on flat minima and leakage plots its log-determinant. Read that with care: it
+changes with the number of weights, and when layers are rescaled though the function stays the same, and it mostly
+counts eigenvalues beyond sqrt(damping). Compare the excess, within one architecture.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.curvature.lanczos import (
     Exact,
+    Lanczos,
     Operator,
     dense,
     density,
@@ -43,19 +45,14 @@ from gradleak.curvature.lanczos import (
     trace,
     traces,
 )
-from gradleak.curvature.spectrum import DAMPING, Counted, Density, Estimate, Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.spectrum import Counted, Density, Extremes, LogDeterminant, SampleMean, Spectrum
 from gradleak.engine import Engine, EngineError, activations, memory_of
 from gradleak.scenario.task import Batch, Task, TaskError
 
-__all__ = [
-    "Counted",
-    "Curvature",
-    "Density",
-    "Estimate",
-    "Exact",
-    "Extremes",
-    "LogDeterminant",
+__all__ = ["Counted", "Curvature", "Density", "Exact", "Extremes", "Lanczos", "LogDeterminant", "MatrixFigures"]
+__all__ += [
     "Operator",
+    "SampleMean",
     "Spectrum",
     "curvature",
     "dense",
@@ -64,9 +61,8 @@ __all__ = [
     "extremes",
     "ggn",
     "hessian",
-    "log_determinant",
-    "trace",
 ]
+__all__ += ["log_determinant", "trace"]
 
 TRACE_PROBES = 30  # at least, for the trace of a record: they are cheap beside the Lanczos runs
 CACHED = 1_000_000  # entries of the activations of all vectors and examples that a CPU takes at a time
@@ -91,7 +87,7 @@ def hessian(
     block   vectors multiplied together; None: by the size of the model and of the device
     chunk   examples differentiated together; None: likewise
     """
-    return _Point.of(task, weights, batch, buffers, engine, block, chunk).hessian()
+    return _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk).hessian()
 
 
 def ggn(
@@ -109,34 +105,32 @@ def ggn(
     For cross-entropy of logits d^2 loss / dz^2 is diag p - p p^T per example. It is taken by differentiation, so any
     objective will do that calls the model once, on a tensor of outputs, and is not linear in them.
     """
-    return _Point.of(task, weights, batch, buffers, engine, block, chunk).ggn()
+    return _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk).ggn()
 
 
 # --- one checkpoint ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Curvature:
-    """A model at one checkpoint, on one batch.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MatrixFigures:
+    """The spectrum of a symmetric matrix, estimated.
 
-    size, examples     d weights, n examples
-    loss               mean over the batch; `gradient_norm` is that of its gradient
     log_determinant    1/2 tr log(H^2 + damping) with floor, excess, errors and count; see `LogDeterminant`
     extremes           lowest and highest eigenvalue, residuals and whether to trust them
     trace, square      tr H, and tr H^2 (the squared Frobenius norm), with standard errors
-    products, seconds  what it took
     """
 
-    size: int
-    examples: int
-    loss: float
-    gradient_norm: float
     log_determinant: LogDeterminant
     extremes: Extremes
-    trace: Estimate
-    square: Estimate
-    products: int
-    seconds: float
+    trace: SampleMean
+    square: SampleMean
+
+    @staticmethod
+    def of(operator: Operator, lanczos: Lanczos) -> MatrixFigures:
+        """From one set of Lanczos runs, and a few products more for the traces."""
+        log_det = log_determinant(operator, lanczos=lanczos)
+        first, second = traces(operator, max(TRACE_PROBES, lanczos.probes), lanczos.seed)
+        return MatrixFigures(log_determinant=log_det, extremes=log_det.spectrum.extremes(), trace=first, square=second)
 
     @property
     def excess(self) -> float:
@@ -156,21 +150,33 @@ class Curvature:
 
     def to_json(self, points: int = 256) -> dict[str, Any]:
         """Plain numbers, strings and lists; `points` of the density, none for 0."""
-        return {
-            "size": self.size,
-            "examples": self.examples,
-            "loss": self.loss,
-            "gradient_norm": self.gradient_norm,
-            "log_determinant": self.log_determinant.to_json(),
-            "extremes": self.extremes.to_json(),
-            "trace": self.trace.to_json(),
-            "square": self.square.to_json(),
-            "products": self.products,
-            "seconds": self.seconds,
-            **({"density": self.density(points).to_json()} if points else {}),
-        }
+        figures = {name: getattr(self, name).to_json() for name in ("log_determinant", "extremes", "trace", "square")}
+        return {**figures, **({"density": self.density(points).to_json()} if points else {})}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Curvature(MatrixFigures):
+    """A model at one checkpoint, on one batch: the figures of its Hessian, and
+
+    size, examples     d weights, n examples
+    loss               mean over the batch; `gradient_norm` is that of its gradient
+    products, seconds  the cost
+    """
+
+    size: int
+    examples: int
+    loss: float
+    gradient_norm: float
+    products: int
+    seconds: float
+
+    def to_json(self, points: int = 256) -> dict[str, Any]:
+        """Plain numbers, strings and lists; `points` of the density, none for 0."""
+        names = ("size", "examples", "loss", "gradient_norm", "products", "seconds")
+        return {**{name: getattr(self, name) for name in names}, **super().to_json(points)}
+
+
+@takes(Lanczos)
 def curvature(
     task: Task,
     weights: Params,
@@ -178,31 +184,26 @@ def curvature(
     buffers: Params | None = None,
     *,
     engine: Engine | None = None,
-    damping: float = DAMPING,
-    probes: int = 10,
-    steps: int = 100,
-    most_steps: int = 400,
-    seed: int = 0,
     block: int | None = None,
     chunk: int | None = None,
+    lanczos: Lanczos,
 ) -> Curvature:
-    """Everything of one checkpoint from one set of Lanczos runs, and a few products more for the traces."""
+    """Everything of one checkpoint from one set of Lanczos runs, and a few products more for the traces.
+
+    The other keywords are the fields of `Lanczos`: `curvature(task, weights, batch, probes=5, steps=50)`.
+    """
     began = time.perf_counter()
-    at = _Point.of(task, weights, batch, buffers, engine, block, chunk)
+    at = _MeanLoss.of(task, weights, batch, buffers, engine, block, chunk)
     loss, gradient_norm = at.loss_and_gradient_norm()
     operator = at.hessian()
-    found = log_determinant(operator, damping, probes, steps, most_steps, seed)
-    first, second = traces(operator, max(TRACE_PROBES, probes), seed)
+    figures = MatrixFigures.of(operator, lanczos)
     return Curvature(
+        **vars(figures),
         size=operator.size,
         examples=at.examples,
         loss=loss,
         gradient_norm=gradient_norm,
-        log_determinant=found,
-        extremes=found.spectrum.extremes(),
-        trace=first,
-        square=second,
-        products=probes * found.steps + max(TRACE_PROBES, probes),
+        products=lanczos.probes * figures.log_determinant.steps + max(TRACE_PROBES, lanczos.probes),
         seconds=time.perf_counter() - began,
     )
 
@@ -211,8 +212,8 @@ def curvature(
 
 
 @dataclass(frozen=True, eq=False)
-class _Point:
-    """A private copy of the task in float64 and evaluation mode, at flat weights `w`, with its batch."""
+class _MeanLoss:
+    """The mean loss of a batch as a function of flat weights, at `w`, in float64 and evaluation mode."""
 
     task: Task
     w: Tensor
@@ -234,7 +235,7 @@ class _Point:
         engine: Engine | None,
         block: int | None,
         chunk: int | None,
-    ) -> _Point:
+    ) -> _MeanLoss:
         engine = engine or Engine()
         for name, value in (("block", block), ("chunk", chunk)):
             if value is not None and value < 1:
@@ -242,14 +243,14 @@ class _Point:
         demand_fitting(task, weights, batch)
         work = task.to(engine.where, torch.float64)
         work.model.eval()  # the copy's: the statistics of a checkpoint, not those of this batch
-        like, held, rest = (
+        like, examples, rest = (
             tree.to(tree.detach(values), engine.where, torch.float64)
             for values in (weights, batch, task.buffers() if buffers is None else buffers)
         )
-        few = {name: value[:2] for name, value in held.items()}
+        few = {name: value[:2] for name, value in examples.items()}
         entries = max(1, activations(work, like, few, rest) // len(next(iter(few.values()))))
         flat = tree.flatten(like)
-        at = _Point(work, flat, like, rest, held, engine, block, chunk, entries, _forward_over_reverse)
+        at = _MeanLoss(work, flat, like, rest, examples, engine, block, chunk, entries, _forward_over_reverse)
         at._demand_a_mean()
         with engine.settings(), torch.no_grad():
             return replace(at, slope=_workable(partial(at.loss, examples=few), flat))
@@ -262,9 +263,9 @@ class _Point:
         return self.task.loss(tree.unflatten(w, self.like), examples, self.buffers)[0]
 
     def outputs(self, w: Tensor, examples: Batch) -> Tensor:
-        """What the objective gets from the model, whatever it then does with it."""
-        held = {name: value.clone() for name, value in self.buffers.items()}
-        model, caught = self.task.call(tree.unflatten(w, self.like), held), []
+        """The model's outputs, as the objective gets them."""
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        model, caught = self.task.call(tree.unflatten(w, self.like), buffers), []
 
         def call(*args: Any, **kwargs: Any) -> Any:
             caught.append(model(*args, **kwargs))
@@ -272,9 +273,9 @@ class _Point:
 
         self.task.objective(call, examples)
         if len(caught) != 1 or not isinstance(caught[0], Tensor):
-            told = f"{len(caught)} times" if len(caught) != 1 else f"for a {type(caught[0]).__name__}"
+            what = f"{len(caught)} times" if len(caught) != 1 else f"for a {type(caught[0]).__name__}"
             raise TaskError(
-                f"The objective calls the model {told}; a Gauss-Newton matrix needs one call that returns a tensor. "
+                f"The objective calls the model {what}; a Gauss-Newton matrix needs one call that returns a tensor. "
                 "Use hessian instead, or an objective such as cross_entropy(model(x), y)."
             )
         return caught[0]
@@ -328,7 +329,7 @@ class _Point:
     # --- sizes ---
 
     def _block(self) -> int:
-        """Vectors at a time: each takes some copies of the weights, beside its activations."""
+        """Vectors at a time: each needs some copies of the weights, besides its activations."""
         if self.engine.where.type != "cuda":
             return int(max(16, min(256, CACHED // (8 * self.entries))))
         return int(max(1, min(256, SHARE * memory_of(self.engine) // (64 * self.w.numel()))))
@@ -351,7 +352,7 @@ class _Point:
     # --- what is demanded ---
 
     def _demand_a_mean(self) -> None:
-        """The parts' losses must average to the whole's: else cutting the batch would change what is measured."""
+        """The losses of the parts must average to that of the batch, or cutting the batch would change the result."""
         with self.engine.settings(), torch.no_grad():
             whole = float(self.loss(self.w, self.batch))
             if not math.isfinite(whole):
@@ -393,7 +394,7 @@ def _reverse_over_forward(function: Scalar, x: Tensor, v: Tensor) -> Tensor:
 
 
 def _workable(function: Scalar, x: Tensor) -> Slope:
-    """Of the two orders the first that torch can do here: mse_loss, for one, has a backward without forward mode."""
+    """The first of the two orders that torch supports here: mse_loss, for one, has a backward without forward mode."""
     refused: list[RuntimeError] = []
     for order in (_forward_over_reverse, _reverse_over_forward):
         try:
@@ -403,18 +404,18 @@ def _workable(function: Scalar, x: Tensor) -> Slope:
             raise
         except RuntimeError as problem:
             refused.append(problem)
-    told = str(refused[0]).partition("\n")[0]
+    why = str(refused[0]).partition("\n")[0]
     raise EngineError(
-        f"torch cannot differentiate this model twice, which its Hessian needs: {told} Run task.check() for the cause."
+        f"torch cannot differentiate this model twice, which its Hessian needs: {why} Run task.check() for the cause."
     ) from refused[0]
 
 
 def demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
     """Weights and batch must be of this task."""
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    if given != expected:
-        odd = ", ".join(f"{name} {shape}" for name, shape in sorted(set(given.items()) ^ set(expected.items()))[:3])
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if shapes != expected:
+        odd = ", ".join(f"{name} {shape}" for name, shape in sorted(set(shapes.items()) ^ set(expected.items()))[:3])
         raise TaskError(
             f"The weights are not of this model: they differ at {odd}. Pass all its trained weights by name, as "
             "task.weights() has them."
@@ -427,11 +428,11 @@ def demand_fitting(task: Task, weights: Params, batch: Batch) -> None:
 
 
 def _explained(problem: RuntimeError) -> RuntimeError:
-    told = str(problem).partition("\n")[0]
+    reason = str(problem).partition("\n")[0]
     if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory: pass a smaller block (of vectors) or chunk (of examples). ({told})")
-    if any(word in told for word in ("vmap", "atching rule", "functorch", "data-dependent")):
+        return EngineError(f"Out of memory: pass a smaller block (of vectors) or chunk (of examples). ({reason})")
+    if any(word in reason for word in ("vmap", "atching rule", "functorch", "data-dependent")):
         return EngineError(
-            f"This model cannot run under vmap: {told} Engine(batched=False) multiplies one vector after the other."
+            f"This model cannot run under vmap: {reason} Engine(batched=False) multiplies one vector after the other."
         )
     return problem

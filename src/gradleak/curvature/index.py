@@ -1,4 +1,4 @@
-"""The curvature index that the flat-minima paper prints as a bound on information, and the step that it rests on."""
+"""The curvature index that the flat-minima paper prints as a bound on information, and a test of its main step."""
 
 from __future__ import annotations
 
@@ -112,34 +112,34 @@ class CovarianceTest:
 
 
 def against_curvature(
-    seen: Releases, trace: float, top: Tensor, *, log_det: float | None = None, damping: float = DAMPING
+    sample: Releases, trace: float, top: Tensor, *, log_det: float | None = None, damping: float = DAMPING
 ) -> CovarianceTest:
-    """Hold `seen` against a curvature matrix: its trace, its largest eigenvalues (descending), its damped log det.
+    """Compare releases with a curvature matrix: its trace, its largest eigenvalues (descending), its damped log det.
 
     `log_det` is sum_i 1/2 log(h_i^2 + damping), with the same damping. Pass those of the Hessian at the same weights
     and examples, or of the Gauss-Newton matrix, for which the step is nearer to the truth.
     """
     if not damping > 0:
         raise ValueError(f"damping must be above 0; given {damping}.")
-    if top.dim() != 1 or not 1 <= len(top) < seen.samples or bool((top.diff() > 0).any()):
+    if top.dim() != 1 or not 1 <= len(top) < sample.samples or bool((top.diff() > 0).any()):
         raise ValueError(
-            f"top holds between 1 and {seen.samples - 1} eigenvalues, the largest first: {seen.samples} releases have "
-            f"no more to compare. Given {tuple(top.shape)}."
+            f"top holds between 1 and {sample.samples - 1} eigenvalues, the largest first: {sample.samples} releases "
+            f"have no more to compare. Given {tuple(top.shape)}."
         )
-    spectrum, floor = seen.spectrum, seen.size / 2 * math.log(damping)
-    rest = (seen.size - seen.samples) / 2 * math.log(damping)  # negative where there are more releases than weights
+    spectrum, floor = sample.spectrum, sample.size / 2 * math.log(damping)
+    rest = (sample.size - sample.samples) / 2 * math.log(damping)  # negative where there are more releases than weights
     return CovarianceTest(
-        samples=seen.samples,
-        examples=seen.examples,
-        parameters=seen.size,
+        samples=sample.samples,
+        examples=sample.examples,
+        parameters=sample.size,
         damping=damping,
-        traces=(float(spectrum.sum()), trace / seen.examples),
-        tops=(tuple(spectrum[: len(top)].tolist()), tuple((top / seen.examples).tolist())),
+        traces=(float(spectrum.sum()), trace / sample.examples),
+        tops=(tuple(spectrum[: len(top)].tolist()), tuple((top / sample.examples).tolist())),
         excesses=(
-            0.5 * float(((seen.examples * spectrum).square() / damping).log1p().sum()),
+            0.5 * float(((sample.examples * spectrum).square() / damping).log1p().sum()),
             None if log_det is None else log_det - floor,
         ),
-        entropy=seen.size / 2 * math.log(2 * math.pi * math.e) + rest + 0.5 * float((spectrum + damping).log().sum()),
-        index=None if log_det is None else curvature_index(seen.size, seen.examples, log_det=log_det).determinant,
-        mean_share=seen.mean_share,
+        entropy=sample.size / 2 * math.log(2 * math.pi * math.e) + rest + 0.5 * float((spectrum + damping).log().sum()),
+        index=None if log_det is None else curvature_index(sample.size, sample.examples, log_det=log_det).determinant,
+        mean_share=sample.mean_share,
     )

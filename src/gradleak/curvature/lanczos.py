@@ -4,14 +4,14 @@
 
 Stochastic Lanczos quadrature (Ubaru, Chen, Saad, SIAM J. Matrix Anal. Appl. 2017): a Lanczos run of m steps from a
 random vector of signs turns into nodes t and weights tau with d * sum tau f(t) ~ v^T f(H) v, whose mean over vectors
-is tr f(H). All runs advance together. Two errors are told apart: that of the random vectors (a standard error), and
-that of the quadrature (how far the estimates of a half and of three quarters of the steps are away). The second is a
-bias, and the one that misleads: it is driven below the first by doubling the steps, which continues the same runs.
-Estimates swing about the truth as the steps grow, so the half alone can agree by chance: on the networks of the tests,
-of 1,408 weights and known spectra, it understated the error thirtyfold after 16 steps, and after 40 in two of six runs.
+is tr f(H). All runs advance together. There are two errors: that of the random vectors (a standard error), and that of
+the quadrature (how far the estimates after a half and three quarters of the steps differ). The second is a bias, and
+the one that misleads: the steps are doubled, which continues the same runs, until it is below the first. Estimates
+oscillate about the truth as the steps grow, so the half alone can agree by chance: on the networks of the tests, of
+1,408 weights and known spectra, it understated the error thirtyfold after 16 steps, and after 40 in two of six runs.
 
-Float64 throughout, and every new vector is made orthogonal to all earlier ones, twice: without that, copies of
-eigenvalues that have converged come back and spoil the weights. Nothing here knows of networks; see `hessian.py`.
+All in float64. Every new vector is made orthogonal to all earlier ones, twice: without that, copies of converged
+eigenvalues come back and spoil the weights. This module does not know networks; see `hessian.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from gradleak.core.random import Draws, key
+from gradleak.core.settings import takes
 from gradleak.curvature.spectrum import (
     DAMPING,
     Density,
-    Estimate,
     Extremes,
     LogDeterminant,
+    SampleMean,
     Spectrum,
     excess_of,
     floor_of,
@@ -38,7 +39,7 @@ from gradleak.curvature.spectrum import (
 from gradleak.engine import Engine, EngineError, memory_of
 
 SHARE = 0.5  # of the memory of the device, for the vectors of all runs
-ENDED = 1e-12  # of the largest entry so far: a next entry as small means that the run has seen its whole subspace
+ENDED = 1e-12  # of the largest entry so far: a smaller next entry means that the run has reached its whole subspace
 ASYMMETRY = 1e-8  # of the largest entry: beyond this a matrix is not symmetric up to rounding
 
 
@@ -64,11 +65,11 @@ class Operator:
 
     @staticmethod
     def of(matrix: Tensor) -> Operator:
-        """A matrix that is at hand."""
+        """From an explicit matrix."""
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"A symmetric matrix is square; given shape {tuple(matrix.shape)}.")
-        held = matrix.detach().to(torch.float64)
-        return Operator(len(held), held.device, lambda vectors: vectors @ held.T, block=len(held))
+        exact = matrix.detach().to(torch.float64)
+        return Operator(len(exact), exact.device, lambda vectors: vectors @ exact.T, block=len(exact))
 
     def __call__(self, vectors: Tensor) -> Tensor:
         if vectors.dim() not in (1, 2) or vectors.shape[-1] != self.size:
@@ -140,7 +141,7 @@ def _symmetrised(operator: Operator, block: int | None) -> tuple[Tensor, float]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-class Lanczos:
+class LanczosRun:
     """k runs that advance together from unit multiples of `starts` (k, d), and can be continued.
 
     A run that has reached an invariant subspace stands still: its later vectors are zero.
@@ -217,7 +218,10 @@ class Lanczos:
 
 @dataclass(frozen=True, eq=False)
 class Tridiagonal:
-    """What k runs of m steps leave: diagonals (k, m), off-diagonals (k, m) whose last leads out, and who has ended."""
+    """The result of k runs of m steps: diagonals (k, m), off-diagonals (k, m), and which runs have ended.
+
+    The last off-diagonal entry leads out of the matrix.
+    """
 
     size: int
     diagonal: Tensor
@@ -239,12 +243,12 @@ class Tridiagonal:
         return nodes, vectors
 
     def spectrum(self) -> Spectrum:
-        """What all steps see, and beside it what a half and three quarters of them do, to judge it by."""
+        """The spectrum after all steps, with those after a half and three quarters of them, to judge it by."""
         m = self.steps
-        earlier = tuple(self._seen(max(1, part)) for part in (m // 2, 3 * m // 4))
-        return replace(self._seen(m), earlier=earlier, ended=self.ended)
+        earlier = tuple(self._after(max(1, part)) for part in (m // 2, 3 * m // 4))
+        return replace(self._after(m), earlier=earlier, ended=self.ended)
 
-    def _seen(self, m: int) -> Spectrum:
+    def _after(self, m: int) -> Spectrum:
         nodes, vectors = self.solved(m)
         residuals = (self.off[:, m - 1 : m] * vectors[:, -1]).abs()
         residuals = residuals.maximum(torch.finfo(nodes.dtype).eps * nodes.abs().amax(1, keepdim=True))  # its rounding
@@ -264,61 +268,70 @@ class Runs:
                 f"may be used on {operator.device}. Allow fewer steps (most_steps), and look at `converged`."
             )
         self.size = operator.size
-        self.groups = [Lanczos(operator, starts) for starts in signs(operator, probes, seed).split(room)]
+        self.groups = [LanczosRun(operator, starts) for starts in signs(operator, probes, seed).split(room)]
 
     def advance(self, steps: int) -> Tridiagonal:
-        found = []
+        parts = []
         for group in self.groups:
             group.advance(min(steps, self.size))
-            found.append(group.tridiagonal)
+            parts.append(group.tridiagonal)
             if len(self.groups) > 1:
                 group.release()
         # Groups that ended early are shorter; zeros stand for the rest, as they do within a group.
-        m = max(part.steps for part in found)
+        m = max(part.steps for part in parts)
         wide = lambda rows: torch.nn.functional.pad(rows, (0, m - rows.shape[1]))  # noqa: E731
         return Tridiagonal(
             self.size,
-            torch.cat([wide(part.diagonal) for part in found]),
-            torch.cat([wide(part.off) for part in found]),
-            torch.cat([part.ended for part in found]),
+            torch.cat([wide(part.diagonal) for part in parts]),
+            torch.cat([wide(part.off) for part in parts]),
+            torch.cat([part.ended for part in parts]),
         )
 
 
 def signs(operator: Operator, probes: int, seed: int) -> Tensor:
     """(probes, d) of +1 and -1. The i-th depends on the seed and on i alone, and is the same on every machine."""
     keys = torch.stack([key("probe", seed, number) for number in range(probes)]).to(operator.device)
-    drawn: Tensor = vmap(lambda own: Draws(own).uniform((operator.size,)))(keys)
+    drawn: Tensor = vmap(lambda each: Draws(each).uniform((operator.size,)))(keys)
     return torch.where(drawn < 0.5, 1.0, -1.0).to(torch.float64)
 
 
 # --- estimates --------------------------------------------------------------------------------------------------------
 
 
-def log_determinant(
-    operator: Operator,
-    damping: float = DAMPING,
-    probes: int = 10,
-    steps: int = 100,
-    most_steps: int = 400,
-    seed: int = 0,
-) -> LogDeterminant:
+@dataclass(frozen=True)
+class Lanczos:
+    """How eigenvalues are looked for: random vectors, steps of each, the most that doubling may lead to."""
+
+    probes: int = 10
+    steps: int = 100
+    most_steps: int = 400
+    damping: float = DAMPING
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _demand(self.probes, self.steps, self.most_steps)
+        if not self.damping > 0:
+            raise ValueError(
+                f"damping must be above 0, or eigenvalues of zero have no logarithm; given {self.damping}."
+            )
+
+
+@takes(Lanczos)
+def log_determinant(operator: Operator, *, lanczos: Lanczos) -> LogDeterminant:
     """1/2 tr log(H^2 + damping). The steps are doubled, up to `most_steps`, while the quadrature error is larger."""
-    _demand(probes, steps, most_steps)
-    if not damping > 0:
-        raise ValueError(f"damping must be above 0, or eigenvalues of zero have no logarithm; given {damping}.")
-    runs = Runs(operator, probes, most_steps, seed)
+    runs, steps = Runs(operator, lanczos.probes, lanczos.most_steps, lanczos.seed), lanczos.steps
     while True:
-        found = _judged(runs.advance(steps), damping)
-        if found.converged or steps >= min(most_steps, operator.size):
-            return found
-        steps = min(2 * steps, most_steps)
+        estimate = _judged(runs.advance(steps), lanczos.damping)
+        if estimate.converged or steps >= min(lanczos.most_steps, operator.size):
+            return estimate
+        steps = min(2 * steps, lanczos.most_steps)
 
 
-def _judged(seen: Tridiagonal, damping: float) -> LogDeterminant:
-    spectrum, excess = seen.spectrum(), lambda t: excess_of(t, damping)
+def _judged(runs: Tridiagonal, damping: float) -> LogDeterminant:
+    spectrum, excess = runs.spectrum(), lambda t: excess_of(t, damping)
     excesses = tuple(spectrum.traces(excess).tolist())
     moved = float(spectrum.gaps(excess).mean(1).abs().max())
-    return LogDeterminant(seen.size, damping, excesses, moved, spectrum.count(damping), spectrum)
+    return LogDeterminant(runs.size, damping, excesses, moved, spectrum.count(damping), spectrum)
 
 
 def extremes(
@@ -329,36 +342,34 @@ def extremes(
     Lanczos, not power iteration: that finds the eigenvalue of largest magnitude, whichever end it is at.
     """
     _demand(2, steps, most_steps)
-    run = Lanczos(operator, signs(operator, 1, seed))
+    run = LanczosRun(operator, signs(operator, 1, seed))
     while True:
         run.advance(min(steps, operator.size))
-        found = run.tridiagonal.spectrum().extremes(tolerance)
-        if found.accepted or steps >= min(most_steps, operator.size):
+        ends = run.tridiagonal.spectrum().extremes(tolerance)
+        if ends.accepted or steps >= min(most_steps, operator.size):
             break
         steps = min(2 * steps, most_steps)
     ritz = run.tridiagonal.solved()[1][0]  # (m, m)
     vectors = torch.cat([run.combined(ritz[None, :, 0]), run.combined(ritz[None, :, -1])])
     vectors = vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     largest = vectors.gather(1, vectors.abs().argmax(1, keepdim=True))
-    return Extremes(
-        found.lowest, found.highest, found.residuals, found.accepted, found.steps, vectors=vectors * largest.sign()
-    )
+    return replace(ends, vectors=vectors * largest.sign())
 
 
-def trace(operator: Operator, probes: int = 30, seed: int = 0) -> Estimate:
+def trace(operator: Operator, probes: int = 30, seed: int = 0) -> SampleMean:
     """tr H by random signs (Hutchinson, Commun. Stat. Simul. Comput. 1990). Its variance is 2 sum_(i != j) H_ij^2 / n.
 
-    The number of vectors is fixed beforehand: stopping once the mean has settled would bias it.
+    The number of vectors is fixed in advance: stopping once the mean has settled would bias it.
     """
     return traces(operator, probes, seed)[0]
 
 
-def traces(operator: Operator, probes: int = 30, seed: int = 0) -> tuple[Estimate, Estimate]:
+def traces(operator: Operator, probes: int = 30, seed: int = 0) -> tuple[SampleMean, SampleMean]:
     """tr H and tr H^2, from the same products."""
     _demand(probes, 1, 1)
     vectors = signs(operator, probes, seed)
     products = operator(vectors)
-    return Estimate.of((vectors * products).sum(1)), Estimate.of(products.square().sum(1))
+    return SampleMean.of((vectors * products).sum(1)), SampleMean.of(products.square().sum(1))
 
 
 def density(

@@ -1,7 +1,6 @@
-"""What attacks got out of the checkpoints: PSNR over rounds, read from the folder of an audit.
+"""What attacks recovered at the checkpoints: PSNR over rounds, read from the folder of an audit.
 
-Only the scores are read. They were made with the truth at hand, by the audit; no attack is run here and no image is
-opened.
+Only the scores are read, which the audit computed with the truth. No attack is run here, and no image is opened.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from gradleak.scenario.task import Task
 
 
 class OtherAudit(ValueError):
-    """An audit that attacked something else than what is analysed."""
+    """An audit that attacked other weights than those of the study."""
 
 
 @dataclass(frozen=True)
 class Leakage:
     """One attack against one defence, by one kind of attacker: a point for every round that was attacked.
 
-    psnr       mean over targets, each of them a mean over its seeds and examples
-    error      standard error over targets; None of one target
-    targets    how many were scored
+    psnr       mean over targets; each target is a mean over its seeds and examples
+    error      standard error over targets; None for one target
+    targets    number of scored targets
     baseline   mean PSNR of the same attack on an unrelated update; None where there was none
-    converged  share of targets on which the attack ended well: below 80 % its failure says nothing
+    converged  share of targets on which the attack converged: below 80 % its failure says nothing
     audit      the folder's name
     """
 
@@ -53,7 +52,7 @@ class Leakage:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What is the same in another audit of the same kind."""
+        """What audits of the same kind share."""
         return (self.attack, self.defence, self.form, self.examples)
 
     @property
@@ -68,7 +67,7 @@ class Leakage:
 
     @property
     def doubtful(self) -> tuple[int, ...]:
-        """Rounds at which the attack ended well on fewer than 80 % of the targets: its PSNR is no upper end."""
+        """Rounds at which the attack converged on fewer than 80 % of the targets: its PSNR is only a lower bound."""
         return tuple(n for n, share in zip(self.rounds, self.converged, strict=True) if share < CONVERGED)
 
     def at(self, number: int) -> float | None:
@@ -78,29 +77,29 @@ class Leakage:
         return {"name": self.name, **asdict(self), "doubtful": list(self.doubtful)}
 
 
-def told_apart(every: Sequence[Leakage]) -> list[str]:
-    """Their names; with that of the audit where there are several."""
+def distinct_names(every: Sequence[Leakage]) -> list[str]:
+    """Their names, with the name of the audit if there are several audits."""
     several = len({one.audit for one in every}) > 1
     return [f"{one.name} ({one.audit})" if several else one.name for one in every]
 
 
 def once(folders: Sequence[str | Path]) -> list[str | Path]:
-    """Each folder once, however it was written: the same scores are no second curve."""
-    kept: dict[Path, str | Path] = {}
+    """Each folder once, however its path is written: the same scores are no second curve."""
+    unique: dict[Path, str | Path] = {}
     for each in folders:
-        kept.setdefault(Path(each).resolve(), each)
-    return list(kept.values())
+        unique.setdefault(Path(each).resolve(), each)
+    return list(unique.values())
 
 
 def read(audits: Sequence[AuditResult]) -> list[Leakage]:
-    """The curves of several audits. Folders of one name are told apart by their paths."""
+    """The curves of several audits. Folders with the same name are distinguished by their paths."""
     names = [audit.folder.name for audit in audits if audit.folder is not None]
-    found = []
+    curves = []
     for audit in audits:
         twice = audit.folder is not None and names.count(audit.folder.name) > 1
-        own = leakages(audit)
-        found += [replace(one, audit=str(audit.folder)) for one in own] if twice else own
-    return found
+        new = leakages(audit)
+        curves += [replace(one, audit=str(audit.folder)) for one in new] if twice else new
+    return curves
 
 
 def leakages(audit: AuditResult) -> list[Leakage]:
@@ -132,31 +131,31 @@ def _curve(audit: AuditResult, lines: Sequence[Summary]) -> Leakage:
 
 def _targets(audit: AuditResult, line: Summary) -> list[float]:
     """The mean PSNR of each target."""
-    held: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
     for row in audit.rows:
         if row["cell"] in line.cells and row["status"] == "done":
-            held.setdefault(row["target"], []).extend(v for v in row["scores"]["psnr"] if v is not None)
-    return [fmean(values) for values in held.values() if values]
+            scores.setdefault(row["target"], []).extend(v for v in row["scores"]["psnr"] if v is not None)
+    return [fmean(values) for values in scores.values() if values]
 
 
 def opened(folder: str | Path, task: Task, trained: Checkpoints | None) -> AuditResult:
     """The audit in a folder, if it attacked these very weights."""
     audit = AuditResult.load(folder)
-    there = audit.settings.get("fingerprint", {})
+    fingerprint = audit.settings.get("fingerprint", {})
     if trained is None:
-        if "trained" in there:
+        if "trained" in fingerprint:
             raise OtherAudit(f"{folder} attacked the checkpoints of a training: say which with --from, or trained=.")
-        if there.get("task") != digest(task):
+        if fingerprint.get("task") != digest(task):
             raise OtherAudit(f"{folder} attacked another task: its PSNR says nothing about this one.")
         return audit
-    if "trained" not in there:
+    if "trained" not in fingerprint:
         raise OtherAudit(
             f"{folder} attacked weights of its own, not those of {trained.folder}. Attack these: "
             f"gradleak audit --from {trained.folder}."
         )
     rounds = sorted({0, *map(int, audit.settings.get("rounds", ()))})
     try:
-        same = trained.fingerprint(rounds) == there["trained"]
+        same = trained.fingerprint(rounds) == fingerprint["trained"]
     except FederationError:  # a round that this training does not have
         same = False
     if not same:
@@ -168,7 +167,7 @@ def opened(folder: str | Path, task: Task, trained: Checkpoints | None) -> Audit
 
 
 def caveats(audit: AuditResult) -> Iterator[str]:
-    """What keeps the figures of an audit from counting."""
+    """Reasons not to rely on the figures of an audit."""
     name = audit.folder or "The audit"
     if audit.trial:
         yield f"{name} is a quick run: its PSNR means nothing."
@@ -182,8 +181,8 @@ def caveats(audit: AuditResult) -> Iterator[str]:
 
 
 def unsettled(every: Sequence[Leakage]) -> Iterator[str]:
-    """Attacks that did not converge, and where: that they got little out says little."""
-    for one, name in zip(every, told_apart(every), strict=True):
+    """Attacks that did not converge, and where: their low PSNR says little."""
+    for one, name in zip(every, distinct_names(every), strict=True):
         if one.doubtful:
             rounds = f"round{'s' * (len(one.doubtful) > 1)} {', '.join(map(str, one.doubtful))}"
             yield (

@@ -1,16 +1,16 @@
-"""One checkpoint in one row: its curvature and, where asked for, the Gauss-Newton matrix and what clients release.
+"""One checkpoint as one row: its curvature and, on request, the Gauss-Newton matrix and what clients release.
 
-A row, as analysis.jsonl holds it; numbers are finite or null:
+A row of analysis.jsonl; numbers are finite or null:
 
 version       2
-round         so many rounds are done
+round         rounds done
 weights       a hash of what the server sends
-curvature     `analysis.hessian.Curvature.to_json`: loss, gradient norm, log det, extremes, trace, density
+curvature     `hessian.Curvature.to_json`: loss, gradient norm, log det, extremes, trace, density
 gauss_newton  the same of the Gauss-Newton matrix, without loss and gradient
 information   channel      `ChannelCurve.record`: the bound in nats, for the releases of clients with one example each
               sharpness    `Sharpness.record`: the worst loss in a ball around the weights; top: the residual of the
                            eigenvector among its starts, and whether it counts as found (curvature_bound rests on it)
-              index        `CurvatureIndex.record`: printed as bounds on information, and none
+              index        `CurvatureIndex.record`: published as bounds on information, which they are not
               covariance   `CovarianceTest.record`: Sigma_G against H / B; gauss_newton: against that matrix
 """
 
@@ -25,10 +25,10 @@ from gradleak.core import tree
 from gradleak.core.configuration import digest
 from gradleak.core.files import finite
 from gradleak.core.tree import Params
-from gradleak.curvature.hessian import TRACE_PROBES, Curvature, curvature, ggn, hessian
+from gradleak.curvature.hessian import TRACE_PROBES, Curvature, MatrixFigures, curvature, ggn, hessian
 from gradleak.curvature.information import Releases, against_curvature, curvature_index, releases, sharpness
-from gradleak.curvature.lanczos import Operator, extremes, log_determinant, traces
-from gradleak.curvature.spectrum import DAMPING, Extremes, LogDeterminant, Spectrum
+from gradleak.curvature.lanczos import Lanczos, Operator, extremes
+from gradleak.curvature.spectrum import Extremes, Spectrum
 from gradleak.engine import Engine
 from gradleak.federation import Federation, Snapshot
 from gradleak.scenario.defence import Defence
@@ -37,36 +37,17 @@ from gradleak.scenario.task import Batch, Task
 Row: TypeAlias = dict[str, Any]
 VERSION = 2
 POINTS = 128  # of the density
-TOPS = 5  # largest eigenvalues that are held against those of the covariance
+TOPS = 5  # largest eigenvalues that are compared with those of the covariance
 TOLERANCE = 1e-3  # relative residual up to which an eigenvalue counts as found
 
 
 @dataclass(frozen=True)
-class Lanczos:
-    """How eigenvalues are looked for: random vectors, steps of each, the most that doubling may lead to."""
-
-    probes: int = 10
-    steps: int = 100
-    most_steps: int = 400
-    damping: float = DAMPING
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.probes < 2:
-            raise ValueError(f"An error estimate needs at least 2 random vectors; given probes={self.probes}.")
-        if not 1 <= self.steps <= self.most_steps:
-            raise ValueError(f"steps must be from 1 to most_steps ({self.most_steps}); given {self.steps}.")
-        if not self.damping > 0:
-            raise ValueError(f"damping must be above 0; given {self.damping}.")
-
-
-@dataclass(frozen=True)
 class Information:
-    """What is asked of a checkpoint beyond its curvature.
+    """What to measure at a checkpoint besides its curvature.
 
     defence    of the clients whose releases are bounded; None: their gradients
-    rho        radius of the ball in which the worst loss is looked for
-    releases   at most so many, of clients with one example each, from which the covariance is estimated
+    rho        radius of the ball that is searched for the worst loss
+    releases   number of releases, at most, for the covariance; each client has one example
     """
 
     defence: Defence | None = None
@@ -79,8 +60,8 @@ class Information:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """What is measured, at any checkpoint: the task, the examples of curvature, those that clients release."""
+class Measurement:
+    """What is measured at every checkpoint: the task, the examples for curvature, and those that clients release."""
 
     task: Task
     batch: Batch
@@ -93,28 +74,20 @@ class Measured:
     def at(self, number: int, sent: Snapshot) -> Row:
         """The row of a round."""
         weights, buffers = self._placed(sent)
-        own, how = (self.task, weights, self.batch, buffers), self.lanczos
-        found = curvature(
-            *own,
-            engine=self.engine,
-            damping=how.damping,
-            probes=how.probes,
-            steps=how.steps,
-            most_steps=how.most_steps,
-            seed=how.seed,
-        )
+        point = (self.task, weights, self.batch, buffers)
+        found = curvature(*point, engine=self.engine, lanczos=self.lanczos)
         row: Row = {"version": VERSION, "round": number, "weights": fingerprint(sent)}
         row["curvature"] = found.to_json(POINTS)
-        psd = _Matrix.of(ggn(*own, engine=self.engine), how) if self.gauss_newton else None
+        psd = MatrixFigures.of(ggn(*point, engine=self.engine), self.lanczos) if self.gauss_newton else None
         if psd is not None:
-            row["gauss_newton"] = psd.to_json()
+            row["gauss_newton"] = psd.to_json(POINTS)
         if self.information is not None:
             row["information"] = self._information(self.information, found, psd, number, sent)
-        held: Row = finite(row)
-        return held
+        result: Row = finite(row)
+        return result
 
     def products(self) -> int:
-        """Products with a matrix that a round takes, if no step is doubled."""
+        """Matrix products per round, if no steps are doubled."""
         once = self.lanczos.probes * self.lanczos.steps + max(TRACE_PROBES, self.lanczos.probes)
         return once * (2 if self.gauss_newton else 1)
 
@@ -123,11 +96,11 @@ class Measured:
         return hessian(self.task, weights, self.batch, buffers, engine=self.engine)
 
     def _placed(self, sent: Snapshot) -> tuple[Params, Params]:
-        """In the task's own order, so that a seed means the same vectors wherever the weights were kept."""
+        """Weights and buffers. In the task's own order, so that a seed always means the same vectors."""
         return {name: sent.weights[name] for name in self.task.weights()}, {**self.task.buffers(), **sent.buffers}
 
     def _information(
-        self, asked: Information, found: Curvature, psd: _Matrix | None, number: int, sent: Snapshot
+        self, request: Information, found: Curvature, psd: MatrixFigures | None, number: int, sent: Snapshot
     ) -> dict[str, Any]:
         weights, buffers = self._placed(sent)
         seed, damping = self.lanczos.seed, self.lanczos.damping
@@ -135,13 +108,13 @@ class Measured:
         calm.model.eval()
         ends = extremes(self.operator(sent), seed=seed, tolerance=TOLERANCE)
         worst = sharpness(
-            calm, weights, self.batch, asked.rho, top=ends.top, buffers=buffers, seed=seed, engine=self.engine
+            calm, weights, self.batch, request.rho, top=ends.top, buffers=buffers, seed=seed, engine=self.engine
         )
         index = curvature_index(found.size, 1, log_det=found.log_determinant.value, sharpness=worst)
         channel = self.channel(number, sent)
-        plain = self._releases(calm, weights, self.batch, buffers)  # in the mode of the curvature it is held against
+        plain = self._releases(calm, weights, self.batch, buffers)  # in the mode that curvature was measured in
 
-        def against(matrix: Curvature | _Matrix) -> dict[str, Any]:
+        def against(matrix: MatrixFigures) -> dict[str, Any]:
             log_det = matrix.log_determinant
             tops = _tops(log_det.spectrum, matrix.extremes, plain.samples - 1)
             return against_curvature(plain, matrix.trace.value, tops, log_det=log_det.value, damping=damping).record()
@@ -160,7 +133,7 @@ class Measured:
         }
 
     def channel(self, number: int, sent: Snapshot, clients: int | None = None) -> Releases:
-        """What clients with one example each release at a round, in the mode that they train in; of all, or so many."""
+        """What clients with one example each release at a round, in their training mode; all, or `clients` of them."""
         weights, buffers = self._placed(sent)
         batch = {name: values[:clients] for name, values in (self.released or self.batch).items()}
         defence = None if self.information is None else self.information.defence
@@ -189,39 +162,18 @@ class Measured:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Matrix:
-    """What `Curvature` says of the Hessian, of another matrix."""
-
-    log_determinant: LogDeterminant
-    extremes: Extremes
-    trace: Any
-    square: Any
-
-    @staticmethod
-    def of(operator: Operator, how: Lanczos) -> _Matrix:
-        found = log_determinant(operator, how.damping, how.probes, how.steps, how.most_steps, how.seed)
-        first, second = traces(operator, max(TRACE_PROBES, how.probes), how.seed)
-        return _Matrix(found, found.spectrum.extremes(), first, second)
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("log_determinant", "extremes", "trace", "square")
-        density = self.log_determinant.spectrum.density(POINTS).to_json()
-        return {**{name: getattr(self, name).to_json() for name in names}, "density": density}
-
-
 def fingerprint(sent: Snapshot) -> str:
     """A hash of weights and buffers that were sent."""
     return digest([dict(sent.weights), dict(sent.buffers)])
 
 
 def settled(value: float, residual: float, ends: tuple[float, float]) -> bool:
-    """As `Extremes.accepted`, of one end: the other may be near zero, and settle late."""
+    """As `Extremes.accepted`, for one end: the other may be near zero and converge late."""
     return residual <= TOLERANCE * max(abs(value), 1e-3 * max(map(abs, ends)))
 
 
 def _tops(spectrum: Spectrum, ends: Extremes, most: int) -> torch.Tensor:
-    """The largest eigenvalues that one run has found, the first always among them; descending."""
+    """The converged largest eigenvalues of one run, descending; always at least the first."""
     run = int(spectrum.nodes[:, -1].argmax())
     nodes, residuals = spectrum.nodes[run].flip(0), spectrum.residuals[run].flip(0)
     settled = (residuals <= TOLERANCE * nodes.abs()).long().cumprod(0)

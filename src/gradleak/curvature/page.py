@@ -14,13 +14,13 @@ from gradleak.report.curves import Chart, Series, chart
 from gradleak.report.grid import Column, Line, Table, Value, number
 
 if TYPE_CHECKING:
-    from gradleak.curvature.association import Estimate
+    from gradleak.curvature.association import IntervalEstimate
     from gradleak.curvature.leakage import Leakage
     from gradleak.curvature.measure import Row
     from gradleak.curvature.result import Associated, StudyResult
 
 BANDS = "Bands: two standard errors."
-FEW = 2  # PSNR curves, up to which bands and the level without any gradient are drawn
+FEW = 2  # with at most this many PSNR curves, bands and the level of an unrelated update are drawn
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class StudyPage:
         from gradleak import __version__
         from gradleak.curvature.result import MEANING
 
-        asked = result.settings.get("information") or {}
-        told = [row["information"] for row in result.rows if "information" in row]
+        requested = result.settings.get("information") or {}
+        informed = [row["information"] for row in result.rows if "information" in row]
         return StudyPage(
             title=f"Curvature over training: {result.folder.name if result.folder is not None else 'study'}",
             subtitle=_subtitle(result),
@@ -57,13 +57,13 @@ class StudyPage:
             charts=tuple(_charts(result)),
             figures=_figures(result),
             leakage=_leakage(result.leakages),
-            information=_information(result.rows) if told else None,
-            covariance=_covariance(result.rows) if told else None,
-            premises=tuple(told[0]["index"]["premises"]) if told else (),
+            information=_information(result.rows) if informed else None,
+            covariance=_covariance(result.rows) if informed else None,
+            premises=tuple(informed[0]["index"]["premises"]) if informed else (),
             associations=tuple(_associations(found) for found in result.associated),
             meaning=MEANING,
             notes=(*result.notes, *result.doubtful),
-            defence=str(asked.get("defence", "none")),
+            defence=str(requested.get("defence", "none")),
             settings=tuple(_flat(result.settings)),
             environment=tuple(_flat(result.environment)),
         )
@@ -92,13 +92,13 @@ def _subtitle(result: StudyResult) -> str:
     rounds = [row["round"] for row in result.rows]
     if not rounds:
         return "no round has been measured"
-    held = result.rows[0]["curvature"]
+    first = result.rows[0]["curvature"]
     counted = f"{len(rounds)} checkpoint{'s' * (len(rounds) != 1)}, round {rounds[0]}"
     trained = result.settings.get("origin", {}).get("trained_with")
     parts = [
         counted + (f" to {rounds[-1]}" if len(rounds) > 1 else ""),
-        f"{held['size']:,} weights",
-        f"{held['examples']} examples",
+        f"{first['size']:,} weights",
+        f"{first['examples']} examples",
         f"trained with {'no defence' if trained == 'none' else trained}" if trained else "",
         str(result.environment.get("time", ""))[:16].replace("T", " "),
     ]
@@ -146,17 +146,17 @@ def _charts(result: StudyResult) -> Iterator[Chart]:
 
 
 def _series(result: StudyResult, names: Mapping[str, str]) -> list[Series]:
-    held = [(result.curves[name], told) for name, told in names.items() if name in result.curves]
+    curves = [(result.curves[name], title) for name, title in names.items() if name in result.curves]
     return [
-        Series(told, each.rounds, each.values, each.low, each.high, [n in each.doubtful for n in each.rounds])
-        for each, told in held
+        Series(title, each.rounds, each.values, each.low, each.high, [n in each.doubtful for n in each.rounds])
+        for each, title in curves
     ]
 
 
 def _psnr(leakages: Sequence[Leakage]) -> Iterator[Series]:
-    from gradleak.curvature.leakage import told_apart
+    from gradleak.curvature.leakage import distinct_names
 
-    for one, name in zip(leakages, told_apart(leakages), strict=True):
+    for one, name in zip(leakages, distinct_names(leakages), strict=True):
         margins = [2 * (error or 0.0) for error in one.error]
         low, high = ([v + sign * m for v, m in zip(one.psnr, margins, strict=True)] for sign in (-1, 1))
         few = len(leakages) <= FEW
@@ -171,22 +171,12 @@ def _psnr(leakages: Sequence[Leakage]) -> Iterator[Series]:
 
 
 def _figures(result: StudyResult) -> Table:
-    names = (
-        "round",
-        "loss",
-        "gradient norm",
-        "log det",
-        "excess",
-        "lambda_max",
-        "lambda_min",
-        "trace",
-        "count",
-        "steps",
-    )
+    names = ["round", "loss", "gradient norm", "log det", "excess", "lambda_max", "lambda_min", "trace", "count"]
+    names += ["steps"]
 
     def line(row: Row) -> Line:
-        held, log_det = row["curvature"], row["curvature"]["log_determinant"]
-        ends, residuals = held["extremes"], held["extremes"]["residuals"]
+        figures, log_det = row["curvature"], row["curvature"]["log_determinant"]
+        ends, residuals = figures["extremes"], figures["extremes"]["residuals"]
         n, curves = row["round"], result.curves
         open_, high, low = (
             "warn" if n in curves[name].doubtful else "" for name in ("log_determinant", "highest", "lowest")
@@ -194,13 +184,13 @@ def _figures(result: StudyResult) -> Table:
         return Line(
             (
                 Value(str(row["round"])),
-                Value(number(held["loss"], 4)),
-                Value(_short(held["gradient_norm"])),
+                Value(number(figures["loss"], 4)),
+                Value(_short(figures["gradient_norm"])),
                 Value(number(log_det["value"]), open_, f"± {number(log_det['error'])}"),
                 Value(number(log_det["excess"]), "", f"floor {number(log_det['floor'])}"),
                 Value(_short(ends["highest"]), high, f"residual {residuals[1]:.1g}"),
                 Value(_short(ends["lowest"]), low, f"residual {residuals[0]:.1g}"),
-                Value(_short(held["trace"]["value"]), "", f"± {_short(held['trace']['standard_error'])}"),
+                Value(_short(figures["trace"]["value"]), "", f"± {_short(figures['trace']['standard_error'])}"),
                 Value(number(log_det["count"]["value"], 0), "", f"± {number(log_det['count']['error'], 0)}"),
                 Value(
                     str(log_det["steps"]),
@@ -227,10 +217,10 @@ def _leakage(leakages: Sequence[Leakage]) -> Table | None:
             return Value("-")
         place = one.rounds.index(n)
         error = one.error[place]
-        told = f"{one.targets[place]} target{'s' * (one.targets[place] != 1)}"
+        sample = f"{one.targets[place]} target{'s' * (one.targets[place] != 1)}"
         poor = n in one.doubtful
-        told += f", converged on {one.converged[place]:.0%}" if poor else ""
-        note = f"± {number(error)}, {told}" if error is not None else told
+        sample += f", converged on {one.converged[place]:.0%}" if poor else ""
+        note = f"± {number(error)}, {sample}" if error is not None else sample
         return Value(number(one.psnr[place]), "warn" if poor else "", note)
 
     lines = (
@@ -252,8 +242,7 @@ def _information(rows: Sequence[Row]) -> Table:
     names += ["curvature index (not a bound on information), log det", "the same, ball"]
 
     def line(row: Row) -> Line:
-        held = row["information"]
-        channel, worst, index = held["channel"], held["sharpness"], held["index"]
+        channel, worst, index = (row["information"][name] for name in ("channel", "sharpness", "index"))
         growth = channel["growth"] or [None] * len(shares)
         return Line(
             (
@@ -283,11 +272,11 @@ def _covariance(rows: Sequence[Row]) -> Table:
     names = ("round", "matrix", "tr Σ", "tr H / B", "ratio", "largest of Σ", "largest of H / B", "mean's share")
 
     def line(row: Row, matrix: str) -> Line:
-        held = row["information"]["covariance"][matrix]
-        (own, other), (tops, others) = held["traces"], held["tops"]
-        texts = (own, other, held["trace_ratio"], tops[0], others[0])
+        test = row["information"]["covariance"][matrix]
+        (covariance, curvature), (tops, others) = test["traces"], test["tops"]
+        texts = (covariance, curvature, test["trace_ratio"], tops[0], others[0])
         cells = (Value(str(row["round"])), Value(matrices[matrix]), *(Value(_short(each)) for each in texts))
-        return Line((*cells, Value(f"{held['mean_share']:.0%}")))
+        return Line((*cells, Value(f"{test['mean_share']:.0%}")))
 
     lines = [
         line(row, matrix)
@@ -303,7 +292,7 @@ def _covariance(rows: Sequence[Row]) -> Table:
 def _associations(found: Associated) -> tuple[str, str, Table]:
     from gradleak.curvature.result import sample, titled
 
-    def cell(each: Estimate | None) -> Value:
+    def cell(each: IntervalEstimate | None) -> Value:
         if each is None:
             return Value("-")
         return Value(f"{each.value:+.2f}", "", f"[{each.low:+.2f}, {each.high:+.2f}]")
@@ -330,14 +319,14 @@ def _associations(found: Associated) -> tuple[str, str, Table]:
     return found.leakage, size, Table(caption, tuple(Column(*each) for each in names), lines)
 
 
-def _remark(plain: Estimate | None, partial: Estimate | None, reason: str) -> Value:
+def _remark(plain: IntervalEstimate | None, partial: IntervalEstimate | None, reason: str) -> Value:
     known = [each for each in (plain, partial) if each is not None]
-    told = []
+    remarks = []
     if any(each.degenerate for each in known):
-        told.append("all resamples agree, which is no certainty")
+        remarks.append("all resamples agree, which is no certainty")
     if lost := max((each.undefined for each in known), default=0.0):
-        told.append(f"{lost:.0%} of resamples had no value")
-    note = " ".join([*([", ".join(told) + "."] if told else []), reason]).strip()
+        remarks.append(f"{lost:.0%} of resamples had no value")
+    note = " ".join([*([", ".join(remarks) + "."] if remarks else []), reason]).strip()
     return Value("small sample", "warn", note) if known and known[0].small else Value("", "", note)
 
 

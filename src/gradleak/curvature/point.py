@@ -1,4 +1,4 @@
-"""A model at one point of its weights, in float64: what many lanes, each a client or a start, look at together."""
+"""A model at one point of its weights, in float64, for many lanes at once: clients, or starts of a search."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gradleak.scenario.task import Batch, Task
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """Task, weights and examples on the engine's device. The model stays in the mode it is in.
+    """Task, weights and examples on the engine's device. The model keeps its mode.
 
-    shared        buffers that no forward pass changes: all lanes have the same
-    statistics    those that one may change, such as running means: every lane has its own (`lanes`)
+    shared        buffers that no forward pass changes: equal in all lanes
+    statistics    buffers that a pass may change, such as running means: every lane has its own (`lanes`)
     """
 
     task: Task
@@ -31,15 +31,15 @@ class Point:
 
     @staticmethod
     def at(task: Task, weights: Params, batch: Batch, buffers: Params | None, engine: Engine) -> Point:
-        """`buffers`: in the place of the task's own, where they have other values."""
+        """`buffers` replace the task's own, by name."""
         demand_fitting(task, weights, batch)
-        held = {**task.buffers(), **(buffers or {})}
+        every = {**task.buffers(), **(buffers or {})}
         running = {name for name, _ in task.model.named_buffers()}
         parts = (
             weights,
             {name: batch[name] for name in task.fields},
-            {name: value for name, value in held.items() if name not in running},
-            {name: value for name, value in held.items() if name in running},
+            {name: value for name, value in every.items() if name not in running},
+            {name: value for name, value in every.items() if name in running},
         )
         return Point(task.to(engine.where, torch.float64), *(tree.to(p, engine.where, torch.float64) for p in parts))
 
@@ -49,29 +49,29 @@ class Point:
         return tree.size(self.weights)
 
     def lanes(self, count: int) -> Params:
-        """The statistics once for each of so many lanes."""
+        """The statistics, repeated for this many lanes."""
         return {name: value.expand(count, *value.shape) for name, value in self.statistics.items()}
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """What torch cannot do under vmap, in words that say what to change."""
+    """Turn what torch refuses under vmap into errors that say what to change."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
-        told = str(problem).partition("\n")[0]
+        reason = str(problem).partition("\n")[0]
         raise EngineError(
-            f"Out of memory: pass a smaller block, of clients at a time, or fewer starts. ({told})"
+            f"Out of memory: pass a smaller block, of clients at a time, or fewer starts. ({reason})"
         ) from problem
     except RuntimeError as problem:
-        told = str(problem).partition("\n")[0]
-        if "random" in told:
+        reason = str(problem).partition("\n")[0]
+        if "random" in reason:
             raise EngineError(
                 "The model draws random numbers in its forward pass (dropout?), which vmap rejects, and no two passes "
-                f"would agree. Put those layers into evaluation mode: model.eval() before the task is made. ({told})"
+                f"would agree. Put those layers into evaluation mode: model.eval() before the task is made. ({reason})"
             ) from problem
-        if any(word in told for word in ("vmap", "atching rule", "functorch", "data-dependent")):
+        if any(word in reason for word in ("vmap", "atching rule", "functorch", "data-dependent")):
             raise EngineError(
-                f"This model or defence cannot run under vmap, under which all clients and starts go at once: {told}"
+                f"This model or defence cannot run under vmap, under which all clients and starts go at once: {reason}"
             ) from problem
         raise

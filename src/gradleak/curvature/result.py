@@ -1,4 +1,4 @@
-"""What a study found: curves over rounds, what leaked beside them, and whether the two move together."""
+"""The result of a study: curves over rounds, the leakage at the same rounds, and whether the two move together."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from gradleak.audit.result import AuditResult
 from gradleak.audit.ruling import CONVERGED
 from gradleak.core.files import finite
 from gradleak.core.folder import environment_in
-from gradleak.curvature.association import Association, associations
-from gradleak.curvature.association import Estimate as Correlation
+from gradleak.curvature.association import Association, IntervalEstimate, associations
 from gradleak.curvature.folder import rows_in, settings_in
-from gradleak.curvature.leakage import Leakage, caveats, once, read, told_apart, unsettled
+from gradleak.curvature.leakage import Leakage, caveats, distinct_names, once, read, unsettled
 from gradleak.curvature.measure import Row, settled
 
 CONTROLS = ("gradient_norm", "round")
@@ -31,8 +30,8 @@ MEANING = (
     "The log-determinant depends on the number of weights and on how layers are scaled, though the function stays the "
     "same. Do not compare it between architectures; compare its excess over the floor, of one architecture. It mostly "
     "counts eigenvalues beyond the square root of the damping.",
-    "Curvature in the weights does not say what can be inverted. What an update determines is told by the mixed "
-    "derivative by weights and data (gradleak.analysis: certify, noise_floor, input_information).",
+    "Curvature in the weights does not say what can be inverted. What an update determines shows in the mixed "
+    "derivative by weights and data (gradleak.identify: certify, noise_floor; gradleak.curvature: input_information).",
 )
 
 
@@ -41,7 +40,7 @@ MEANING = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A quantity over rounds, with a band: `low` and `high` are equal to the value where there is none."""
+    """A quantity over rounds, with a band; without one, `low` and `high` equal the value."""
 
     name: str
     title: str
@@ -68,27 +67,27 @@ class Quantity:
 
     def curve(self, rows: Sequence[Row]) -> Curve | None:
         """None where no row has it."""
-        held = [(row, value) for row in rows if (value := _read(self.value, row)) is not None]
-        if not held:
+        points = [(row, value) for row in rows if (value := _read(self.value, row)) is not None]
+        if not points:
             return None
-        margins = [abs(_read(self.margin, row) or 0.0) for row, _ in held]
+        margins = [abs(_read(self.margin, row) or 0.0) for row, _ in points]
         return Curve(
             self.name,
             self.title,
-            tuple(row["round"] for row, _ in held),
-            tuple(value for _, value in held),
-            tuple(max(value - margin, self.least(row)) for (row, value), margin in zip(held, margins, strict=True)),
-            tuple(value + margin for (_, value), margin in zip(held, margins, strict=True)),
-            tuple(row["round"] for row, _ in held if self.doubtful(row)),
+            tuple(row["round"] for row, _ in points),
+            tuple(value for _, value in points),
+            tuple(max(value - margin, self.least(row)) for (row, value), margin in zip(points, margins, strict=True)),
+            tuple(value + margin for (_, value), margin in zip(points, margins, strict=True)),
+            tuple(row["round"] for row, _ in points if self.doubtful(row)),
         )
 
 
 def _read(value: Callable[[Row], Any], row: Row) -> float | None:
     try:
-        found = value(row)
-    except (KeyError, IndexError, TypeError):  # not asked for in this study, or null
+        number = value(row)
+    except (KeyError, IndexError, TypeError):  # not part of this study, or null
         return None
-    return None if found is None else float(found)
+    return None if number is None else float(number)
 
 
 def _of(matrix: str, title: str) -> tuple[Quantity, ...]:
@@ -97,13 +96,13 @@ def _of(matrix: str, title: str) -> tuple[Quantity, ...]:
     of = lambda quantity: f"{quantity}{title}"  # noqa: E731
 
     def far(row: Row, which: str, position: int) -> bool:
-        held = row[matrix]["extremes"]
-        return not settled(held[which], held["residuals"][position], (held["lowest"], held["highest"]))
+        ends = row[matrix]["extremes"]
+        return not settled(ends[which], ends["residuals"][position], (ends["lowest"], ends["highest"]))
 
-    def ends(which: str, position: int, told: str) -> Quantity:
+    def ends(which: str, position: int, name: str) -> Quantity:
         return Quantity(
             f"{start}{which}",
-            of(told),
+            of(name),
             lambda row: row[matrix]["extremes"][which],
             lambda row: row[matrix]["extremes"]["residuals"][position],
             doubtful=lambda row: far(row, which, position),
@@ -160,10 +159,10 @@ QUANTITIES: tuple[Quantity, ...] = (
     Quantity("sharpness", "worst loss in a ball, minus loss", lambda row: row["information"]["sharpness"]["sharpness"]),
 )
 # Against PSNR; the excess has the ranks of the log det, and the three channel bounds nearly those of one another.
-HELD_AGAINST: tuple[str, ...] = ("log_determinant", "highest", "lowest", "trace", "count", "gradient_norm", "loss")
-HELD_AGAINST += ("gauss_newton.log_determinant", "gauss_newton.highest", "gauss_newton.trace", "channel", "sharpness")
+COMPARED: tuple[str, ...] = ("log_determinant", "highest", "lowest", "trace", "count", "gradient_norm", "loss")
+COMPARED += ("gauss_newton.log_determinant", "gauss_newton.highest", "gauss_newton.trace", "channel", "sharpness")
 
-ISSUED = ("log_determinant", "highest", "trace", "gradient_norm")  # those that a terminal shows
+IN_TERMINAL = ("log_determinant", "highest", "trace", "gradient_norm")  # those that a terminal shows
 
 
 # --- associations -----------------------------------------------------------------------------------------------------
@@ -173,8 +172,8 @@ ISSUED = ("log_determinant", "highest", "trace", "gradient_norm")  # those that 
 class Associated:
     """Every curve against the PSNR of one attack, over the rounds that have both.
 
-    `leakage` is its name, with that of the audit where the first result has several. Gradient norm and round are
-    controls: the partial correlation of either is given the other one only.
+    `leakage` is its name, with the audit's name if the first result has several audits. Gradient norm and round are
+    the controls: the partial correlation of either controls for the other one only.
     """
 
     leakage: str
@@ -183,33 +182,33 @@ class Associated:
     found: Mapping[str, Association]
 
     def record(self) -> dict[str, Any]:
-        held = {name: each.record() for name, each in self.found.items()}
-        return {"leakage": self.leakage, "runs": self.runs, "rounds": list(self.rounds), "curves": held}
+        curves = {name: each.record() for name, each in self.found.items()}
+        return {"leakage": self.leakage, "runs": self.runs, "rounds": list(self.rounds), "curves": curves}
 
 
 def associated(results: Sequence[StudyResult]) -> list[Associated]:
     """Rank correlations of every curve with every PSNR, plain and given gradient norm and round.
 
-    Several results are runs of the same kind (other seeds): then whole runs are resampled, which are independent, and
-    the interval speaks of trainings. Of one result blocks of its rounds are. In a later result an attack, defence,
-    attacker and batch size must be found once: of two audits of one kind it is not known which of them is meant.
+    Several results are runs of the same kind (other seeds): then whole runs, which are independent, are resampled, and
+    the interval is about trainings. Of one result blocks of its rounds are resampled. In a later result an attack,
+    defence, attacker and batch size must appear once: which of two audits of one kind is meant cannot be known.
     """
     if not results:
         raise ValueError("There is nothing to associate: pass at least one result.")
     first = results[0].leakages
     shared = [
         (one, name)
-        for one, name in zip(first, told_apart(first), strict=True)
+        for one, name in zip(first, distinct_names(first), strict=True)
         if all(one.key in other.keys for other in results[1:])
     ]
     return [_associated(results, *each) for each in shared]
 
 
 def _associated(results: Sequence[StudyResult], leakage: Leakage, title: str) -> Associated:
-    own = [leakage, *(_only(result, leakage) for result in results[1:])]
-    names = [name for name in HELD_AGAINST if all(name in result.curves for result in results)]
+    runs = [leakage, *(_only(result, leakage) for result in results[1:])]
+    names = [name for name in COMPARED if all(name in result.curves for result in results)]
     common = set.intersection(
-        *(set(one.rounds) for one in own),
+        *(set(one.rounds) for one in runs),
         *(set(result.curves[name].rounds) for result in results for name in names),
     )
     rounds = tuple(sorted(common))
@@ -223,19 +222,19 @@ def _associated(results: Sequence[StudyResult], leakage: Leakage, title: str) ->
         return Associated(title, len(results), (), {})
     curves = {name: series(lambda run, n, name=name: results[run].curves[name].at(n)) for name in names}  # type: ignore[misc]
     curves["round"] = series(lambda run, n: n)
-    curves["psnr"] = series(lambda run, n: own[run].at(n))
+    curves["psnr"] = series(lambda run, n: runs[run].at(n))
     return Associated(title, len(results), rounds, associations(curves, "psnr", CONTROLS))
 
 
 def _only(result: StudyResult, like: Leakage) -> Leakage:
-    found = [one for one in result.leakages if one.key == like.key]
-    if len(found) > 1:
+    same = [one for one in result.leakages if one.key == like.key]
+    if len(same) > 1:
         raise ValueError(
-            f"{result.folder or 'A result'} has {like.name} from {len(found)} audits "
-            f"({', '.join(one.audit for one in found)}), and which of them belongs to this is not known. Load it with "
+            f"{result.folder or 'A result'} has {like.name} from {len(same)} audits "
+            f"({', '.join(one.audit for one in same)}), and which of them belongs to this is not known. Load it with "
             "one audit of the kind: StudyResult.load(folder, [audit])."
         )
-    return found[0]
+    return same[0]
 
 
 # --- the result -------------------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ def _only(result: StudyResult, like: Leakage) -> Leakage:
 class StudyResult:
     """Rows in the order of their rounds, and the PSNR curves of the audits that were given.
 
-    `settings` is what analysis.toml holds, `environment` environment.json, `notes` what keeps figures from counting.
+    `settings` is analysis.toml, `environment` environment.json; `notes` are reasons not to rely on figures.
     """
 
     rows: list[Row]
@@ -263,16 +262,16 @@ class StudyResult:
         folder: Path | None,
         audits: Sequence[AuditResult],
     ) -> StudyResult:
-        """From rows that were measured, and the audits beside them."""
+        """From measured rows, and the audits of the same weights."""
         planned = settings["plan"]["rounds"]
-        kept = sorted((row for row in rows if row["round"] in planned), key=lambda row: int(row["round"]))
-        found = tuple(read(audits))
-        notes = [*(note for audit in audits for note in caveats(audit)), *unsettled(found)]
-        return StudyResult(kept, settings, environment, folder, found, tuple(notes))
+        ordered = sorted((row for row in rows if row["round"] in planned), key=lambda row: int(row["round"]))
+        leaks = tuple(read(audits))
+        notes = [*(note for audit in audits for note in caveats(audit)), *unsettled(leaks)]
+        return StudyResult(ordered, settings, environment, folder, leaks, tuple(notes))
 
     @staticmethod
     def load(folder: str | Path, audits: Sequence[str | Path] = ()) -> StudyResult:
-        """Read a folder that `Study.run` wrote; what it holds is not measured again, nor compared with the audits."""
+        """Read a folder that `Study.run` wrote. Nothing is measured again, or checked against the audits."""
         folder = Path(folder)
         opened = [AuditResult.load(each) for each in once(audits)]
         return StudyResult.of(rows_in(folder), settings_in(folder), environment_in(folder), folder, opened)
@@ -285,7 +284,7 @@ class StudyResult:
 
     @property
     def keys(self) -> set[tuple[str, str, str, int]]:
-        """Of the lines of audits that were read: attack, defence, form and examples."""
+        """Attack, defence, form and examples of every PSNR curve."""
         return {leakage.key for leakage in self.leakages}
 
     @cached_property
@@ -295,18 +294,18 @@ class StudyResult:
 
     @property
     def doubtful(self) -> list[str]:
-        """Estimates that had not settled, in words."""
-        held = (curve for name, curve in self.curves.items() if name.rpartition(".")[2] != "excess")
+        """Estimates that had not converged, in words."""
+        judged = (curve for name, curve in self.curves.items() if name.rpartition(".")[2] != "excess")
         return [
             f"{curve.title}: not converged at round {', '.join(map(str, curve.doubtful))}"
-            for curve in held
+            for curve in judged
             if curve.doubtful
         ]
 
     # --- for people ----------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        """One line per round; below it the associations, and what to keep in mind."""
+        """One line per round; below it the associations and the caveats."""
         parts = [text_of([list(COLUMNS), *([show(row) for show in COLUMNS.values()] for row in self.rows)])]
         first = self.rows[0]["curvature"]["log_determinant"] if self.rows else {"floor": 0.0, "damping": 0.0}
         parts[0] += (
@@ -334,14 +333,14 @@ class StudyResult:
         head = ["mean PSNR, dB", *(f"round {number}" for number in rounds), "targets"]
 
         def point(one: Leakage, n: int) -> str:
-            return ("~" if n in one.doubtful else "") + _shown(one.at(n), 1)
+            return ("~" if n in one.doubtful else "") + _number(one.at(n), 1)
 
-        named = zip(self.leakages, told_apart(self.leakages), strict=True)
+        named = zip(self.leakages, distinct_names(self.leakages), strict=True)
         return [head, *([name, *(point(one, n) for n in rounds), _range(one)] for one, name in named)]
 
     def to_json(self) -> dict[str, Any]:
         """Everything measured, as JSON can hold it."""
-        held: dict[str, Any] = finite(
+        content: dict[str, Any] = finite(
             {
                 "version": 1,
                 "settings": self.settings,
@@ -349,12 +348,12 @@ class StudyResult:
                 "rounds": self.rows,
                 "curves": {name: asdict(curve) for name, curve in self.curves.items()},
                 "leakage": [leakage.record() for leakage in self.leakages],
-                "associations": [found.record() for found in self.associated],
+                "associations": [each.record() for each in self.associated],
                 "notes": [*self.notes, *self.doubtful],
                 "meaning": list(MEANING),
             }
         )
-        return held
+        return content
 
     def json(self) -> str:
         """The same as text."""
@@ -372,7 +371,7 @@ class StudyResult:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _shown(value: float | None, digits: int) -> str:
+def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -385,17 +384,17 @@ def _plain(form: str, *path: str) -> Callable[[Row], str]:
     """One number of a row; - where it is null."""
 
     def show(row: Row) -> str:
-        held: Any = row
+        value: Any = row
         for name in path:
-            held = held.get(name) if isinstance(held, Mapping) else None
-        return "-" if held is None else format(held, form)
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return "-" if value is None else format(value, form)
 
     return show
 
 
 def _log_det(row: Row) -> str:
-    held = row["curvature"]["log_determinant"]
-    return f"{'' if held['converged'] else '~'}{held['value']:.1f}"
+    log_det = row["curvature"]["log_determinant"]
+    return f"{'' if log_det['converged'] else '~'}{log_det['value']:.1f}"
 
 
 def _end(which: str) -> Callable[[Row], str]:
@@ -433,8 +432,8 @@ INFORMATION: dict[str, Callable[[Row], str]] = {
 }
 
 
-def interval(found: Correlation | None) -> str:
-    """A correlation with its bounds; a dash where there is none."""
+def interval(found: IntervalEstimate | None) -> str:
+    """A correlation with its bounds, or a dash."""
     return "-" if found is None else f"{found.value:+.2f} [{found.low:+.2f}, {found.high:+.2f}]"
 
 
@@ -460,7 +459,7 @@ def association_grid(every: Sequence[Associated]) -> list[list[str]]:
     lines = []
     for found in every:
         size = sample(found) or f"{len(found.rounds)} rounds: too few"
-        known = [(name, found.found[name]) for name in ISSUED if name in found.found]
-        shown = [[titled(name), interval(each.plain), interval(each.partial), size] for name, each in known]
-        lines += [[found.leakage, *line] for line in shown or [["-", "-", "-", size]]]
+        known = [(name, found.found[name]) for name in IN_TERMINAL if name in found.found]
+        entries = [[titled(name), interval(each.plain), interval(each.partial), size] for name, each in known]
+        lines += [[found.leakage, *line] for line in entries or [["-", "-", "-", size]]]
     return [head, *lines]

@@ -1,6 +1,6 @@
-"""What is known of a spectrum after Lanczos runs: its estimates, each with the errors it has.
+"""What Lanczos runs tell about a spectrum: estimates, each with its errors.
 
-The nodes and weights of `lanczos.py` stand for the eigenvalues; everything here is read off them.
+Everything here is computed from the nodes and weights of `lanczos.py`, which stand for the eigenvalues.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 DAMPING = 1e-3  # lambda; in units of H it is its root, 0.03: an eigenvalue far below adds nothing to the excess
-DIGITS = 1e-8  # of a value: a quadrature error below needs no further steps, however small the other error is
+DIGITS = 1e-8  # of a value: a quadrature error below this needs no further steps, however small the other error is
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SampleMean:
     """A mean over random vectors, and its standard error."""
 
     value: float
     standard_error: float
 
     @staticmethod
-    def of(samples: Tensor) -> Estimate:
+    def of(samples: Tensor) -> SampleMean:
         """From one value per random vector."""
-        return Estimate(float(samples.mean()), float(samples.std()) / math.sqrt(len(samples)))
+        return SampleMean(float(samples.mean()), float(samples.std()) / math.sqrt(len(samples)))
 
     def __float__(self) -> float:
         return self.value
@@ -40,14 +40,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Counted(Estimate):
-    """An estimate by quadrature: its error has a second part, which no number of random vectors makes smaller."""
+class Counted(SampleMean):
+    """An estimate by quadrature: its error has a second part, which more random vectors do not reduce."""
 
     quadrature_error: float = 0.0
 
     @property
     def error(self) -> float:
-        """One standard deviation of the random vectors and the estimate of the bias together; not a bound."""
+        """One standard deviation over random vectors, combined with the estimated bias; not a bound."""
         return math.hypot(self.standard_error, self.quadrature_error)
 
     def __str__(self) -> str:
@@ -61,8 +61,8 @@ class Counted(Estimate):
 class Extremes:
     """Both ends of the spectrum, by algebraic value: of an indefinite matrix the lowest may be larger in magnitude.
 
-    residuals   ||H y - t y|| of the two: an eigenvalue lies as close to t
-    accepted    are both below `tolerance`, relative to t; an end near zero is measured against 1e-3 of the other
+    residuals   ||H y - t y|| of the two: an eigenvalue lies within this distance of t
+    accepted    are both below `tolerance`, relative to t? An end near zero is compared with 1e-3 of the other
     vectors     (2, d): the eigenvectors of unit length, the largest entry in magnitude positive; None where not kept
     """
 
@@ -109,10 +109,10 @@ class Density:
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """What k runs of m steps see of d eigenvalues: nodes (k, m), weights (k, m) that sum to one, residuals (k, m).
+    """What k runs of m steps tell about d eigenvalues: nodes (k, m), weights (k, m) that sum to one, residuals (k, m).
 
     earlier   the same runs after m/2 and after 3m/4 steps
-    ended     (k,) runs that have seen their whole subspace: their quadrature is exact
+    ended     (k,) runs that have reached their whole subspace: their quadrature is exact
     """
 
     size: int
@@ -143,13 +143,13 @@ class Spectrum:
     def count(self, damping: float = DAMPING) -> Counted:
         """About how many eigenvalues are larger than sqrt(damping) in magnitude, with both errors.
 
-        A step function is the worst that a quadrature can be asked for: a node stands for many eigenvalues, and where
-        it crosses the threshold the figure jumps, up in one run and down in another. So the gaps are averaged without
-        their signs: with them, on one of the tests' networks, they cancel after 80 steps and understate it threefold.
+        A step function is the hardest case for a quadrature: a node stands for many eigenvalues, and where it crosses
+        the threshold the figure jumps, up in one run and down in another. So the gaps are averaged without their signs:
+        with signs, on one of the tests' networks, they cancel after 80 steps and understate the error threefold.
         """
         beyond = lambda t: (t.abs() > math.sqrt(damping)).to(t.dtype)  # noqa: E731
-        found = Estimate.of(self.traces(beyond))
-        return Counted(found.value, found.standard_error, float(self.gaps(beyond).abs().mean(1).max()))
+        mean = SampleMean.of(self.traces(beyond))
+        return Counted(mean.value, mean.standard_error, float(self.gaps(beyond).abs().mean(1).max()))
 
     def extremes(self, tolerance: float = 1e-3) -> Extremes:
         """The outermost nodes of all runs, which lie inside the spectrum."""
@@ -186,7 +186,7 @@ class LogDeterminant:
     steps, probes      m, and how many random vectors
     excesses           one estimate of the excess per random vector
     count              about how many eigenvalues exceed sqrt(damping) in magnitude, with both errors of its own
-    spectrum           the nodes, for whatever else is wanted of the same runs
+    spectrum           the nodes, for other figures from the same runs
     """
 
     size: int
@@ -212,17 +212,17 @@ class LogDeterminant:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return tuple(self.floor + own for own in self.excesses)
+        return tuple(self.floor + each for each in self.excesses)
 
     @property
     def probe_error(self) -> float:
-        return Estimate.of(torch.tensor(self.excesses, dtype=torch.float64)).standard_error
+        return SampleMean.of(torch.tensor(self.excesses, dtype=torch.float64)).standard_error
 
     @property
     def error(self) -> float:
-        """One standard deviation of the random vectors and the estimate of the quadrature's bias together; no bound.
+        """One standard deviation over random vectors, combined with the estimated bias of the quadrature; no bound.
 
-        After few steps (below some twenty) that estimate may fall short of the bias.
+        After few steps (below about twenty) the bias may be larger than its estimate.
         """
         return math.hypot(self.probe_error, self.quadrature_error)
 
@@ -243,10 +243,10 @@ class LogDeterminant:
         return self.value
 
     def __str__(self) -> str:
-        told = "" if self.converged else ", NOT converged"
+        note = "" if self.converged else ", NOT converged"
         return (
             f"{self.value:.1f} +- {self.error:.1f} (excess {self.excess:.1f}; {self.probes} vectors, "
-            f"{self.steps} steps, quadrature {self.quadrature_error:.1f}{told})"
+            f"{self.steps} steps, quadrature {self.quadrature_error:.1f}{note})"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""The study: curvature and information at the checkpoints of a training, beside what attacks got out of them.
+"""The study: curvature and information at the checkpoints of a training, beside what attacks recovered there.
 
     study = Study(task, images, trained=Checkpoints("runs/lenet"))
     result = study.run("runs/lenet-analysis", audits=["runs/audit-lenet"])
     print(result.table())
 
-Flat minima are said to leak less. This measures the curves that the claim rests on, with the errors of every estimate,
-and holds them against the PSNR of an audit by rank correlations that control for gradient norm and round. No attack is
-run here; an audit's scores are read, its images are not.
+Flat minima are said to leak less. This measures the curves behind the claim, with the error of every estimate, and
+correlates them with the PSNR of an audit, by ranks and given gradient norm and round. It runs no attack; it reads an
+audit's scores, not its images.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from gradleak.core.listeners import Progress, Silent
 from gradleak.core.random import Draws, key
 from gradleak.curvature.folder import StudyFolder, rows_in
 from gradleak.curvature.hessian import ggn
-from gradleak.curvature.lanczos import signs
+from gradleak.curvature.lanczos import Lanczos, signs
 from gradleak.curvature.leakage import Leakage, OtherAudit, leakages, once, opened
-from gradleak.curvature.measure import VERSION, Information, Lanczos, Measured, Row, fingerprint
+from gradleak.curvature.measure import VERSION, Information, Measurement, Row, fingerprint
 from gradleak.curvature.result import Associated, Curve, StudyResult, associated
 from gradleak.engine import Engine, EngineError
 from gradleak.federation import Snapshot
@@ -58,11 +58,11 @@ class Study:
     data          as an audit takes them: Images, tensors {"x", "y"}, (x, y), or a Dataset of (x, y)
     trained       checkpoints of a training of this task on these data; None: the task's own weights, as round 0
     rounds        of those that were kept; empty: all
-    examples      at which curvature is measured, drawn once by the seed and the same in all rounds; all there are, if
-                  those are fewer
-    lanczos       how eigenvalues are looked for, and the damping of the log det
+    examples      number of examples for curvature, drawn once by the seed and the same in all rounds; all examples, if
+                  there are fewer
+    lanczos       how eigenvalues are computed, and the damping of the log det
     gauss_newton  measure the Gauss-Newton matrix too: positive, and the Fisher matrix where the loss is cross-entropy
-    information   channel bound, sharpness, the printed index, the test of Sigma_G = H / B; None: not asked for
+    information   channel bound, sharpness, the published index, the test of Sigma_G = H / B; None: none of it
     origin        where the command line found task and data, for analysis.toml
     """
 
@@ -87,7 +87,7 @@ class Study:
 
     @cached_property
     def planned(self) -> tuple[int, ...]:
-        """The rounds, in order; every one of them was kept."""
+        """The rounds to measure, in order; each has a checkpoint."""
         if self.trained is None:
             if set(self.rounds) - {0}:
                 later = sorted(set(self.rounds) - {0})
@@ -96,13 +96,13 @@ class Study:
                     "the folder of a training: --from, or trained=Checkpoints(folder)."
                 )
             return (0,)
-        there = self.trained.rounds
-        if not there:
+        stored = self.trained.rounds
+        if not stored:
             raise StudyError(f"{self.trained.folder} holds no checkpoints. Train with `gradleak train --checkpoints`.")
         for number in self.rounds:
-            if number not in there:
-                self.trained.at(number)  # says which there are
-        return tuple(sorted(set(self.rounds))) or tuple(there)
+            if number not in stored:
+                self.trained.at(number)  # its error lists the rounds there are
+        return tuple(sorted(set(self.rounds))) or tuple(stored)
 
     def sent(self, number: int) -> Snapshot:
         """What the server sends at a round."""
@@ -115,31 +115,31 @@ class Study:
         return examples_of(self.data, self.task)
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurement:
         """Everything but the weights."""
         rows = torch.randperm(len(self.held), generator=torch.Generator().manual_seed(self.lanczos.seed))
         if len(rows) < 2:
             raise StudyError(f"The data hold {len(rows)} example: curvature of a mean needs two or more.")
-        asked = self.information
-        return Measured(
+        information = self.information
+        return Measurement(
             self.task,
             self._batch(rows[: self.examples]),
             self.lanczos,
             self.gauss_newton,
-            asked,
-            None if asked is None else self._batch(rows[: asked.releases]),
+            information,
+            None if information is None else self._batch(rows[: information.releases]),
             self.engine,
         )
 
     def _batch(self, rows: torch.Tensor) -> Batch:
-        found = self.held.batch(rows)
-        own = {name: found[name] for name in self.task.fields if name in found}
-        # What clients of a diffusion model draw for themselves is drawn once here, and the same in all rounds.
-        return self.task.completed(own, Draws(key("study", self.lanczos.seed)))
+        stored = self.held.batch(rows)
+        batch = {name: stored[name] for name in self.task.fields if name in stored}
+        # Fields that clients of a diffusion model draw themselves are drawn once here, and are the same in all rounds.
+        return self.task.completed(batch, Draws(key("study", self.lanczos.seed)))
 
     def settings(self) -> dict[str, Any]:
-        """What analysis.toml holds."""
-        asked = self.information
+        """The content of analysis.toml."""
+        information = self.information
         settings = {
             "version": VERSION,
             "gradleak": __version__,
@@ -147,11 +147,11 @@ class Study:
             "gauss_newton": self.gauss_newton,
             "lanczos": asdict(self.lanczos),
             "information": None
-            if asked is None
+            if information is None
             else {
-                "defence": "none" if asked.defence is None else repr(asked.defence),
-                "rho": asked.rho,
-                "releases": asked.releases,
+                "defence": "none" if information.defence is None else repr(information.defence),
+                "rho": information.rho,
+                "releases": information.releases,
             },
             "origin": {
                 **self.origin,
@@ -162,18 +162,18 @@ class Study:
             "fingerprint": {
                 "task": digest(self.task),
                 "data": self.held.fingerprint,
-                "defence": digest(None if asked is None else asked.defence),
+                "defence": digest(None if information is None else information.defence),
             },
         }
         settings = {name: value for name, value in settings.items() if value is not None}
         return from_toml(to_toml(settings))  # so that it compares equal to what is read back
 
     def check(self) -> None:
-        """What is wrong with the request, before anything is measured."""
+        """Raise StudyError for a request that cannot be measured, before anything is."""
         if self.trained is not None:
-            there = self.trained.settings.get("fingerprint", {})
-            for name, here in (("task", digest(self.task)), ("data", self.held.fingerprint)):
-                if there.get(name) != here:
+            stored = self.trained.settings.get("fingerprint", {})
+            for name, current in (("task", digest(self.task)), ("data", self.held.fingerprint)):
+                if stored.get(name) != current:
                     raise StudyError(
                         f"{self.trained.folder} is a training of another {name}: analyse what was trained there."
                     )
@@ -192,7 +192,7 @@ class Study:
                 raise StudyError(f"This task has no Gauss-Newton matrix. {problem}") from problem
 
     def _try_releases(self) -> None:
-        """Two clients at the first round: what cannot be released is told before curvature is measured for hours."""
+        """Try two clients at the first round: an error should not come after hours of curvature."""
         number = self.planned[0]
         try:
             self.measured.channel(number, self.sent(number), clients=2)
@@ -202,7 +202,7 @@ class Study:
             ) from problem
         except ValueError as problem:
             if "more than 1 value per channel" not in str(problem):
-                return  # of these weights alone, as where they have diverged: told with the round
+                return  # only these weights fail, such as diverged ones: reported with their round
             raise StudyError(
                 "A client with one example cannot train this model: BatchNorm in training mode takes its statistics "
                 "from the examples of a batch, and here one example leaves one value per channel. Put the model into "
@@ -220,12 +220,12 @@ class Study:
     ) -> StudyResult:
         """Measure every round that `out` does not hold yet, and write analysis.json and analysis.html.
 
-        `audits`: folders of audits of these very weights, whose PSNR is held against the curves.
+        `audits`: folders of audits of the same weights, whose PSNR is correlated with the curves.
         """
         progress, folder = progress or Silent(), None if out is None else Path(out)
         rounds = self.planned
         self.check()
-        found = [opened(each, self.task, self.trained) for each in once(audits)]
+        results = [opened(each, self.task, self.trained) for each in once(audits)]
         settings, environment = self.settings(), describe()
         keeper = None if folder is None else StudyFolder(folder)
         rows: list[Row] = []
@@ -233,33 +233,33 @@ class Study:
             rows, environment = keeper.open(settings, environment)
         try:
             self._loop(rounds, rows, keeper, progress)
-            result = StudyResult.of(rows, settings, environment, folder, found)
+            result = StudyResult.of(rows, settings, environment, folder, results)
             if keeper is not None and folder is not None:
                 keeper.write("analysis.json", result.json())
                 result.report(folder / "analysis.html")
         except KeyboardInterrupt:
-            kept = f"{len({row['round'] for row in rows} & set(rounds))} of {len(rounds)} rounds are kept in {folder}"
-            told = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
-            raise Interrupted(f"Interrupted: {told}.") from None
+            saved = f"{len({row['round'] for row in rows} & set(rounds))} of {len(rounds)} rounds are kept in {folder}"
+            message = f"{saved}; the same command resumes" if folder else "nothing is kept without a folder"
+            raise Interrupted(f"Interrupted: {message}.") from None
         finally:
             if keeper is not None:
                 keeper.close()
         return result
 
     def _loop(self, rounds: Sequence[int], rows: list[Row], keeper: StudyFolder | None, progress: Progress) -> None:
-        """`rows` grows by what is measured."""
-        there = {row["round"]: row for row in rows}
+        """Appends the measured rounds to `rows`."""
+        stored = {row["round"]: row for row in rows}
         progress.start(1)
         progress.cell(f"analysing {len(rounds)} round{'s' * (len(rounds) != 1)}", 0)
         if len(self.held) < self.examples:
             progress.note(f"The data hold {len(self.held)} examples: curvature is measured on all of them.")
         for done, number in enumerate(rounds):
             sent = self.sent(number)
-            if number in there:
-                if there[number]["weights"] != fingerprint(sent):
+            if number in stored:
+                if stored[number]["weights"] != fingerprint(sent):
                     raise FolderInUse(
                         f"{keeper.path if keeper else 'The study'} has measured other weights at round {number}: the "
-                        "training was made anew. Choose another folder."
+                        "training was repeated. Choose another folder."
                     )
                 progress.note(f"round {number}: kept from before")
             else:
@@ -268,41 +268,41 @@ class Study:
                 if keeper is not None:
                     keeper.add(row)
                 rows.append(row)
-                progress.note(f"{told(row)}, in {time.perf_counter() - began:.1f} s")
+                progress.note(f"{format_row(row)}, in {time.perf_counter() - began:.1f} s")
             progress.share((done + 1) / len(rounds))
 
     def _row(self, number: int, sent: Snapshot) -> Row:
         try:
             return self.measured.at(number, sent)
-        except ValueError as problem:  # of TaskError too: a training that diverged has no curvature
+        except ValueError as problem:  # TaskError too: a training that diverged has no curvature
             raise StudyError(
                 f"Round {number} cannot be measured. {problem} To leave it out, name the others with --rounds."
             ) from problem
 
 
 def demand_trained_with(trained: Checkpoints, defence: Defence) -> None:
-    """A defence that steers a training from the server is at its checkpoints only if these were trained with it.
+    """Refuse a defence that steers a training from the server if the checkpoints were trained without it.
 
-    The rule of an audit: what such a server remembers is kept with the weights, and another defence's is not its own.
+    As in an audit: the server's memory is stored with the weights, and another defence cannot use it.
     """
     steers = any(overrides(defence, hook) for hook in ("initial", "advance"))
     if steers and trained.settings.get("fingerprint", {}).get("defence") != digest(defence):
-        there = str(trained.settings.get("defence", "none"))
+        used = str(trained.settings.get("defence", "none"))
         raise StudyError(
             f"{defence!r} changes the weights before training, or what the server sends along in a round, and "
-            f"{trained.folder} was trained with {'no defence' if there == 'none' else there}: analyse a training with "
+            f"{trained.folder} was trained with {'no defence' if used == 'none' else used}: analyse a training with "
             "the same one, or leave the defence out."
         )
 
 
-def told(row: Row) -> str:
+def format_row(row: Row) -> str:
     """One round in a line."""
-    held = row["curvature"]
-    log_det = held["log_determinant"]
+    figures = row["curvature"]
+    log_det = figures["log_determinant"]
     return (
         f"round {row['round']}: log det {log_det['value']:.1f} +- {log_det['error']:.1f}"
-        f"{'' if log_det['converged'] else ' (NOT converged)'}, lambda_max {held['extremes']['highest']:.4g}, trace "
-        f"{held['trace']['value']:.4g}, gradient norm {held['gradient_norm']:.4g}"
+        f"{'' if log_det['converged'] else ' (NOT converged)'}, lambda_max {figures['extremes']['highest']:.4g}, trace "
+        f"{figures['trace']['value']:.4g}, gradient norm {figures['gradient_norm']:.4g}"
     )
 
 

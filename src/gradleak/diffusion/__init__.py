@@ -1,7 +1,7 @@
 """Federated diffusion models: noise schedules, the objective of a denoiser and its task, and the DDIM sampler.
 
-A client trains a network to tell the noise from a noised image. Of one step it has the image, which is private as in
-any task, and the step t and the noise, which it drew: fields of the task that nobody hands over (`Task.drawn`).
+A client trains a network to predict the noise in a noised image. Each local step uses the image, which is private as in
+any task, and the time step t and the noise, which the client draws itself (`Task.drawn`).
 
 schedule.py: how much noise   objective.py: the loss and the task   sampler.py: DDIM   shared.py: draws from the server
 adapter.py: networks and schedulers of diffusers, which is optional

@@ -1,4 +1,4 @@
-"""Networks and schedulers of diffusers (the extra `diffusion`) as this package takes them."""
+"""Networks and schedulers of diffusers (the extra `diffusion`), adapted to this package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gradleak.scenario.task import TaskError
 
 
 class FromDiffusers(nn.Module):
-    """diffusers' UNet2DModel as a `Denoiser`: a copy, whose attention is written out, and which takes embeddings.
+    """A copy of diffusers' UNet2DModel as a `Denoiser`: it takes embeddings, and its attention is written out.
 
-    The fused attention that diffusers calls has no double backward and no forward mode.
+    The fused attention of diffusers has no double backward and no forward mode.
     """
 
     time_layer = "unet.time_embedding.linear_1"
@@ -33,17 +33,17 @@ class FromDiffusers(nn.Module):
             )
         if config.class_embed_type is not None or config.num_class_embeds is not None:
             raise TaskError("The network is conditioned on classes; only unconditional denoisers are supported.")
-        own: Any = copy.deepcopy(unet)
-        where = next(own.parameters()).device
+        network: Any = copy.deepcopy(unet)
+        device = next(network.parameters()).device
         with torch.no_grad():
-            self.steps = Steps(own.time_proj(torch.arange(steps, device=where)))
-        own.time_proj = self.entry = _Entry()
-        for module in own.modules():
+            self.steps = Steps(network.time_proj(torch.arange(steps, device=device)))
+        network.time_proj = self.entry = _Entry()
+        for module in network.modules():
             if hasattr(module, "set_processor"):
                 module.set_processor(AttnProcessor())
             if isinstance(module, nn.GroupNorm):
                 module.register_forward_pre_hook(_contiguous)
-        self.unet = own
+        self.unet = network
 
     @property
     def table(self) -> Tensor:
@@ -56,12 +56,12 @@ class FromDiffusers(nn.Module):
 
 
 def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """torch's GroupNorm has no forward mode for transposed images, which attention leaves behind."""
+    """torch's GroupNorm has no forward mode for transposed images, which attention returns."""
     return (inputs[0].contiguous(), *inputs[1:])
 
 
 class _Entry(nn.Module):
-    """In the place of the network's own projection of steps: hands on the embedding that it was given."""
+    """Replaces the network's projection of steps: returns a given embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +72,10 @@ class _Entry(nn.Module):
         return self
 
     def __enter__(self) -> None:
-        """Holds an embedding for one pass: UNet2DModel's own argument can be no more than one number an example."""
+        """Holds an embedding for one pass: UNet2DModel's own argument is only one number per example."""
 
     def __exit__(self, *_: object) -> None:
-        self.embedding = None  # no tensor of a lane is left behind
+        self.embedding = None  # keep no tensor of a lane
 
     def forward(self, _: Tensor) -> Tensor:
         assert self.embedding is not None
@@ -83,7 +83,7 @@ class _Entry(nn.Module):
 
 
 def schedule_of(scheduler: Any) -> Schedule:
-    """The schedule that a scheduler of diffusers (DDPM, DDIM) trains with; refused where this package has none such."""
+    """The schedule that a scheduler of diffusers (DDPM, DDIM) trains with; an error if this package has no such one."""
     config = scheduler.config
     kinds = {"linear": "linear", "squaredcos_cap_v2": "cosine"}
     known = kinds.get(config.beta_schedule)
@@ -104,7 +104,7 @@ def target_of(scheduler: Any) -> str:
     Trainers built on diffusers often leave the errors of v unweighted: `Denoising(weighted=False)`.
     """
     kinds = {"epsilon": "eps", "v_prediction": "v"}
-    found = kinds.get(scheduler.config.prediction_type)
-    if found is None:
+    target = kinds.get(scheduler.config.prediction_type)
+    if target is None:
         raise TaskError(f"A prediction of {scheduler.config.prediction_type!r} is not supported: {' or '.join(kinds)}.")
-    return found
+    return target

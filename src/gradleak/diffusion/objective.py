@@ -1,4 +1,4 @@
-"""The objective of a denoiser, and its task: the client's image is private, and so are the step and the noise it drew.
+"""The objective of a denoiser, and its task: the client's image is private, and so are its step and its noise.
 
 Reference: Ho, Jain, Abbeel, "Denoising diffusion probabilistic models", NeurIPS 2020; v: Salimans and Ho, ICLR 2022.
 """
@@ -25,7 +25,7 @@ STANDARD = Schedule()
 class Denoiser(Protocol):
     """A network `model(x, t)` that predicts the noise in x, or v.
 
-    t as whole numbers (B,) is the step; as floats (B, dim) it is the embedding that the time MLP is given.
+    t as whole numbers (B,) is the step; as floats (B, dim) it is the input embedding of the time MLP.
     """
 
     table: Tensor  # (T, dim): the embedding of every step
@@ -40,10 +40,9 @@ class Denoising:
 
     schedule    how much noise a step has
     target      "eps": the network predicts the noise. "v": it predicts sqrt(ab) noise - sqrt(1 - ab) x
-    reduction   over the values of an example: "mean", or "sum" as the formulae are written. Of examples always the mean
-    table       embeddings of all steps, (T, dim): what a simplex of steps averages. `denoising` takes the model's
-
-    weighted    an example's error of v counts by snr / (snr + 1) = ab; that of the noise always by 1
+    reduction   over the values of an example: "mean", or "sum" as in the formulae. Over examples always the mean
+    table       embeddings of all steps, (T, dim), which a simplex of steps averages. `denoising` takes the model's
+    weighted    the error of v has the weight snr / (snr + 1) = ab; the error of the noise always has weight 1
 
     A batch has x (B, C, H, W), noise like x, and t: a step each (B,), or a simplex (B, T). A simplex averages alpha-bar
     and the embedding, and everything that depends on t uses these averages; one-hot, it is the step itself.
@@ -62,13 +61,13 @@ class Denoising:
 
     @property
     def drawn(self) -> frozenset[str]:
-        """The fields that a client draws itself, for every step of its training."""
+        """The fields that a client draws itself in every step of its training."""
         return frozenset({"t", "noise"})
 
     def complete(self, batch: Batch, draws: Draws) -> Batch:
-        """The batch with a step, uniform, and noise, normal, for each example, where they are missing.
+        """The batch with a uniform step and normal noise for each example, where they are missing.
 
-        Drawn in double precision and then cast, so that a key means the same noise in every precision.
+        Drawn in double precision and then cast, so that a key gives the same noise in every precision.
         """
         x = batch["x"]
         drawn = dict(batch)
@@ -80,7 +79,7 @@ class Denoising:
         return drawn
 
     def noised(self, batch: Batch) -> Tensor:
-        """x_t: what the network is shown. Where a batch has it, as searches behind a known x_t do, that one."""
+        """x_t: the input of the network. A batch may hold it, as in searches with a known x_t."""
         if "x_t" in batch:
             return batch["x_t"]
         image, noise = self.schedule.scales(batch["t"], batch["x"])
@@ -94,7 +93,7 @@ class Denoising:
         return image * batch["noise"] - noise * batch["x"]
 
     def weight(self, batch: Batch) -> Tensor:
-        """What each example's error is multiplied by, (B,)."""
+        """The weight of each example's error, (B,)."""
         x = batch["x"]
         plain = self.target == "eps" or not self.weighted
         return x.new_ones(x.shape[0]) if plain else self.schedule.at(batch["t"], x)
@@ -135,7 +134,7 @@ def denoising(
     model   a `Denoiser`: `gradleak.models.unet`, or a network of diffusers in `FromDiffusers`
     like    images with a batch axis; gives SHAPES, nothing else
 
-    The rest are those of `Denoising`.
+    The other arguments are those of `Denoising`.
     """
     if like.dim() != 4:
         raise TaskError(f"like must be images (batch, channels, height, width); given shape {tuple(like.shape)}.")

@@ -26,14 +26,14 @@ def ddim(
     start: float = 1.0,
     last: int | None = None,
 ) -> Tensor:
-    """The image that `z` (B, C, H, W) becomes, in the range the denoiser was trained on and not clamped.
+    """The image made from noise `z` (B, C, H, W), in the range that the denoiser was trained on, not clamped.
 
     call        call(x, t): the denoiser, with weights that all lanes share
     steps       how many, evenly spaced over the schedule; or the steps themselves, falling
-    recompute   keep each step's input instead of its graph: the memory of one step, at one more evaluation each
+    recompute   store each step's input instead of its graph: the memory of one step, for one more evaluation each
     start       where the chain begins, as a share of the schedule. Below 1, z is an image noised to that step
-    last        differentiate the network in the last so many steps only: in those before it is a constant, and the
-                derivative passes as the step is linear in x, scaled but not turned. None: in all
+    last        differentiate the network in this many last steps only. In earlier steps its output is a constant: the
+                derivative passes scaled but not rotated. None: differentiate it in all steps
     """
     chain = schedule.spaced(steps, start) if isinstance(steps, int) else tuple(map(int, steps))
     if any(above <= below for above, below in zip(chain, chain[1:], strict=False)):

@@ -1,4 +1,4 @@
-"""How much of an image is left at each step: alpha-bar of T steps, by three laws.
+"""How much of an image remains at each step: alpha-bar of T steps, by three laws.
 
 Step t, counted from 0, turns an image x into sqrt(ab_t) x + sqrt(1 - ab_t) noise, where ab_t is the product of
 1 - beta_i over i <= t. References: Ho, Jain, Abbeel, NeurIPS 2020 (linear); Nichol and Dhariwal, ICML 2021 (cosine);
@@ -54,30 +54,30 @@ class Schedule:
 
     @property
     def mixing(self) -> tuple[tuple[float, float], ...]:
-        """sqrt(ab_t) and sqrt(1 - ab_t) of every step, as numbers: a captured step must not read them off a tensor."""
+        """sqrt(ab_t) and sqrt(1 - ab_t) of every step, as numbers: a captured step must not read them from a tensor."""
         return _mixing(self)
 
     def at(self, t: Tensor, like: Tensor | None = None) -> Tensor:
         """Alpha-bar of each example, (B,): of a step, (B,) whole numbers, or averaged over a simplex, (B, T).
 
-        In double precision unless `like` names another: near t = 0 the rest 1 - ab has few digits in float32.
+        In double precision unless `like` gives another: near t = 0, 1 - ab has few digits in float32.
         """
         table = _alpha_bar(self, t.device)
         if t.is_floating_point():
             if t.shape[-1] != self.steps:
                 raise ValueError(f"A simplex of steps needs {self.steps} probabilities; given shape {tuple(t.shape)}.")
-            found = t.double() @ table
+            value = t.double() @ table
         else:
-            found = table[t]
-        return found if like is None else found.to(like)
+            value = table[t]
+        return value if like is None else value.to(like)
 
     def scales(self, t: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """sqrt(ab), sqrt(1 - ab), which multiply the image and the noise: (B, 1, 1, 1), in the type of `like`.
 
-        Of a simplex both are roots of ONE average, so that their squares still add up to 1.
+        For a simplex both are roots of ONE average, so that their squares still add up to 1.
         """
-        kept = self.at(t).reshape(-1, *[1] * (like.dim() - 1))
-        return kept.sqrt().to(like.dtype), (1 - kept).sqrt().to(like.dtype)
+        share = self.at(t).reshape(-1, *[1] * (like.dim() - 1))
+        return share.sqrt().to(like.dtype), (1 - share).sqrt().to(like.dtype)
 
     def spaced(self, count: int, start: float = 1.0) -> tuple[int, ...]:
         """`count` steps, evenly spaced and falling, from `start` times the last step down to step 0."""
@@ -95,21 +95,21 @@ def _linear(of: Schedule) -> Tensor:
     return torch.linspace(of.first, of.last, of.steps, dtype=torch.float64)
 
 
-def _stated(kept: Tensor) -> Tensor:
+def _betas_of(alpha_bar: Tensor) -> Tensor:
     """Betas that give this alpha-bar, (T + 1,) from the clean image on; none above 0.999."""
-    return (1 - kept[1:] / kept[:-1]).clamp(0, 0.999)
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(0, 0.999)
 
 
 def _cosine(of: Schedule) -> Tensor:
     place, offset = torch.linspace(0, 1, of.steps + 1, dtype=torch.float64), 0.008
-    return _stated(((place + offset) / (1 + offset) * math.pi / 2).cos() ** 2)
+    return _betas_of(((place + offset) / (1 + offset) * math.pi / 2).cos() ** 2)
 
 
 def _sigmoid(of: Schedule) -> Tensor:
     ends = torch.tensor([-3.0, 3.0], dtype=torch.float64)
     first, last = ends.sigmoid()
     place = torch.linspace(0, 1, of.steps + 1, dtype=torch.float64)
-    return _stated((last - (ends[0] + place * (ends[1] - ends[0])).sigmoid()) / (last - first))
+    return _betas_of((last - (ends[0] + place * (ends[1] - ends[0])).sigmoid()) / (last - first))
 
 
 _LAWS: Mapping[str, Callable[[Schedule], Tensor]] = {"linear": _linear, "cosine": _cosine, "sigmoid": _sigmoid}
@@ -117,18 +117,14 @@ _LAWS: Mapping[str, Callable[[Schedule], Tensor]] = {"linear": _linear, "cosine"
 
 @lru_cache(maxsize=64)
 def _alpha_bar(schedule: Schedule, device: torch.device) -> Tensor:
-    """Made once for each device: a step that is captured in a CUDA graph must not copy from the host."""
-
-    def made() -> Tensor:
-        return (1 - schedule.betas).cumprod(0).to(device)
-
-    # In a thread of its own: transforms, modes and inference are each thread's own, and what is kept outlives them.
+    """Cached for each device: a step that is captured in a CUDA graph must not copy from the host."""
+    # In a thread of its own: transforms and modes belong to a thread, and the cached tensor outlives them.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
+        return thread.submit(lambda: (1 - schedule.betas).cumprod(0).to(device)).result()
 
 
 @lru_cache(maxsize=64)
 def _mixing(schedule: Schedule) -> tuple[tuple[float, float], ...]:
     with ThreadPoolExecutor(1) as thread:
-        kept: list[float] = thread.submit(lambda: (1 - schedule.betas).cumprod(0).tolist()).result()
-    return tuple((math.sqrt(each), math.sqrt(1 - each)) for each in kept)
+        shares: list[float] = thread.submit(lambda: (1 - schedule.betas).cumprod(0).tolist()).result()
+    return tuple((math.sqrt(each), math.sqrt(1 - each)) for each in shares)

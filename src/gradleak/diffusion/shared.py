@@ -1,7 +1,7 @@
 """Steps and noise from the server: the easier of the two regimes of federated diffusion.
 
-In the private regime every client draws its own step and noise. Here the server hands out a key, and all clients draw
-the same ones from it, in each local step anew; so the server knows them. Reference: Huang, Hong, Roos, Chen, ARES 2025.
+In the private regime every client draws its own step and noise. Here the server broadcasts a key from which all clients
+draw the same ones, anew in each local step; so the server knows them. Reference: Huang, Hong, Roos, Chen, ARES 2025.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradleak.scenario.task import Batch, Task
 
 @dataclass(frozen=True)
 class SharedDraws(Defence):
-    """Not a defence but a way to train: the server broadcasts the key of this round's steps and noise."""
+    """A training regime rather than a defence: the server broadcasts the key of this round's steps and noise."""
 
     seed: int = 0
 
@@ -36,17 +36,17 @@ class SharedDraws(Defence):
 
 
 def handed_out(task: Task, seen: Observation, step: int = 0) -> Batch:
-    """The fields that the server itself chose for a client's local step: what `Knowledge.given` may hold.
+    """The fields that the server itself chose for a client's local step, for `Knowledge.given`.
 
-    Computed from what was broadcast alone, for a client whose steps use all its examples.
+    Computed from the broadcast alone, for a client whose steps use all its examples.
     """
     if SHARED not in seen.extras:
         raise BadObservation(
             f"{seen.key!r} holds no key that the server handed out (extras[{SHARED!r}]): the client drew for itself, "
-            "and only the client knows what."
+            "and only the client knows these fields."
         )
     blank = task.blank(seen.num_examples)
     known = {name: value for name, value in blank.items() if name not in task.drawn}
-    where = next(iter(blank.values())).device
-    drawn = task.completed(known, drawing(Draws(seen.extras[SHARED]["key"].to(where)), step))
+    device = next(iter(blank.values())).device
+    drawn = task.completed(known, drawing(Draws(seen.extras[SHARED]["key"].to(device)), step))
     return {name: drawn[name] for name in task.drawn}

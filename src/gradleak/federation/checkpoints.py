@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from gradleak.core.configuration import digest, from_toml
-from gradleak.core.folder import ResumableFolder, load_state, save_state, whole_lines
+from gradleak.core.files import load_state, save_state, whole_lines
+from gradleak.core.folder import ResumableFolder
 from gradleak.core.tree import Tree
 from gradleak.federation.clients import flat, unflat
 from gradleak.federation.partition import FederationError

@@ -7,9 +7,8 @@ Where r is zero up to rounding and J has full column rank, no other images nearb
 Where k singular values are zero the images lie on a k-dimensional set, and everything orthogonal to it is known.
 `certify` asks at a reconstruction, which needs no truth, or, for an auditor, at the truth: could any attack succeed?
 
-What counts as zero depends on the digits that the observation holds (`rounding_of`). Two limits of the statement: it is
-local (an isolated second solution elsewhere is not excluded), and it is about the fields that are continuous and not
-given (labels are taken as known).
+What counts as zero depends on the digits of the observation (`rounding_of`). The statement has two limits: it is local
+(a second solution far away is possible), and it is about continuous fields that are not given (labels count as known).
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.engine import Engine
-from gradleak.identify.floors import Floor, Local, triangle
+from gradleak.identify.floors import CorrelatedPrior, Floor, Local, triangle
 from gradleak.identify.rounding import rounding_of
 from gradleak.scenario.client import Order
 from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Task
 
-PIXEL_STD = 0.25  # of a pixel in [0, 1] under the prior of the noise floor, where no precision is given
 HALF = 0.5  # of the directions: below, "determined up to k dimensions" would sound like more than it is
 
 
@@ -65,7 +64,7 @@ class Certificate:
 
     @property
     def solved(self) -> bool:
-        """Does the point reproduce the update, up to rounding?"""
+        """Does the point reproduce the update up to rounding?"""
         return self.residual <= self.rounding
 
     @property
@@ -104,24 +103,25 @@ class Certificate:
         return fixed if self.rank >= HALF * self.unknowns else f"Fewer than half are fixed: {fixed}"
 
     def __str__(self) -> str:
-        told = (
+        text = (
             f"{self.verdict}. {self.reason} Rank {self.rank:,} of {self.unknowns:,} unknowns in {self.equations:,} "
             f"equations, at a tolerance of {self.tolerance:.0e} of the largest singular value."
         )
         if self.floor is None:
-            return told
+            return text
         return (
-            f"{told} Under noise of {self.floor.noise:.0e} of each tensor's root mean square no attacker gets below a "
+            f"{text} Under noise of {self.floor.noise:.0e} of each tensor's root mean square no attacker gets below a "
             f"mean squared error of {self.floor.mse:.1e}, to first order."
         )
 
     def record(self) -> dict[str, int | float | str | None]:
         """As a row of a run holds it."""
         names = ("unknowns", "equations", "rank", "null", "tolerance", "residual", "rounding", "share", "shift")
-        held = {name: getattr(self, name) for name in (*names, "largest", "smallest", "verdict", "reason")}
-        return {**held, "floor": None if self.floor is None else self.floor.mse}
+        figures = {name: getattr(self, name) for name in (*names, "largest", "smallest", "verdict", "reason")}
+        return {**figures, "floor": None if self.floor is None else self.floor.mse}
 
 
+@takes(CorrelatedPrior)
 def certify(
     task: Task,
     seen: Observation,
@@ -130,23 +130,22 @@ def certify(
     *,
     tolerance: float | None = None,
     noise: float | None = None,
-    precision: Tensor | None = None,
-    prior: float = PIXEL_STD,
-    block: int = 64,
-    engine: Engine | None = None,
     order: Order | None = None,
+    how: CorrelatedPrior,
 ) -> Certificate:
     """What `seen` determines at `batch`: a reconstruction of that target, or the truth.
 
-    `tolerance`: relative rank tolerance; None takes what the digits of the observation allow. `noise`: also compute the
-    floor of `noise_floor`. `block`: forward-mode products at a time. `order`: of the examples in
-    a client's minibatches, where it is not as they stand.
+    tolerance   relative rank tolerance; None takes what the digits of the observation allow
+    noise       also compute the floor of `noise_floor`
+    order       rows of each of the client's minibatches; None: in order
+
+    The other keywords are the fields of `CorrelatedPrior`: `prior`, `precision`, `block` and `engine`.
     """
     if tolerance is not None and not 0 <= tolerance < 1:
         raise ValueError(f"tolerance is a share of the largest singular value, from 0 to below 1; given {tolerance}.")
     rounding = rounding_of(seen)
     tolerance = rounding.rank if tolerance is None else tolerance
-    local = Local.at(task, seen, batch, knows, block, engine, order)
+    local = Local.at(task, seen, batch, knows, how, order)
     unknowns, equations = local.rows.shape
     if not local.finite:
         nothing = torch.zeros(unknowns, dtype=torch.float64)
@@ -169,10 +168,11 @@ def certify(
         rounding=rounding.residual,
         share=_share(local.pixels, fixed),
         shift=float(step.norm()) / math.sqrt(unknowns),
-        floor=None if noise is None else local.floor(noise, precision, prior, rounding),
+        floor=None if noise is None else local.floor(noise, how.precision, how.prior, rounding),
     )
 
 
+@takes(CorrelatedPrior)
 def noise_floor(
     task: Task,
     seen: Observation,
@@ -180,29 +180,26 @@ def noise_floor(
     knows: Knowledge = Knowledge(),
     *,
     noise: float = 0.0,
-    precision: Tensor | None = None,
-    prior: float = PIXEL_STD,
-    block: int = 64,
-    engine: Engine | None = None,
+    how: CorrelatedPrior,
 ) -> Floor:
     """The least mean squared error under noise of std `noise` x RMS of each tensor, and what the defence itself adds.
 
-    `precision`: the prior's inverse covariance over the (n,) flattened images in [0, 1]; None: I / prior^2. Entries
-    without any noise are known up to `Rounding.rank`. A tensor of zeros takes the RMS of the whole update.
+    The other keywords are the fields of `CorrelatedPrior`. Entries without any noise are known up to `Rounding.rank`. A
+    tensor of zeros takes the RMS of the whole update.
     """
     if not noise >= 0:
         raise ValueError(f"noise is a share of each tensor's root mean square, at least 0; given {noise}.")
-    local = Local.at(task, seen, batch, knows, block, engine)
+    local = Local.at(task, seen, batch, knows, how)
     if not local.finite:
         raise ValueError("The batch, or the update the client would send for it, is not finite: there is no floor.")
-    return local.floor(noise, precision, prior, rounding_of(seen))
+    return local.floor(noise, how.precision, how.prior, rounding_of(seen))
 
 
 @dataclass(frozen=True, eq=False)
 class Identifiability:
-    """For `Audit(analyses=[...])`: the certificate at the TRUTH. Could any attack that knows `knows` succeed?
+    """For `Audit(analyses=[...])`: the certificate at the TRUTH. Could any attack with this knowledge succeed?
 
-    `knows` holds the client's recipe and, where there is one, its defence. With `noise` also the floor of the error.
+    `knows` holds the client's recipe and its defence, if it has one. `noise` adds the floor of the error.
     """
 
     knows: Knowledge = Knowledge()
@@ -212,30 +209,22 @@ class Identifiability:
     engine: Engine = Engine()
 
     def __call__(self, task: Task, seen: Observation, batch: Batch) -> Mapping[str, float]:
-        found = certify(
-            task,
-            seen,
-            batch,
-            self.knows,
-            tolerance=self.tolerance,
-            noise=self.noise,
-            block=self.block,
-            engine=self.engine,
-        )
+        how = CorrelatedPrior(block=self.block, engine=self.engine)
+        certificate = certify(task, seen, batch, self.knows, tolerance=self.tolerance, noise=self.noise, how=how)
         names = ("unknowns", "rank", "null", "share", "residual", "tolerance", "largest", "smallest")
-        told = {name: float(getattr(found, name)) for name in names}
-        return told if found.floor is None else {**told, "floor": found.floor.mse}
+        figures = {name: float(getattr(certificate, name)) for name in names}
+        return figures if certificate.floor is None else {**figures, "floor": certificate.floor.mse}
 
     def __repr__(self) -> str:
-        # A run file names it: the same text in every process, so without the addresses of functions.
+        # Run files contain this text: it must be the same in every process, so without addresses of functions.
         known = re.sub(r" at 0x[0-9a-f]+", "", repr(self.knows))
         return f"Identifiability({known}, tolerance={self.tolerance}, noise={self.noise})"
 
 
 def _share(pixels: Params, fixed: Tensor) -> float:
-    """Of the variance about each image's own mean, that in the span of `fixed` (rank, n)."""
+    """Share of the variance about each image's own mean that lies in the span of `fixed` (rank, n)."""
     about = tree.flatten(tree.map(lambda p: p.flatten(1) - p.flatten(1).mean(1, keepdim=True), pixels))
     total = float(about.square().sum())
-    if total == 0:  # plain images have no variance to speak of: the share of directions
+    if total == 0:  # constant images have no variance: take the share of directions
         return fixed.shape[0] / fixed.shape[1]
     return min(1.0, float((fixed @ about).square().sum()) / total)

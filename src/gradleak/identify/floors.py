@@ -1,4 +1,4 @@
-"""The client rule at one point: its residual, its derivative by every pixel, and what noise leaves of both."""
+"""The client rule at one point: its residual, its derivative by every pixel, and the error floor under noise."""
 
 from __future__ import annotations
 
@@ -23,17 +23,38 @@ from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Field, Task, TaskError, double_backward_safe, float32_products
 
 SHARE = 0.5  # of the memory that a Jacobian may take
+PIXEL_STD = 0.25  # of a pixel in [0, 1] under the prior, where nothing else is given
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Linearisation:
+    """How the client rule is linearised, and the Gaussian prior of the pixels.
+
+    prior    standard deviation of a pixel in [0, 1]
+    block    forward-mode products at a time
+    """
+
+    prior: float = PIXEL_STD
+    block: int = 64
+    engine: Engine | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CorrelatedPrior(Linearisation):
+    """With `precision`, the prior's inverse covariance over the (n,) flattened images in [0, 1]; None: I / prior^2."""
+
+    precision: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Floor:
-    """What no attacker can do better than, to first order, under noise on the update and a Gaussian prior of pixels.
+    """The error that no attacker can beat, to first order, under noise on the update and a Gaussian prior of pixels.
 
     mse              the mean of the diagonal of (J_f^T S^-1 J_f + P)^-1, over pixels in [0, 1]; the Bayesian Cramer-Rao
-                     bound. Unknowns that are no pixels, as noise, are taken for N(0, 1), and count by what they hide
+                     bound. Unknowns that are no pixels, such as noise, have the prior N(0, 1)
     information      1/2 log det(I + P^-1 J_f^T S^-1 J_f) in nats; infinite under a prior that is not proper
     effective_rank   tr(I_F (I_F + P)^-1): directions in which the update says more than the prior
-    noise            standard deviation as a share of each tensor's root mean square, beside the defence's own
+    noise            standard deviation as a share of each tensor's root mean square, besides the defence's noise
     """
 
     mse: float
@@ -53,7 +74,7 @@ class Floor:
 class Local:
     """The client rule at one point: unknown fields in [0, 1], r (d,), and J as (n, d), row i along the i-th unknown.
 
-    A field without bounds, such as a diffusion client's noise, is no picture: it stays as it is.
+    A field without bounds, such as a diffusion client's noise, is no picture and is not rescaled.
     """
 
     scene: TargetView
@@ -69,21 +90,20 @@ class Local:
         seen: Observation,
         batch: Batch,
         knows: Knowledge,
-        block: int,
-        engine: Engine | None,
+        how: Linearisation,
         order: Order | None = None,
         directions: Tensor | None = None,
     ) -> Local:
         """`directions` (k, n): rows of J along these only, where all n would be too many."""
-        engine = engine or Engine()
+        engine, block = how.engine or Engine(), how.block
         fits(task, [seen])
         unknown = _unknown(task, seen, batch, knows)
         work = task.to(engine.where, torch.float64)
         scene = TargetView.of(work, seen, knows)
         like = scene.like
-        given = tree.to({name: batch[name] for name in task.fields}, like.device, like.dtype)
-        scene = replace(scene, fields={name: value for name, value in given.items() if name not in unknown})
-        pixels = {name: field.unit(given[name]) if field.bounded else given[name] for name, field in unknown.items()}
+        fields = tree.to({name: batch[name] for name in task.fields}, like.device, like.dtype)
+        scene = replace(scene, fields={name: value for name, value in fields.items() if name not in unknown})
+        pixels = {name: field.unit(fields[name]) if field.bounded else fields[name] for name, field in unknown.items()}
         pictured = {name: torch.full_like(pixels[name], field.bounded) for name, field in unknown.items()}
         count = tree.size(pixels) if directions is None else len(directions)
         _demand_memory(count, tree.size(scene.update), engine)
@@ -92,10 +112,9 @@ class Local:
         lengths = tree.flatten(_spread(_norms(observed), observed))
 
         def residual(p: Tensor) -> Tensor:
-            held = tree.unflatten(p, pixels)
-            moved = {name: field.model(held[name]) if field.bounded else held[name] for name, field in unknown.items()}
-            guess = {**given, **moved}
-            predicted = predict(guess, {}, scene, now)
+            guess = tree.unflatten(p, pixels)
+            guess |= {name: field.model(guess[name]) for name, field in unknown.items() if field.bounded}
+            predicted = predict({**fields, **guess}, {}, scene, now)
             return tree.flatten({name: predicted[name] - observed[name] for name in observed}) / lengths
 
         p = tree.flatten(pixels)
@@ -127,18 +146,18 @@ class Local:
         )
 
     def whitening(self, noise: float, rounding: Rounding) -> Tensor:
-        """(d,): what the columns of J are multiplied by so that the noise on the update has variance one."""
+        """(d,): factors on the columns of J that give the noise on the update variance one."""
         scene = self.scene
         spread = _spread(_levels(scene.update), scene.update)
         variance = tree.map(lambda level: (max(noise, rounding.rank) * level).square(), spread)
         weight = tree.map(torch.ones_like, spread)
         if scene.knows.defence is not None:
-            # Replay has weighed the coordinates by what the defence left of them: that is taken off again.
+            # Replay has weighted the coordinates by `visible`: divide that out again.
             assumed = scene.knows.defence.assumed(scene, scene.task)
             variance = tree.add(variance, assumed.noise_variance(scene))
             weight = assumed.visible(weight, scene)
-        seen, deviation = tree.flatten(weight), tree.flatten(variance).sqrt()
-        return torch.where(seen > 0, self.lengths / (seen * deviation), 0.0)
+        weights, deviation = tree.flatten(weight), tree.flatten(variance).sqrt()
+        return torch.where(weights > 0, self.lengths / (weights * deviation), 0.0)
 
 
 def _along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, block: int) -> Tensor:
@@ -148,30 +167,30 @@ def _along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, 
 
 
 def _unknown(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> dict[str, Field]:
-    """The continuous fields that nobody has given away, once the batch is known to fit the task and the target."""
+    """The continuous fields that are not given. The batch must fit the task and the target."""
     for name, field in task.fields.items():
-        held = batch.get(name)
-        shape = None if held is None else tuple(held.shape[: 1 + len(field.shape)])
+        value = batch.get(name)
+        shape = None if value is None else tuple(value.shape[: 1 + len(field.shape)])
         if shape != (seen.num_examples, *field.shape):
             raise TaskError(
                 f"Field {name!r} of the batch has shape {shape}; observation {seen.key!r} has {seen.num_examples} "
                 f"examples of {field.shape}. Pass one target, such as Reconstruction.target(index)."
             )
-    found = {name: f for name, f in task.fields.items() if f.classes is None and name not in knows.given}
-    if not found:
+    unknown = {name: f for name, f in task.fields.items() if f.classes is None and name not in knows.given}
+    if not unknown:
         raise TaskError("Every continuous field is given in Knowledge: there is nothing left to determine.")
-    return found
+    return unknown
 
 
 def _norms(values: Params) -> Params:
-    """Of every tensor; one of zeros takes the norm of all, and where all are zero it is one."""
+    """The norm of every tensor; a tensor of zeros gets the norm of all, or one if all are zero."""
     whole = tree.norm(values)
     whole = torch.where(whole > 0, whole, 1.0)
     return tree.map(lambda value: torch.where(value.any(), torch.linalg.vector_norm(value), whole), values)
 
 
 def _levels(values: Params) -> Params:
-    """Root mean squares, likewise."""
+    """The root mean square of every tensor, with the same rule for zeros."""
     whole = tree.norm(values) / math.sqrt(tree.size(values))
     whole = torch.where(whole > 0, whole, 1.0)
     return tree.map(lambda value: torch.where(value.any(), value.square().mean().sqrt(), whole), values)
@@ -222,12 +241,12 @@ def _demand_memory(unknowns: int, equations: int, engine: Engine) -> None:
 
 
 def _explained(problem: RuntimeError, block: int) -> RuntimeError:
-    told = str(problem).partition("\n")[0]
+    reason = str(problem).partition("\n")[0]
     if isinstance(problem, torch.OutOfMemoryError):
-        return EngineError(f"Out of memory with blocks of {block}: pass a smaller block. ({told})")
-    if any(word in told for word in ("forward AD", "forward-mode", "vmap", "Batching rule", "functorch", "dual")):
+        return EngineError(f"Out of memory with blocks of {block}: pass a smaller block. ({reason})")
+    if any(word in reason for word in ("forward AD", "forward-mode", "vmap", "Batching rule", "functorch", "dual")):
         return EngineError(
-            f"This model, or the client's rule, cannot be differentiated forward: {told} Run task.check() for the "
+            f"This model, or the client's rule, cannot be differentiated forward: {reason} Run task.check() for the "
             "cause; without forward mode there is no certificate."
         )
     return problem

@@ -1,23 +1,22 @@
-"""What an update says about the recipe of the client that made it, and how far a guess of the recipe is off.
+"""What an update says about the client's recipe, and how far a guess of the recipe is off.
 
-For an attacker, and for an auditor who wants to know what that attacker could: nothing here reads the truth.
+For an attacker, and for an auditor who asks what an attacker could know: nothing here reads the truth.
 
     replay_error    how well a recipe, replayed on given images, reproduces the update
-    linearity       is the update a sum of gradients (SGD, with or without momentum)? how much did weight decay take?
+    linearity       is the update a sum of gradients (SGD, with or without momentum)? how strong was weight decay?
     way             the client's total way S = sum of its learning rates, from the classifier and the label counts alone
-    way_on          the same from images, such as those of an attack that needs no recipe (SME, IG): replay until there
-    recipes         learning rates, epochs and batch sizes that go with a way and with what is known
+    way_on          the same from images, such as those of an attack that needs no recipe (SME, IG): replay to fit
+    recipes         learning rates, epochs and batch sizes that agree with a way and with what is known
 
-What can be told, and what cannot. To first order a client of plain SGD follows the gradient flow of all its examples
-for a time S = lr x steps: S shows in the update, lr and steps apart do not, nor do batch size and order, whose noise
-shows in images that are known exactly at best. Momentum makes S about 1 / (1 - momentum) times as long and is not told
-from a larger learning rate. Weight decay shows exactly, S x decay together. Adam shows as what it is not: no sum of
-gradients. A client that fits its examples stops moving: from then on the update hardly depends on S, and only a lower
-bound is left.
+What can be inferred. To first order a client of plain SGD follows the gradient flow of all its examples for a time
+S = lr x steps. The update shows S, but not lr and steps separately; batch size and order show only if the images are
+known exactly. Momentum makes S about 1 / (1 - momentum) times as long and looks like a larger learning rate. Weight
+decay shows exactly, as the product S x decay. Adam shows only as an update that is no sum of gradients. A client that
+fits its examples stops moving: from then on the update hardly depends on S, and only a lower bound remains.
 
 `way`: estimate / S of two clients each, and the lower bound / S of the first. 50 examples of any class, or of an eighth
 of the classes only, in batches of 10; untrained networks, 100 dummies of noise. EMNIST letters on cnn-mnist, CIFAR-100
-on cnn-cifar. Where no estimate stands none was given; when to give none (AWAY) was settled with such clients in view:
+on cnn-cifar. A dash means that no estimate was given; AWAY was chosen with these clients in view:
 
     lr, epochs               0.004, 5           0.004, 20          0.004, 50          0.05, 20
     EMNIST, any class        1.01 1.00 (0.99)   0.99 0.99 (0.93)   0.95 0.95 (0.71)   -    -    (0.19)
@@ -26,8 +25,8 @@ on cnn-cifar. Where no estimate stands none was given; when to give none (AWAY) 
     CIFAR-100, an eighth     1.00 1.00 (0.99)   0.96 1.02 (0.76)   -    -    (0.37)   -    -    (0.18)
 
 `way_on`, one client each, on its own images blurred by 3 x 3 (CIFAR-100: any class only): 1.04 to 1.14 up to 20 epochs,
-1.14 and 0.97 at 50; 0.98 where the classifier alone told nothing (EMNIST, an eighth, 20 epochs), and no estimate at 50
-epochs there, nor for the rate of 0.05.
+1.14 and 0.97 at 50; 0.98 where the classifier alone gave no estimate (EMNIST, an eighth, 20 epochs), and no estimate at
+50 epochs there, nor for the rate of 0.05.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
 NODES = 8  # of the segment from w0 to wT
 DUMMIES = 300
-AWAY = 3.0  # times the lowest way: beyond, the classifier has stopped moving somewhere on the segment
-LINEAR = 1e-3  # of the classifier's update: sums over the classes below are zero. Adam's and Lion's are near 0.5
-EXPLAINED = 0.5  # relative error of a walk: above, its lowest point was anywhere in trials; below, within a fifth of S
+AWAY = 3.0  # times the lowest way: beyond this, the classifier has stopped moving somewhere on the segment
+LINEAR = 1e-3  # of the classifier's update: smaller sums over the classes are zero. Adam's and Lion's are near 0.5
+EXPLAINED = 0.5  # relative error of a walk: below, its minimum was within a fifth of S in trials; above, anywhere
 BATCH_SIZES = (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100, 128)
 EPOCHS = (1, 2, 3, 5, 10, 20, 50, 100)
 
@@ -72,7 +71,7 @@ EPOCHS = (1, 2, 3, 5, 10, 20, 50, 100)
 class Apart:
     """A predicted update against the observed one: ||predicted - observed|| / ||observed||, their cosine and lengths.
 
-    `scale` is ||predicted|| / ||observed||. An observed update of zero has no relative error: inf, or 0 where the
+    `scale` is ||predicted|| / ||observed||. The relative error of an observed update of zero is inf, or 0 if the
     prediction is zero too.
     """
 
@@ -88,8 +87,8 @@ class Apart:
 class ReplayError:
     """What a replay leaves unexplained, of all tensors together and of each.
 
-    Zero up to rounding: recipe, images and order are the client's, or as good as. Above: something is not known, and
-    the replay does not say what. `worst` is the tensor of the largest relative error.
+    Zero up to rounding: recipe, images and order are the client's, or equivalent. Larger: something is wrong, but the
+    replay does not say what. `worst` is the tensor of the largest relative error.
     """
 
     total: Apart
@@ -122,16 +121,16 @@ def replay_error(
 ) -> ReplayError:
     """Replay `training` on `batch` from the weights sent, in float64, and compare with the update.
 
-    As the attacks do: random augmentations are left out, a known `defence` is assumed, batches come in the order of the
-    rows unless `order` says otherwise. A model with active dropout is refused: put it in evaluation mode, and the error
-    tells what the client's masks have done.
+    As attacks do, it leaves out random augmentations, assumes a known `defence`, and takes batches in the order of the
+    rows unless `order` says otherwise. A model with active dropout is refused: put it in evaluation mode; the error
+    then shows the effect of the client's masks.
     """
     fits(task, [seen])
     scene, batch = _doubled(task, seen, batch, Knowledge(training=training, defence=defence))
     predict = Replay(training, order)
     with float32_products(), torch.no_grad():
-        found = predict(batch, {}, scene, Step(torch.zeros(()), 1))
-        return _apart(found, predict.target(scene))
+        predicted = predict(batch, {}, scene, Step(torch.zeros(()), 1))
+        return _apart(predicted, predict.target(scene))
 
 
 def ranked(
@@ -139,16 +138,16 @@ def ranked(
 ) -> list[tuple[LocalTraining, ReplayError]]:
     """The recipes by how well they reproduce the update on these images, best first.
 
-    Recipes of the same way come out alike: read the errors, not the order alone.
+    Recipes of the same way give similar errors: read the errors, not only the order.
     """
     errors = [(training, replay_error(task, seen, batch, training)) for training in trainings]
     return sorted(errors, key=lambda pair: pair[1].relative)
 
 
-def _apart(found: Params, seen: Params) -> ReplayError:
+def _apart(predicted: Params, observed: Params) -> ReplayError:
     def of(names: Sequence[str]) -> Apart:
-        a, b = ({name: held[name] for name in names} for held in (found, seen))
-        off, length, other = (float(tree.norm(held)) for held in (tree.subtract(a, b), b, a))
+        a, b = ({name: each[name] for name in names} for each in (predicted, observed))
+        off, length, other = (float(tree.norm(each)) for each in (tree.subtract(a, b), b, a))
         both = float(tree.dot(a, b))
         nothing = 0.0 if off == 0 else math.inf
         return Apart(
@@ -157,7 +156,7 @@ def _apart(found: Params, seen: Params) -> ReplayError:
             scale=other / length if length else math.nan,
         )
 
-    return ReplayError(of(list(seen)), {name: of([name]) for name in seen})
+    return ReplayError(of(list(observed)), {name: of([name]) for name in observed})
 
 
 # --- which family of rules --------------------------------------------------------------------------------------------
@@ -165,15 +164,15 @@ def _apart(found: Params, seen: Params) -> ReplayError:
 
 @dataclass(frozen=True)
 class Linearity:
-    """What the sums over the classes of the classifier's update say.
+    """The sums over the classes of the classifier's update, as a test of the client's rule.
 
-    left        ||sum over classes of u_W, less what shrinking explains|| / (sqrt(classes) ||u_W||)
-    shrunk      the share that the sums of the classifier's weights have lost; 0 where there is no weight decay
+    left        ||sum over classes of u_W, minus what shrinking explains|| / (sqrt(classes) ||u_W||)
+    shrunk      the share that the sums of the classifier's weights have lost; 0 without weight decay
     tolerance   below this `left` is zero: 1e-3, or what the digits of the update allow
 
     Softmax and cross-entropy give a gradient whose rows sum to zero over the classes, whatever the images, labels,
-    dropout masks, batches and momentum. So a sum of gradients has no such part, and what weight decay took off is all
-    that is left of it, exactly: 1 - shrunk = (1 - lr x decay)^steps for SGD without momentum.
+    dropout masks, batches and momentum. So a sum of gradients contributes nothing to these sums, and all that they show
+    is weight decay, exactly: 1 - shrunk = (1 - lr x decay)^steps for SGD without momentum.
     """
 
     left: float
@@ -187,18 +186,18 @@ class Linearity:
 
     @property
     def decay(self) -> float:
-        """Way times weight decay, -log(1 - shrunk); nan where the update is no sum of gradients."""
+        """Way times weight decay, -log(1 - shrunk); nan if the update is no sum of gradients."""
         return -math.log1p(-self.shrunk) if self.linear and self.shrunk < 1 else math.nan
 
     def __str__(self) -> str:
         if not self.linear:
             return f"no sum of gradients: {self.left:.1e} of the classifier's update moves all classes at once"
-        taken = f"weight decay took {self.shrunk:.1e} of the weights" if abs(self.shrunk) > 1e-6 else "no weight decay"
-        return f"a sum of gradients; {taken}"
+        decay = f"weight decay took {self.shrunk:.1e} of the weights" if abs(self.shrunk) > 1e-6 else "no weight decay"
+        return f"a sum of gradients; {decay}"
 
 
 def linearity(task: Task, seen: Observation) -> Linearity:
-    """Whether the client's rule is SGD, with or without momentum, and how much weight decay took."""
+    """Is the client's rule SGD, with or without momentum, and how strong was its weight decay?"""
     fits(task, [seen])
     name = task.classifier.weight
     if name not in seen.update:
@@ -210,13 +209,13 @@ def linearity(task: Task, seen: Observation) -> Linearity:
             "be told from sums over classes. Compare recipes by `replay_error`."
         )
     update, weight = seen.update[name].double(), seen.weights[name].double()
-    moved, held = update.sum(0), weight.sum(0)
+    moved, before = update.sum(0), weight.sum(0)
     unit = float(update.norm()) * math.sqrt(update.shape[0])
     if unit == 0:
         raise TaskError(f"The update of the classifier {name!r} is zero: it tells nothing of the client's rule.")
-    shrunk = float((moved * held).sum() / held.square().sum()) if bool(held.any()) else 0.0
+    shrunk = float((moved * before).sum() / before.square().sum()) if bool(before.any()) else 0.0
     tolerance = max(LINEAR, rounding_of(seen).residual)
-    return Linearity(float((moved - shrunk * held).norm()) / unit, shrunk, tolerance)
+    return Linearity(float((moved - shrunk * before).norm()) / unit, shrunk, tolerance)
 
 
 # --- the total way ----------------------------------------------------------------------------------------------------
@@ -224,11 +223,11 @@ def linearity(task: Task, seen: Observation) -> Linearity:
 
 @dataclass(frozen=True)
 class Way:
-    """The sum of a client's learning rates, S: an estimate, and bounds within which it is to be expected.
+    """The sum of a client's learning rates, S: an estimate, and bounds.
 
-    The bounds are no confidence interval: they hold as far as the classifier's way from w0 to wT is straight, and
-    predictions on the dummies move as those on the client's own examples do. estimate = nan and high = inf: the client
-    has fitted its examples, or nearly, and only `low` says something.
+    The bounds are no confidence interval: they hold if the classifier moves straight from w0 to wT, and if predictions
+    on the dummies change as those on the client's examples do. estimate = nan and high = inf: the client has fitted its
+    examples, or nearly, and only `low` is informative.
     """
 
     estimate: float
@@ -251,9 +250,9 @@ def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None 
 
     u_b = integral of d over the way, d = p - counts / N, p the mean prediction. Along the segment from w0 to wT, where
     u_b dalpha = d dS, so that S = integral over alpha of |u_b|^2 / <u_b, d(alpha)>; p is measured on dummies, N(0, 1)
-    in model-input space, or on `images` (M, ...) of the attacker's own. Bounds: as if d had always been the largest, or
-    the smallest, of the segment; for the lower one p at w0 fits u_b best. Without a trained bias the rows of the
-    classifier's weight are used, with the mean sum of its inputs: all is then off by as much as that sum is on dummies.
+    in model-input space, or on the attacker's own `images` (M, ...). Bounds: as if d were always the largest, or the
+    smallest, of the segment; for the lower one p at w0 fits u_b best. Without a trained bias the rows of the
+    classifier's weight are used, with the mean sum of its inputs, and the error of that sum on dummies carries over.
 
     A momentum of m counts as a way 1 / (1 - m) times as long, nearly; for rules other than SGD S means nothing (see
     `linearity`).
@@ -287,7 +286,7 @@ def way(task: Task, seen: Observation, counts: Tensor, *, images: Tensor | None 
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """A replay beside the observed update, after each of its steps (K,): way so far, relative error and cosine."""
+    """A replay compared with the observed update after each step (K,): way so far, relative error and cosine."""
 
     ways: Tensor
     relative: Tensor
@@ -295,7 +294,7 @@ class Walk:
 
     @property
     def steps(self) -> int:
-        """After how many steps the replay came nearest to the update."""
+        """The number of steps after which the replay is nearest to the update."""
         return int(self.relative.argmin()) + 1
 
     @property
@@ -304,9 +303,9 @@ class Walk:
 
 
 def walk(task: Task, seen: Observation, batch: Batch, training: LocalTraining) -> Walk:
-    """Replay `training` on `batch` and compare with the update after every step: how many of them did the client make?
+    """Replay `training` on `batch` and compare with the update after every step: how many steps did the client make?
 
-    For any rule, momentum and Adam too. Ways count learning rates.
+    For any rule, also momentum and Adam. Ways are sums of learning rates.
     """
     fits(task, [seen])
     scene, batch = _doubled(task, seen, batch, Knowledge())
@@ -322,8 +321,8 @@ def walk(task: Task, seen: Observation, batch: Batch, training: LocalTraining) -
                 moved = tree.add(moved, upload.payload["update"])
                 weights = tree.subtract(weights, upload.payload["update"])
             total += rate
-            found = _apart({"": tree.flatten(moved)}, {"": tree.flatten(scene.update)}).total
-            rows.append((total, found.relative, found.cosine))
+            error = _apart({"": tree.flatten(moved)}, {"": tree.flatten(scene.update)}).total
+            rows.append((total, error.relative, error.cosine))
     return Walk(*torch.tensor(rows, dtype=torch.float64).unbind(1))
 
 
@@ -331,9 +330,9 @@ def way_on(task: Task, seen: Observation, batch: Batch, *, start: float, steps: 
     """S from images with their labels, a reconstruction: full-batch steps from w0 until the update is nearest.
 
     `start` is a first idea of S, such as `way(...).low` or `.estimate`; the walk takes `fine` steps for it and `steps`
-    in all, and the estimate is where a parabola through the three best has its lowest point. Bounds: where the error is
-    within a tenth of its lowest. No estimate where the error still falls at the end, or stays above a half: then
-    images, rule or premise are wrong, or the client has fitted its examples, and `walk` shows the curve.
+    in all, and the estimate is the minimum of a parabola through the three best. Bounds: where the error is within a
+    tenth of its lowest. No estimate if the error still falls at the end, or stays above a half: then images, rule or
+    premise are wrong, or the client has fitted its examples; `walk` shows the curve.
     """
     if not 0 < start < math.inf:
         raise ValueError(f"start must be a positive way; given {start}.")
@@ -357,10 +356,10 @@ def way_on(task: Task, seen: Observation, batch: Batch, *, start: float, steps: 
 
 
 def way_of(training: LocalTraining, examples: int) -> float:
-    """The way of a known recipe: how far its SGD goes along a gradient of length one that does not change."""
+    """The way of a known recipe: how far its SGD goes along a constant gradient of length one."""
     rule = training.optimiser
     if not isinstance(rule, SGD):
-        raise ValueError(f"Only SGD has a way along a gradient; {type(rule).__name__} moves by signs and sizes of its.")
+        raise ValueError(f"Only SGD has a way along a gradient; given {type(rule).__name__}, which scales its steps.")
     return float(training.lr) * rule.way(training.factors(examples))
 
 
@@ -374,17 +373,17 @@ def recipes(
     optimiser: Rule | None = None,
     schedule: Schedule = constant,
 ) -> list[LocalTraining]:
-    """Recipes that go with a way and with what is known; what is not known takes usual values.
+    """Recipes that agree with a way and with what is known; unknown settings take common values.
 
-    Where the learning rate is known, those whose way is within the bounds, nearest to the estimate first. Where it is
-    not, every one goes: it is chosen so that the way is the estimate. Which of them it was, the way does not tell:
-    `ranked` on a reconstruction tells a little. With nothing known LocalTraining(lr=estimate / K, steps=K), K large
-    enough for the path to be smooth, does as well as any.
+    With a known learning rate: those whose way is within the bounds, nearest to the estimate first. Otherwise every
+    recipe can agree, and gets the rate that makes its way the estimate. The way does not tell which of them it was;
+    `ranked` on a reconstruction tells a little. If nothing is known, LocalTraining(lr=estimate / K, steps=K) is as good
+    as any, with K large enough for a smooth path.
     """
     if not found.told:
         raise ValueError(f"No recipe follows from {found}. Use a reconstruction (`way_on`), or try recipes (`ranked`).")
     sizes = [batch_size] if batch_size else [size for size in BATCH_SIZES if size < examples] + [examples]
-    made = []
+    candidates = []
     for size in sizes:
         unit = LocalTraining(lr=1.0, epochs=1, batch_size=size, optimiser=optimiser or SGD(), schedule=schedule)
         if epochs is not None:
@@ -398,8 +397,8 @@ def recipes(
             length = way_of(replace(unit, epochs=number), examples)
             rate = found.estimate / length if lr is None else lr
             if lr is None or found.low <= rate * length <= found.high:
-                made.append((abs(rate * length - found.estimate), replace(unit, epochs=number, lr=rate)))
-    return [training for _, training in sorted(made, key=lambda pair: pair[0])]
+                candidates.append((abs(rate * length - found.estimate), replace(unit, epochs=number, lr=rate)))
+    return [training for _, training in sorted(candidates, key=lambda pair: pair[0])]
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -419,7 +418,7 @@ def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> t
 
 
 def _dummies(scene: TargetView) -> Tensor:
-    """N(0, 1) in model-input space, (DUMMIES, ...): what the attacker has where it has no images."""
+    """N(0, 1) in model-input space, (DUMMIES, ...), for an attacker without images."""
     low, _ = scene.limits["x"]
     source = Draws(randomness.key("recipe").to(low.device))
     return source.normal((DUMMIES, *scene.task.fields["x"].shape), dtype=low.dtype)

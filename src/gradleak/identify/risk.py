@@ -4,12 +4,12 @@
 
 s_i are singular values of the derivative of the update by the pixels, in units of the noise on the update (the known
 defence's, and the rounding that is always there), s_x the spread of a pixel. To first order, and for a Gaussian prior,
-it is what one update tells about a pixel (`analysis.information`, "input"); zero where noise covers everything. Of a
-large batch random directions are looked at, whose mean stands for all. The point is a picture of noise or, for a client
-that looks at its own update, its batch. No search is made and no truth is needed.
+it is what one update tells about a pixel (`curvature.information`, "input"); it is zero where noise covers everything.
+In a large batch the mean over random directions stands for all. The point is a picture of noise or, for a client that
+looks at its own update, its batch. It needs no search and no truth.
 
 It ranks settings; it is no verdict. What a search would find is another question: a rough landscape can hide much.
-`benchmarks/risk_score.py` holds it against the PSNR of attacks.
+`benchmarks/risk_score.py` compares it with the PSNR of attacks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.random import Draws
-from gradleak.engine import Engine, unknowns_of
-from gradleak.identify.certificates import PIXEL_STD
-from gradleak.identify.floors import Local
+from gradleak.core.settings import takes
+from gradleak.engine import unknowns_of
+from gradleak.identify.floors import PIXEL_STD, Linearisation, Local
 from gradleak.identify.rounding import rounding_of
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.predictions import gradient
@@ -38,14 +38,14 @@ DIRECTIONS = 128
 
 @dataclass(frozen=True)
 class Risk:
-    """What can be read off an update and one point.
+    """First-order figures of an update at one point.
 
     score            bits per pixel, as above
     effective_rank   (sum s_i^2)^2 / sum s_i^4 over the number of directions: 1 where all are seen equally well
     log_det          sum of log(s_x^2 s_i^2) / 2 over the directions, in nats, of those that are not zero
-    gradient_norm    of the mean gradient, as far as the recipe tells
+    gradient_norm    of the mean gradient, as the recipe gives it
     ratio            equations per unknown
-    directions       that were looked at, of `unknowns`
+    directions       number of directions used, of `unknowns`
     """
 
     score: float
@@ -66,6 +66,7 @@ class Risk:
         return asdict(self)
 
 
+@takes(Linearisation)
 def risk(
     task: Task,
     seen: Observation,
@@ -73,14 +74,16 @@ def risk(
     *,
     batch: Batch | None = None,
     directions: int = DIRECTIONS,
-    prior: float = PIXEL_STD,
     seed: int = 0,
-    block: int = 64,
-    engine: Engine | None = None,
+    how: Linearisation,
 ) -> Risk:
-    """The risk that this update bears. `batch`: the client's own, where the client asks; else a picture of noise."""
-    if directions < 2 or not prior > 0:
-        raise ValueError(f"directions must be at least 2 and prior above 0; given {directions} and {prior}.")
+    """The risk that this update bears; the other keywords are the fields of `Linearisation`.
+
+    batch        the client's own, where the client asks; None: a picture of noise
+    directions   random directions to look at, where there are more unknowns
+    """
+    if directions < 2 or not how.prior > 0:
+        raise ValueError(f"directions must be at least 2 and prior above 0; given {directions} and {how.prior}.")
     point = _point(task, seen, knows, seed) if batch is None else batch
     count = unknowns_of(task, seen.num_examples) - sum(
         value.numel() for name, value in knows.given.items() if task.fields[name].classes is None
@@ -89,21 +92,19 @@ def risk(
     if directions < count:
         noise = Draws(randomness.key("risk", seed)).normal((count, directions), dtype=torch.float64)
         drawn = torch.linalg.qr(noise).Q.T.contiguous()  # (k, n), orthonormal
-    local = Local.at(task, seen, point, knows, block, engine, directions=drawn)
-    scene = replace(local.scene, fields={**local.scene.fields})
-    size = float(tree.norm(gradient(scene)))
+    local = Local.at(task, seen, point, knows, how, directions=drawn)
     if not local.finite:
         raise ValueError("The client's update at this point is not finite: there is no risk to be told.")
     units = local.whitening(0.0, rounding_of(seen))
     values = torch.linalg.svdvals(local.rows * units).double()  # (k,)
-    power = (prior * values).square()
+    power = (how.prior * values).square()
     positive = power[power > 0]
     squares = float(power.square().sum())
     return Risk(
         score=float(torch.log2(1 + power).mean()) / 2,
         effective_rank=float(power.sum()) ** 2 / squares / len(power) if squares > 0 else 0.0,
         log_det=float(positive.log().sum()) / 2 if len(positive) else -math.inf,
-        gradient_norm=size,
+        gradient_norm=float(tree.norm(gradient(local.scene))),
         ratio=tree.size(seen.update) / count,
         directions=len(power),
         unknowns=count,
@@ -111,7 +112,7 @@ def risk(
 
 
 def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
-    """A batch that belongs to nobody: pixels of the prior, labels as the update gives them away."""
+    """A random batch: pixels drawn from the prior, labels read off the update."""
     blank = task.blank(seen.num_examples)
     source = Draws(randomness.key("risk point", seed))
     for stream, (name, field) in enumerate(task.fields.items()):
@@ -119,7 +120,7 @@ def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
             noise = source.child(stream).normal(tuple(blank[name].shape), dtype=torch.float64)
             blank[name] = field.model((0.5 + PIXEL_STD * noise).clamp(0, 1).to(blank[name]))
     scene = TargetView.of(task, seen, knows)
-    given = {name: value.to(blank[name].device) for name, value in knows.given.items()}
-    scene = replace(scene, fields=given)
-    read = Labels(label_rule("auto"))(scene) if "y" in task.fields else {}
-    return {**blank, **read, **given}
+    known = {name: value.to(blank[name].device) for name, value in knows.given.items()}
+    scene = replace(scene, fields=known)
+    labels = Labels(label_rule("auto"))(scene) if "y" in task.fields else {}
+    return {**blank, **labels, **known}

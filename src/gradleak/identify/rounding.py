@@ -1,4 +1,4 @@
-"""The digits that an observation holds: what counts as zero when a residual or a singular value is judged."""
+"""The digits of an observation: below which size a residual or a singular value counts as zero."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Rounding:
     residual   up to here a residual is rounding: wire + 50 roundings of the client's arithmetic, at least 1e-9
     rank       singular values below this share of the largest are zero: wire + 10 roundings, at least 1e-10
 
-    A float32 client of one step differs from the same step in float64 by 3 to 10 roundings (LeNet, ConvNet, ResNet-20);
-    one that rounds its weights between several steps may differ by more, and then nothing is certified.
+    One step in float32 differs from the same step in float64 by 3 to 10 roundings (LeNet, ConvNet, ResNet-20). A client
+    that rounds its weights between several steps may differ by more; then nothing is certified.
     """
 
     wire: float
@@ -31,10 +31,10 @@ class Rounding:
 
 
 def rounding_of(seen: Observation) -> Rounding:
-    """Read off the update itself: the coarsest type that holds it, and whether it is a difference of rounded weights.
+    """Read off the update: the coarsest type that can hold it, and whether it is a difference of rounded weights.
 
-    w - (w - u) = u in every entry is what weights on the wire leave behind: then the error is a rounding of the
-    weights, not of the update. An update that travelled as such passes this test in few entries only.
+    If weights travelled, w - (w - u) = u in every entry, and the error is a rounding of the weights, not of the update.
+    An update that travelled as such passes this test in few entries only.
     """
     update, weights = seen.update, {name: seen.weights[name] for name in seen.update}
     eps = _coarsest(update)
@@ -44,7 +44,7 @@ def rounding_of(seen: Observation) -> Rounding:
         lengths = [(float(r.double().norm()), float(u.double().norm())) for r, u in _pairs(returned, update)]
         ratios = [(r / u) ** 2 for r, u in lengths if u > 0]
         wire = max(eps, _coarsest(returned) * math.sqrt(sum(ratios) / len(ratios))) if ratios else eps
-    # A client that sends half precision has computed in float32 at best, not in half.
+    # A client that sends half precision has computed in float32, not in half.
     computed = min(eps, torch.finfo(torch.float32).eps)
     return Rounding(wire, max(1e-9, wire + 50 * computed), max(1e-10, wire + 10 * computed))
 
@@ -54,9 +54,9 @@ def _pairs(a: Params, b: Params) -> zip[tuple[Tensor, Tensor]]:
 
 
 def _coarsest(values: Params) -> float:
-    """The rounding of the coarsest type that holds every entry exactly: what a cast has widened is no wiser for it."""
-    own = max((torch.finfo(value.dtype).eps for value in tree.leaves(values)), default=1.0)
+    """The rounding of the coarsest type that holds every entry exactly: a cast to a wider type adds no digits."""
+    eps = max((torch.finfo(value.dtype).eps for value in tree.leaves(values)), default=1.0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if all(torch.equal(value.to(dtype).to(value.dtype), value) for value in tree.leaves(values)):
-            return max(own, torch.finfo(dtype).eps) if any(bool(v.any()) for v in tree.leaves(values)) else own
-    return own
+            return max(eps, torch.finfo(dtype).eps) if any(bool(v.any()) for v in tree.leaves(values)) else eps
+    return eps

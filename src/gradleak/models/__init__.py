@@ -2,7 +2,7 @@
 
 Every function returns `nn.Sequential(features, classifier)`: `features` maps images (batch, channels, height, width) to
 the classifier's input (batch, features), `classifier` is the last linear layer, the output is logits. (One exception:
-`mlp_sme(paper_quirks=True)`, whose logits pass a ReLU.) Only `unet` is no classifier: it predicts the noise of images.
+`mlp_sme(paper_quirks=True)`, whose logits pass a ReLU.) Only `unet` is no classifier: it predicts the noise in images.
 No layer works in place and only BatchNorm keeps state, so all run under `torch.func` (vmap, forward mode, gradients of
 gradients). In training mode BatchNorm needs its own copy of the buffers in every lane.
 
@@ -24,7 +24,7 @@ Common options
                `model.named_parameters()`, weight before bias; None: torch's global one. With a generator the global one
                is not touched. Draws happen on the CPU, so a seed means the same weights on every machine. Except under
                a uniform `init`, normalisation layers start at 1 and 0 and draw nothing.
-  paper_quirks what the authors' code does and a reader of the paper would not expect; each function says what.
+  paper_quirks behaviour of the authors' code that a reader of the paper would not expect; each function says what.
 """
 
 from __future__ import annotations

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.models.pieces import (
     Activation,
     ChannelLayerNorm,
+    ImageClassifier,
     Init,
     Norm,
-    Shape,
     activation_of,
     conv,
-    network,
     norm_of,
-    pick,
 )
+from gradleak.models.residual import ResidualNetwork
 
 LEWIS = "Lewis et al., ICDCS 2024"
 
@@ -61,37 +63,36 @@ class ConvNeXtBlock(nn.Module):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class ConvNeXt(ImageClassifier):
+    """Options of `convnext`."""
+
+    depths: Sequence[int] = (3, 3, 27, 3)
+    widths: Sequence[int] = (128, 256, 512, 1024)
+    patch: int = field(default=4, kw_only=True)
+    scale: float = field(default=1e-6, kw_only=True)
+    activation: Activation = field(default="gelu", kw_only=True)
+    init: Init = field(default="lecun", kw_only=True)
+
+
 @named("convnext", kind="model", paper=f"Liu et al., A ConvNet for the 2020s, CVPR 2022; {LEWIS}")
-def convnext(
-    depths: Sequence[int] = (3, 3, 27, 3),
-    widths: Sequence[int] = (128, 256, 512, 1024),
-    *,
-    shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    patch: int = 4,
-    scale: float = 1e-6,
-    activation: Activation = "gelu",
-    init: Init = "lecun",
-    generator: Generator | None = None,
-) -> nn.Sequential:
+@takes(ConvNeXt)
+def convnext(options: ConvNeXt) -> nn.Sequential:
     """ConvNeXt-Base: a stem of 4x4 patches, four stages of blocks, LayerNorm and a 2x2 convolution between them.
 
     88,591,464 parameters with 1,000 classes. The average over pixels passes a LayerNorm before the classifier: the
     classifier's input, which representation inversion compares, is behind it (Lewis et al. look before it). Images of
     32 x 32 have become a single pixel by the last stage. Small ones: depths=(1, 1), widths=(16, 32).
     """
-    layers: list[nn.Module] = [
-        conv(shape[0], widths[0], patch, stride=patch),
-        ChannelLayerNorm(widths[0]),
-    ]
-    channels = widths[0]
-    for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+    channels, patch = options.widths[0], options.patch
+    layers: list[nn.Module] = [conv(options.shape[0], channels, patch, stride=patch), ChannelLayerNorm(channels)]
+    for stage, (depth, width) in enumerate(zip(options.depths, options.widths, strict=True)):
         if stage:
             layers += [ChannelLayerNorm(channels), conv(channels, width, 2, stride=2)]
         channels = width
-        layers += [ConvNeXtBlock(channels, scale=scale, activation=activation) for _ in range(depth)]
-    layers += [PixelMean(), ChannelLayerNorm(channels), nn.Flatten()]
-    return network(layers, shape, classes, init, generator)
+        block = partial(ConvNeXtBlock, channels, scale=options.scale, activation=options.activation)
+        layers += [block() for _ in range(depth)]
+    return options.network([*layers, PixelMean(), ChannelLayerNorm(channels), nn.Flatten()])
 
 
 class PreActivationBlock(nn.Module):
@@ -124,33 +125,30 @@ class PreActivationBlock(nn.Module):
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class ResNetV2(ResidualNetwork):
+    """Options of `resnetv2`."""
+
+    blocks: Sequence[int] = (3, 4, 6, 3)
+    norm: Norm = field(default="layer", kw_only=True)
+    init: Init = field(default="lecun", kw_only=True)
+
+
 @named("resnetv2", kind="model", paper=f"He et al., Identity Mappings in Deep Residual Networks, ECCV 2016; {LEWIS}")
-def resnetv2(
-    blocks: Sequence[int] = (3, 4, 6, 3),
-    width: int = 64,
-    *,
-    shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    stem: str = "cifar",
-    norm: Norm = "layer",
-    activation: Activation = "relu",
-    init: Init = "lecun",
-    generator: Generator | None = None,
-) -> nn.Sequential:
+@takes(ResNetV2)
+def resnetv2(options: ResNetV2) -> nn.Sequential:
     """ResNetV2-50 with LayerNorm in the place of BatchNorm: bottlenecks with pre-activation.
 
     25,549,352 parameters with stem="imagenet" and 1,000 classes, as with BatchNorm. Which stem Lewis et al. use on
     images of 32 x 32 is not known to us: "cifar" is a 3x3 convolution, "imagenet" a 7x7 one with stride 2 and a 3x3
     max-pool with stride 2.
     """
-    kernel, step, pool = pick("stem", stem, {"cifar": (3, 1, []), "imagenet": (7, 2, [nn.MaxPool2d(3, 2, padding=1)])})
-    layers: list[nn.Module] = [conv(shape[0], width, kernel, stride=step, padding=kernel // 2, bias=norm == "none")]
-    layers += pool
-    channels = width
-    for stage, count in enumerate(blocks):
+    norm, activation, channels = options.norm, options.activation, options.width
+    first, pool = options.stem_layers()
+    layers: list[nn.Module] = [first, *pool]
+    for stage, count in enumerate(options.blocks):
         for block in range(count):
-            stride, own = 2 if stage and not block else 1, width * 2**stage
-            layers.append(PreActivationBlock(channels, own, stride=stride, norm=norm, activation=activation))
-            channels = 4 * own
-    layers += [norm_of(norm)(channels), activation_of(activation)(), PixelMean(), nn.Flatten()]
-    return network(layers, shape, classes, init, generator)
+            stride, width = 2 if stage and not block else 1, options.width * 2**stage
+            layers.append(PreActivationBlock(channels, width, stride=stride, norm=norm, activation=activation))
+            channels = 4 * width
+    return options.network([*layers, norm_of(norm)(channels), activation_of(activation)(), PixelMean(), nn.Flatten()])

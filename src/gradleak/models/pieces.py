@@ -1,4 +1,4 @@
-"""What the networks are made of: layers by name, layers that draw nothing until they are told to, first values."""
+"""Parts of the networks: layers by name, layers without weights yet, and initial values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -31,7 +32,7 @@ class ChannelLayerNorm(nn.LayerNorm):
 
 
 class Learned(nn.Module):
-    """A tensor that is trained as it stands: zero at the start, or a truncated normal of this `deviation`."""
+    """A trained tensor: zero at the start, or a truncated normal of this `deviation`."""
 
     def __init__(self, *shape: int, deviation: float = 0.0) -> None:
         super().__init__()
@@ -53,14 +54,14 @@ def pick(what: str, name: str, options: Mapping[str, Choice]) -> Choice:
 
 
 def activation_of(choice: Activation) -> Callable[[], nn.Module]:
-    """What builds an activation, by name or as given."""
+    """A function that makes an activation, by name or as given."""
     smooth = {"sigmoid": nn.Sigmoid, "tanh": nn.Tanh, "gelu": nn.GELU, "softplus": nn.Softplus, "silu": nn.SiLU}
     kinked = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU}
     return choice if callable(choice) else pick("activation", choice, {**smooth, **kinked})
 
 
 def norm_of(choice: Norm) -> Callable[[int], nn.Module]:
-    """What builds a normalisation from its number of channels, by name or as given."""
+    """A function that makes a normalisation from its number of channels, by name or as given."""
     norms: dict[str, Callable[[int], nn.Module]] = {
         "none": nn.Identity,
         "batch": nn.BatchNorm2d,
@@ -72,7 +73,7 @@ def norm_of(choice: Norm) -> Callable[[int], nn.Module]:
 
 
 def pool_of(choice: str) -> Callable[[int], nn.Module]:
-    """What builds a pooling from its size, by name."""
+    """A function that makes a pooling from its size, by name."""
     return pick("pool", choice, {"none": nn.Identity, "max": nn.MaxPool2d, "avg": nn.AvgPool2d})
 
 
@@ -89,7 +90,7 @@ def linear(inputs: int, outputs: int, *, bias: bool = True) -> nn.Module:
 
 
 def num_features(layers: Sequence[nn.Module], shape: Sequence[int]) -> int:
-    """How many features the layers make of images of this shape (channels, height, width)."""
+    """The number of features that the layers give for images of this shape (channels, height, width)."""
     trial = copy.deepcopy(nn.Sequential(*layers)).to("meta")  # a copy: BatchNorm would count this as a batch
     try:
         # Two images: BatchNorm refuses a lone value per channel.
@@ -98,10 +99,25 @@ def num_features(layers: Sequence[nn.Module], shape: Sequence[int]) -> int:
         raise ValueError(f"Images of shape {shape} do not fit this network ({error}). Give larger ones.") from error
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageClassifier:
+    """Options that the larger networks share; `gradleak.models` describes them."""
+
+    shape: Shape = (3, 32, 32)
+    classes: int = 10
+    activation: Activation = "relu"
+    init: Init = "torch"
+    generator: Generator | None = None
+
+    def network(self, layers: Sequence[nn.Module]) -> nn.Sequential:
+        """These feature layers with the classifier behind them."""
+        return network(layers, self.shape, self.classes, self.init, self.generator)
+
+
 def network(
     layers: Sequence[nn.Module], shape: Sequence[int], classes: int, init: Init, generator: Generator | None
 ) -> nn.Sequential:
-    """Put the classifier behind the feature layers, and give every parameter its first value."""
+    """Put the classifier behind the feature layers, and give every parameter its initial value."""
     laws: dict[str, Init] = {"uniform05": 0.5, "torch": "torch", "kaiming": "kaiming", "lecun": "lecun"}
     law = pick("init", init, laws) if isinstance(init, str) else init
     classifier = linear(num_features(layers, shape), classes)
@@ -115,7 +131,7 @@ def network(
 
 
 def draw(layer: nn.Module, law: Init, generator: Generator | None) -> None:
-    """Give the parameters of one layer their first values, after the law of that name."""
+    """Give the parameters of one layer their initial values, by the law of that name."""
     if not isinstance(law, str):
         for parameter in layer.parameters(recurse=False):
             nn.init.uniform_(parameter, -law, law, generator=generator)
@@ -125,7 +141,7 @@ def draw(layer: nn.Module, law: Init, generator: Generator | None) -> None:
     elif isinstance(layer, nn.Conv2d | nn.Linear):
         bound = layer.weight[0].numel() ** -0.5  # 1 / sqrt(fan_in)
         if law == "lecun":
-            deviation = bound / 0.87962566103423978  # cutting at two deviations leaves this share of a normal's own
+            deviation = bound / 0.87962566103423978  # a normal cut at two deviations has this share of its deviation
             nn.init.trunc_normal_(layer.weight, 0, deviation, -2 * deviation, 2 * deviation, generator=generator)
         elif law == "kaiming" and isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=generator)

@@ -38,7 +38,7 @@ def mlp(
     init: Init = "torch",
     generator: Generator | None = None,
 ) -> nn.Sequential:
-    """Fully connected network, 784-300-10 by default; its first layer gives a lone input away in closed form.
+    """Fully connected network, 784-300-10 by default; its first layer reveals a single input in closed form.
 
     iLRG's "DNN" is widths=(300, 300).
     """

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Generator, Tensor, nn
 
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.models.pieces import (
     Activation,
+    ImageClassifier,
     Init,
     Norm,
     Shape,
@@ -46,20 +49,34 @@ class BasicBlock(nn.Module):
         return self.activation(total)
 
 
+@dataclass(frozen=True, eq=False)
+class ResidualNetwork(ImageClassifier):
+    """What residual networks share: `blocks[i]` blocks in stage i, `width` channels in the first, and a stem."""
+
+    blocks: Sequence[int] = (2, 2, 2, 2)
+    width: int = 64
+    stem: str = field(default="cifar", kw_only=True)
+    norm: Norm = field(default="batch", kw_only=True)
+    init: Init = field(default="kaiming", kw_only=True)
+
+    def stem_layers(self) -> tuple[nn.Module, list[nn.Module]]:
+        """The first convolution, and what pools behind it."""
+        pool: list[nn.Module] = [nn.MaxPool2d(3, 2, padding=1)]
+        kernel, step, pooling = pick("stem", self.stem, {"cifar": (3, 1, []), "imagenet": (7, 2, pool)})
+        bias = self.norm == "none"
+        return conv(self.shape[0], self.width, kernel, stride=step, padding=kernel // 2, bias=bias), pooling
+
+
+@dataclass(frozen=True, eq=False)
+class ResNet(ResidualNetwork):
+    """Options of `resnet`."""
+
+    stride: int = field(default=2, kw_only=True)
+
+
 @named("resnet", kind="model", paper="He et al., CVPR 2016")
-def resnet(
-    blocks: Sequence[int] = (2, 2, 2, 2),
-    width: int = 64,
-    *,
-    shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    stem: str = "cifar",
-    stride: int = 2,
-    norm: Norm = "batch",
-    activation: Activation = "relu",
-    init: Init = "kaiming",
-    generator: Generator | None = None,
-) -> nn.Sequential:
+@takes(ResNet)
+def resnet(options: ResNet) -> nn.Sequential:
     """Residual network of basic blocks: `blocks[i]` of them with `width` * 2^i channels, average pool, linear layer.
 
     stem="cifar" is a 3x3 convolution; "imagenet" a 7x7 one with stride 2 and a 3x3 max-pool with stride 2. Every stage
@@ -67,16 +84,15 @@ def resnet(
     IG's ResNet32-10 is blocks=(5, 5, 5), width=160. DLG's smooth ResNet-56 is blocks=(9, 9, 9), width=16, stride=1,
     activation="sigmoid", init="uniform05" (its shortcuts are not stated).
     """
-    kernel, step, pool = pick("stem", stem, {"cifar": (3, 1, []), "imagenet": (7, 2, [nn.MaxPool2d(3, 2, padding=1)])})
-    first = conv(shape[0], width, kernel, stride=step, padding=kernel // 2, bias=norm == "none")
-    layers = [first, norm_of(norm)(width), activation_of(activation)(), *pool]
-    channels = width
-    for stage, count in enumerate(blocks):
+    norm, activation, channels = options.norm, options.activation, options.width
+    first, pool = options.stem_layers()
+    layers = [first, norm_of(norm)(channels), activation_of(activation)(), *pool]
+    for stage, count in enumerate(options.blocks):
         for block in range(count):
-            step, outputs = stride if stage and not block else 1, width * 2**stage
-            layers.append(BasicBlock(channels, outputs, stride=step, norm=norm, activation=activation))
+            stride, outputs = options.stride if stage and not block else 1, options.width * 2**stage
+            layers.append(BasicBlock(channels, outputs, stride=stride, norm=norm, activation=activation))
             channels = outputs
-    return network([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()], shape, classes, init, generator)
+    return options.network([*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()])
 
 
 @named("resnet18", kind="model", paper="He et al., CVPR 2016", status="verified")

@@ -6,11 +6,15 @@ mode, and which of them runs depends on the machine; products and a softmax have
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Generator, Tensor, nn
 
 from gradleak.core.registry import named
-from gradleak.models.pieces import Activation, Init, Learned, Shape, activation_of, linear, network
+from gradleak.core.settings import takes
+from gradleak.models.pieces import Activation, ImageClassifier, Init, Learned, Shape, activation_of, linear, network
 
 
 class Patches(nn.Module):
@@ -84,8 +88,8 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = self.attention(self.before(x))
-        x = seen if self.bare else x + seen
+        attended = self.attention(self.before(x))
+        x = attended if self.bare else x + attended
         return x + self.body(x)
 
     def extra_repr(self) -> str:
@@ -103,28 +107,31 @@ def _embedding(shape: Shape, patch: int, width: int, heads: int, *, deviation: f
     return [Patches(patch), linear(patch**2 * channels, width), Tokens(patches, width, deviation=deviation)]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ViT(ImageClassifier):
+    """Options of `vit`."""
+
+    patch: int = 4
+    width: int = 128
+    heads: int = 4
+    depth: int = 4
+    ratio: int = 2
+    activation: Activation = "gelu"
+
+
 @named("vit", kind="model", paper="Dosovitskiy et al., ICLR 2021")
-def vit(
-    *,
-    shape: Shape = (3, 32, 32),
-    classes: int = 10,
-    patch: int = 4,
-    width: int = 128,
-    heads: int = 4,
-    depth: int = 4,
-    ratio: int = 2,
-    activation: Activation = "gelu",
-    init: Init = "torch",
-    generator: Generator | None = None,
-) -> nn.Sequential:
+@takes(ViT)
+def vit(options: ViT) -> nn.Sequential:
     """A vision transformer, small by default: 4x4 patches, width 128, four blocks; the class token is classified.
 
     ViT-Tiny for 224x224 images is patch=16, width=192, heads=3, depth=12, ratio=4. Positions start as a normal of
     deviation 0.02 cut at two, the class token at zero, linear layers by `init`. No dropout.
     """
-    layers = _embedding(shape, patch, width, heads, deviation=0.02)
-    layers += [TransformerBlock(width, heads, ratio, activation=activation) for _ in range(depth)]
-    return network([*layers, FirstToken(), nn.LayerNorm(width)], shape, classes, init, generator)
+    width, heads = options.width, options.heads
+    layers = _embedding(options.shape, options.patch, width, heads, deviation=0.02)
+    block = partial(TransformerBlock, width, heads, options.ratio, activation=options.activation)
+    layers += [block() for _ in range(options.depth)]
+    return options.network([*layers, FirstToken(), nn.LayerNorm(width)])
 
 
 @named("vit-sme", kind="model", paper="Zhu, Yao, Blaschko, Surrogate Model Extension, ICML 2023")

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor, nn
 
 from gradleak.core.registry import named
+from gradleak.core.settings import takes
 from gradleak.models.pieces import Shape, conv, draw, linear
 from gradleak.models.transformers import Attention
 
@@ -30,9 +33,9 @@ def sinusoids(steps: int, dim: int) -> Tensor:
 
 
 class Steps(nn.Module):
-    """Looks the embedding of a step up in `table`, (T, dim); floats are embeddings already.
+    """Looks up the embedding of a step in `table`, (T, dim); floats are embeddings already.
 
-    The table is neither a parameter nor a buffer: it is no part of an update, and is not rounded with the model.
+    The table is neither a parameter nor a buffer: it is no part of an update, and casting the model does not round it.
     """
 
     def __init__(self, table: Tensor) -> None:
@@ -87,7 +90,7 @@ class PixelAttention(nn.Module):
 
 
 class LinearAttention(nn.Module):
-    """x + attention whose cost grows with the pixels, not with their pairs: keys are summed up before queries come.
+    """x + attention whose cost is linear in the pixels: keys and values are summed before the queries are used.
 
     Reference: Shen, Zhang, Zhao, Yi, Li, "Efficient attention", WACV 2021.
     """
@@ -104,8 +107,8 @@ class LinearAttention(nn.Module):
         each = (batch, 3, self.heads, channels // self.heads, height * width)
         q, k, v = self.project(self.norm(x)).reshape(each).unbind(1)  # (batch, heads, channels of a head, pixels)
         summed = k.softmax(-1) @ v.transpose(-2, -1)  # (batch, heads, channels of a head twice)
-        seen = summed.transpose(-2, -1) @ (q.softmax(-2) * q.shape[-2] ** -0.5)
-        return x + self.out(seen.reshape(batch, channels, height, width))
+        attended = summed.transpose(-2, -1) @ (q.softmax(-2) * q.shape[-2] ** -0.5)
+        return x + self.out(attended.reshape(batch, channels, height, width))
 
 
 class Double(nn.Module):
@@ -125,12 +128,12 @@ class Down(nn.Module):
         self.blocks, self.attention, self.smaller = nn.ModuleList(blocks), attention, smaller
 
     def forward(self, x: Tensor, time: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """What goes down, and what each block hands to its partner on the way up."""
-        seen: list[Tensor] = []
+        """The input of the next level, and the output of each block for its partner on the way up."""
+        features: list[Tensor] = []
         for block in self.blocks:
             x = block(x, time)
-            seen.append(x)
-        return self.smaller(self.attention(x)), seen
+            features.append(x)
+        return self.smaller(self.attention(x)), features
 
 
 class Up(nn.Module):
@@ -140,10 +143,49 @@ class Up(nn.Module):
         super().__init__()
         self.blocks, self.attention, self.larger = nn.ModuleList(blocks), attention, larger
 
-    def forward(self, x: Tensor, time: Tensor, seen: Sequence[Tensor]) -> Tensor:
-        for block, partner in zip(self.blocks, reversed(seen), strict=True):
+    def forward(self, x: Tensor, time: Tensor, skips: Sequence[Tensor]) -> Tensor:
+        for block, partner in zip(self.blocks, reversed(skips), strict=True):
             x = block(torch.cat([x, partner], dim=1), time)
         return self.larger(self.attention(x))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class UNetOptions:
+    """Options of `unet`, which describes them."""
+
+    shape: Shape = (3, 32, 32)
+    base: int = 64
+    multipliers: Sequence[int] = (1, 2, 4)
+    blocks: int = 2
+    groups: int = 8
+    heads: int = 4
+    steps: int = 1000
+    stem: int = 3
+    linear_attention: bool = False
+    generator: Generator | None = None
+
+    def __post_init__(self) -> None:
+        base, multipliers, shape = self.base, self.multipliers, self.shape
+        if not multipliers or min(multipliers) < 1 or self.blocks < 1:
+            levels = f"multipliers={tuple(multipliers)}, blocks={self.blocks}"
+            raise ValueError(f"A U-Net needs levels and blocks; given {levels}.")
+        if base < 4 or base % 2:
+            raise ValueError(f"base must be even and at least 4: half of an embedding are sines; given {base}.")
+        shrunk = 2 ** (len(multipliers) - 1)
+        if shape[1] % shrunk or shape[2] % shrunk:
+            raise ValueError(
+                f"{len(multipliers)} levels halve sides {shape[1:]} to no whole number: give fewer levels."
+            )
+        if self.stem < 1 or self.stem % 2 == 0:
+            raise ValueError(f"stem must be odd, so that the image keeps its size; given {self.stem}.")
+        attended = self.widths if self.linear_attention else self.widths[-1:]
+        if odd := [width for width in attended if width % self.heads]:
+            raise ValueError(f"{self.heads} heads do not divide {odd[0]} channels: give a number that does.")
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of every level, from the full resolution down."""
+        return [self.base * each for each in self.multipliers]
 
 
 class UNet(nn.Module):
@@ -151,32 +193,23 @@ class UNet(nn.Module):
 
     time_layer = "time.first"
 
-    def __init__(
-        self,
-        channels: int,
-        base: int,
-        multipliers: Sequence[int],
-        blocks: int,
-        groups: int,
-        heads: int,
-        steps: int,
-        stem: int,
-        upper: Callable[[int], nn.Module],
-    ) -> None:
+    def __init__(self, options: UNetOptions) -> None:
         super().__init__()
-        widths, time = [base * each for each in multipliers], 4 * base
+        base, heads, groups, channels = options.base, options.heads, options.groups, options.shape[0]
+        widths, time = options.widths, 4 * base
         lowest = len(widths) - 1
+        upper = partial(LinearAttention, heads=heads, groups=groups) if options.linear_attention else nn.Identity
 
         def attention(level: int) -> nn.Module:
             return PixelAttention(widths[level], heads, groups) if level == lowest else upper(widths[level])
 
         def row(first: int, inputs: int, outputs: int) -> list[nn.Module]:
-            return [Residual(inputs if block else first, outputs, time, groups) for block in range(blocks)]
+            return [Residual(inputs if block else first, outputs, time, groups) for block in range(options.blocks)]
 
         layers = {"first": linear(base, time), "activation": nn.GELU(), "second": linear(time, time)}
-        self.steps = Steps(sinusoids(steps, base))
+        self.steps = Steps(sinusoids(options.steps, base))
         self.time = nn.Sequential(OrderedDict(layers))
-        self.stem = conv(channels, base, stem, padding=stem // 2)
+        self.stem = conv(channels, base, options.stem, padding=options.stem // 2)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         for level, (before, width) in enumerate(zip([base, *widths], widths, strict=False)):
             smaller = nn.Identity() if level == lowest else conv(width, width, 3, stride=2, padding=1)
@@ -198,13 +231,13 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         time, x = self.time(self.steps(t, x)), self.stem(x)
-        left: list[list[Tensor]] = []
+        skips: list[list[Tensor]] = []
         for level in self.down:
-            x, seen = level(x, time)
-            left.append(seen)
+            x, features = level(x, time)
+            skips.append(features)
         x = self.after(self.attention(self.before(x, time)), time)
         for level in self.up:
-            x = level(x, time, left.pop())
+            x = level(x, time, skips.pop())
         return self.out(x)
 
 
@@ -213,19 +246,8 @@ def _norm(groups: int, channels: int) -> nn.Module:
 
 
 @named("unet", kind="model", paper="Ho, Jain, Abbeel, NeurIPS 2020", status="")
-def unet(
-    *,
-    shape: Shape = (3, 32, 32),
-    base: int = 64,
-    multipliers: Sequence[int] = (1, 2, 4),
-    blocks: int = 2,
-    groups: int = 8,
-    heads: int = 4,
-    steps: int = 1000,
-    stem: int = 3,
-    linear_attention: bool = False,
-    generator: Generator | None = None,
-) -> UNet:
+@takes(UNetOptions)
+def unet(options: UNetOptions) -> UNet:
     """A U-Net that predicts noise: a denoiser for diffusion, not a classifier.
 
     shape             of an image; its sides halve from level to level
@@ -237,31 +259,16 @@ def unet(
     steps             T of the schedule
     stem              side of the first kernel, odd
     linear_attention  on the upper levels too, of the kind whose cost is linear in the pixels
+    generator         that the weights are drawn from
 
     12,746,819 parameters by default. For 128x128: multipliers=(1, 2, 4, 8), stem=7, linear_attention=True.
-    Weights start as torch's own and none at zero: behind a last layer of zeros no other would have a gradient. The step
+    Weights start as in torch, and none at zero: behind a last layer of zeros no other would have a gradient. The step
     scales and shifts (Dhariwal and Nichol, NeurIPS 2021) by way of base -> 4 base -> 4 base, GELU between. No dropout.
     """
-    shrunk, lowest = 2 ** (len(multipliers) - 1), base * (multipliers[-1] if multipliers else 0)
-    if not multipliers or min(multipliers) < 1 or blocks < 1:
-        raise ValueError(f"A U-Net needs levels and blocks; given multipliers={tuple(multipliers)}, blocks={blocks}.")
-    if base < 4 or base % 2:
-        raise ValueError(f"base must be even and at least 4: half of an embedding are sines; given {base}.")
-    if shape[1] % shrunk or shape[2] % shrunk:
-        raise ValueError(f"{len(multipliers)} levels halve sides {shape[1:]} to no whole number: give fewer levels.")
-    if stem < 1 or stem % 2 == 0:
-        raise ValueError(f"stem must be odd, so that the image keeps its size; given {stem}.")
-    upper = [base * each for each in multipliers[:-1]] if linear_attention else []
-    if odd := [width for width in (*upper, lowest) if width % heads]:
-        raise ValueError(f"{heads} heads do not divide {odd[0]} channels: give a number that does.")
-
-    def attention(width: int) -> nn.Module:
-        return LinearAttention(width, heads, groups) if linear_attention else nn.Identity()
-
-    model = UNet(shape[0], base, multipliers, blocks, groups, heads, steps, stem, attention)
+    model = UNet(options)
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
             layer.to_empty(device="cpu")
     for layer in model.cpu().modules():
-        draw(layer, "torch", generator)
+        draw(layer, "torch", options.generator)
     return model.to(torch.get_default_device())

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from gradleak import __version__
 from gradleak.core.configuration import from_toml, to_toml
-from gradleak.core.folder import Interrupted, ResumableFolder, load_state, save_state
+from gradleak.core.files import load_state, save_state
+from gradleak.core.folder import Interrupted, ResumableFolder
 from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.generators.files import Card, fingerprints, parameters, save

@@ -1,4 +1,4 @@
-"""Privacy accounting: what Gaussian noise of a given multiplier is worth, over all releases.
+"""Privacy accounting: the epsilon of Gaussian noise of a given multiplier, over all releases.
 
 z, the noise multiplier, is the standard deviation over the L2 sensitivity. Releases without sampling have a closed form
 (Gaussian differential privacy); Poisson-sampled ones are composed numerically by dp-accounting and checked against
@@ -24,7 +24,7 @@ FRACTIONAL_ORDERS: tuple[float, ...] = (1.01, 1.02, 1.05, *(1 + tenth / 10 for t
 # The sampled integrand has poles at a distance pi z^2 from the real line: below this, quadrature takes too many points.
 SMALLEST_QUADRATURE_NOISE = 0.02
 TOLERANCE = 0.05
-"""How far the tighter accountant may come out ABOVE the looser one before neither is believed."""
+"""How far the tighter accountant may lie ABOVE the looser one; beyond that, neither is used."""
 
 
 class MissingAccountant(ImportError):
@@ -32,7 +32,7 @@ class MissingAccountant(ImportError):
 
 
 class AccountantsDisagree(ArithmeticError):
-    """Numerical composition came out above the Renyi bound, which it must not: one of the two is wrong."""
+    """Numerical composition gave more than the Renyi bound, which is impossible: one of the two is wrong."""
 
 
 # --- releases without sampling: exact ---------------------------------------------------------------------------------
@@ -121,9 +121,9 @@ def _binomial_terms(order: int, z: float, q: float) -> Iterable[float]:
 
 
 def _log_sum(terms: Iterable[float]) -> float:
-    held = list(terms)
-    largest = max(held)
-    return largest + math.log(math.fsum(math.exp(term - largest) for term in held))
+    logs = list(terms)
+    largest = max(logs)
+    return largest + math.log(math.fsum(math.exp(term - largest) for term in logs))
 
 
 def renyi_curve(
@@ -168,8 +168,8 @@ def poisson_epsilon(delta: float, noise_multiplier: float, sampling: float, rele
     """The epsilon of Poisson-sampled Gaussian releases (add or remove one), by privacy loss distributions.
 
     Primary: dp-accounting's PLD, whose discretisation is pessimistic. Checked against Opacus' RDP: PLD is the tighter
-    of the two, so a PLD that comes out more than 0.05 above is an error and not a label. For Poisson sampling ONLY:
-    batches or cohorts of fixed size are not amplified by this formula.
+    of the two, so a PLD more than 0.05 above it is an error and gives no label. For Poisson sampling ONLY: this formula
+    does not hold for batches or cohorts of fixed size.
     """
     _positive(noise_multiplier=noise_multiplier, releases=releases)
     _probability(delta=delta)
@@ -223,7 +223,7 @@ def opacus_epsilon(delta: float, noise_multiplier: float, sampling: float, relea
     orders = sorted(WHOLE_ORDERS + FRACTIONAL_ORDERS)
     spent = rdp.compute_rdp(q=sampling, noise_multiplier=noise_multiplier, steps=releases, orders=orders)
     with warnings.catch_warnings():
-        # That the best order is the first or the last: the bound holds all the same, and only serves as a check.
+        # It warns if the best order is the first or the last. The bound still holds, and only serves as a check.
         warnings.filterwarnings("ignore", message="Optimal order is the")
         epsilon, _ = rdp.get_privacy_spent(orders=orders, rdp=spent, delta=delta)
     return float(epsilon)
@@ -246,9 +246,9 @@ def reconstruction_bound(
     epsilon: float | None = None,
     delta: float = 0.0,
 ) -> float:
-    """At most how likely a reconstruction succeeds, where a guess before the release succeeds with `prior` (kappa).
+    """Upper bound on the probability of a reconstruction; a guess before the release succeeds with `prior` (kappa).
 
-    Success is whatever event the prior was given for: exact equality, or an error below some threshold. The adversary
+    Success is the event that the prior was given for: exact equality, or an error below some threshold. The adversary
     is informed: it knows everything else. Give one of
     gaussian     mu = sqrt(releases) / z: Phi(Phi^-1(kappa) + mu), the most powerful test, which is tight
     renyi        order -> epsilon: the least (kappa e^epsilon)^((order-1)/order)

@@ -1,4 +1,4 @@
-"""LocalTraining: THE client rule. Simulation, Flower and replaying attackers all call this one function."""
+"""LocalTraining: THE client rule. Simulation, Flower and attackers that replay a client all call this one function."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.random import Draws
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params, Tree
 from gradleak.scenario.defence import Client, Defence, Upload
 from gradleak.scenario.dropout import Dropping
@@ -21,7 +22,7 @@ from gradleak.scenario.rules import SGD, Rule, Schedule, constant
 from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
 SHARED = "draws"
-"""In what the server broadcasts: a key, from which ALL clients draw the fields that each would else draw itself."""
+"""Name in the server's broadcast of a key from which ALL clients draw the fields that each would draw by itself."""
 
 Order: TypeAlias = Sequence[Tensor | slice | None]
 """Rows of the batch that each step uses; None means all of them."""
@@ -29,9 +30,9 @@ Order: TypeAlias = Sequence[Tensor | slice | None]
 
 @dataclass(frozen=True, eq=False)
 class ClientState:
-    """What a client keeps between rounds, and its random key. Passed in, returned new, never mutated."""
+    """What a client keeps between rounds, and its random key. A run returns a new one and never mutates it."""
 
-    optimiser: Tree | None = None  # None: the rule starts afresh
+    optimiser: Tree | None = None  # None: the rule starts anew
     memory: Tree = field(default_factory=dict)
     buffers: Params | None = None
     extras: dict[str, Params] = field(default_factory=dict)  # what the server broadcast this round
@@ -44,10 +45,10 @@ class LocalTraining:
 
     steps        that many steps; with `batch_size` they cycle through the examples
     epochs       passes over the examples in batches of `batch_size` (None: all at once)
-    augmentation what the client does to the examples of a step, at random
-    dropout      the model's dropout layers drop, with masks of the client's own; keep the model in evaluation mode
+    augmentation random changes of the examples of a step
+    dropout      the model's dropout layers drop, with the client's own masks; keep the model in evaluation mode
 
-    Fields that a client draws itself (`Task.drawn`) and its batch lacks are drawn from its key, in every step anew.
+    Fields that a client draws itself (`Task.drawn`), if its batch lacks them, are drawn from its key in every step.
     """
 
     lr: float | Tensor
@@ -77,12 +78,12 @@ class LocalTraining:
         return replace(self, augmentation=None, dropout=False)
 
     def factors(self, examples: int) -> list[float]:
-        """What the schedule makes of the learning rate in each step."""
+        """The schedule's factor on the learning rate in each step."""
         steps = len(self.order(examples))
         return [self.schedule(step, steps) for step in range(steps)]
 
     def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
-        """The rows of each step: as they stand, or shuffled anew each epoch where a generator is given."""
+        """The rows of each step: in order, or, with a generator, shuffled anew in each epoch."""
         size = self.batch_size or examples
         whole = size >= examples
         per_epoch = 1 if whole else -(-examples // size)
@@ -154,59 +155,67 @@ class LocalTraining:
         return sent, replace(client, optimiser=state, memory=memory, buffers=buffers)
 
     def _masks(self, source: Draws | None, number: int) -> AbstractContextManager[Any]:
-        """Under which the client's `number`-th pass runs."""
+        """The context in which the client's `number`-th forward pass runs."""
         return Dropping(_required(source, "dropout").child((1 << 18) + number)) if self.dropout else nullcontext()
 
 
-def observe(
-    task: Task,
-    batch: Batch,
-    training: LocalTraining,
-    defence: Defence | None = None,
-    *,
-    weights: Params | None = None,
-    key: str = "target",
-    seed: int = 0,
-    wire: str = "update",
-    memory: Tree | None = None,
-    server: Tree | None = None,
-) -> Observation:
-    """Run one client and keep what the server sees of it. `weights` is a snapshot, such as `task.weights()` returns.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClientRound:
+    """One round of one client: where it starts, and how its update travels.
 
-    Fields that the client draws (`Task.drawn`) may be missing: then only the client knows them. To keep them for the
-    score, draw them before (`Task.completed`) and pass the whole batch.
-
-    `memory`: what the client kept from earlier rounds (`Defence.remember`). `server`: what the server's hooks see.
-
-    `wire="update"`: the update travels as computed; "weights": the client returns weights in their own precision, so
-    the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, whatever the learning rate).
+    weights   the model that the server sends: a snapshot, such as `task.weights()` returns; None: the task's own
+    key       names the observation; with `seed` it fixes the client's random numbers
+    wire      "update": the update travels as computed. "weights": the client returns weights in their own precision, so
+              the update loses the digits that float32 weights cannot hold (about 1e-7 of the weight, at any rate)
+    memory    what the client kept from earlier rounds (`Defence.remember`)
+    server    what the server's hooks look at
     """
-    if wire not in ("update", "weights"):
-        raise ValueError(f"wire must be 'update' or 'weights'; given {wire!r}.")
+
+    weights: Params | None = None
+    key: str = "target"
+    seed: int = 0
+    wire: str = "update"
+    memory: Tree | None = None
+    server: Tree | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire not in ("update", "weights"):
+            raise ValueError(f"wire must be 'update' or 'weights'; given {self.wire!r}.")
+
+
+@takes(ClientRound)
+def observe(
+    task: Task, batch: Batch, training: LocalTraining, defence: Defence | None = None, *, client_round: ClientRound
+) -> Observation:
+    """Run one client and keep what the server sees of it: `observe(task, batch, training, key="image 3", seed=1)`.
+
+    The other keywords are the fields of `ClientRound`. Fields that the client draws (`Task.drawn`) may be missing: then
+    only the client knows them. To keep them for the score, draw them first (`Task.completed`) and pass the whole batch.
+    """
     fitting(task, batch)
     defence = defence or Defence()
-    weights = task.weights() if weights is None else weights  # a snapshot: many targets can hold one
+    weights = task.weights() if client_round.weights is None else client_round.weights
     examples = next(iter(batch.values())).shape[0]
-    extras = defence.broadcast(weights, server or {})
+    extras = defence.broadcast(weights, client_round.server or {})
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
-    own = randomness.key(randomness.CLIENT, key, seed)
-    where = next(tree.leaves(weights)).device
-    # The client works on copies. What a model, a hook or an augmentation keeps, or changes in place, would else be in
-    # the task that attackers get, in what the server sent, or in the truth that reconstructions are scored by.
-    state = ClientState(memory=memory or {}, extras=tree.detach(extras), key=own.to(where))
-    shuffle, copies = torch.Generator().manual_seed(int(own[0])), (tree.detach(weights), tree.detach(batch))
+    key = randomness.key(randomness.CLIENT, client_round.key, client_round.seed)
+    device = next(tree.leaves(weights)).device
+    # The client works on copies. Otherwise what a model, a hook or an augmentation stores, or changes in place, would
+    # reach the task that attackers get, the server's message, or the truth that reconstructions are scored by.
+    client = ClientState(memory=client_round.memory or {}, extras=tree.detach(extras), key=key.to(device))
+    shuffle, copies = torch.Generator().manual_seed(int(key[0])), (tree.detach(weights), tree.detach(batch))
     with float32_products():
-        sent, _ = training.run(task.copied(), *copies, defence, state, order=training.order(examples, shuffle))
-    update = tree.detach(defence.reveal([sent], [sent.num_examples]))
-    if wire == "weights":
+        upload, _ = training.run(task.copied(), *copies, defence, client, order=training.order(examples, shuffle))
+    update = tree.detach(defence.reveal([upload], [upload.num_examples]))
+    if client_round.wire == "weights":
         update = tree.map(lambda w, u: w - (w - u), weights, update)
     return Observation(
         weights=weights,
         update=update,
         num_examples=examples,
-        key=key,
+        key=client_round.key,
         buffers=task.buffers() or None,
-        returned_buffers=tree.detach(sent.buffers) if sent.buffers else None,
+        returned_buffers=tree.detach(upload.buffers) if upload.buffers else None,
         extras=extras,
     )
 
@@ -237,7 +246,7 @@ def fitting(task: Task, batch: Batch) -> None:
 def _completed(
     task: Task, part: Batch, missing: frozenset[str], source: Draws | None, extras: dict[str, Params], step: int
 ) -> Batch:
-    """The batch of a step with the fields that a client draws: from its own key, or from one the server sent to all."""
+    """The batch of a step with the fields that a client draws: from its own key, or from the server's shared one."""
     if SHARED in extras:
         source = Draws(extras[SHARED]["key"])
     elif source is None:
@@ -250,7 +259,7 @@ def _completed(
 
 
 def drawing(source: Draws, step: int) -> Draws:
-    """Where the fields come from that a client draws in a step: apart from its augmentations, hooks and masks."""
+    """The source of the fields that a client draws in a step; augmentations, hooks and masks have other sources."""
     return source.child((1 << 19) + step)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Compute(Protocol):
     """The gradient at these weights on this batch: the rest of the chain.
 
-    A pass with `statistics=False` leaves BatchNorm's running statistics as they were: for a step that asks for several
+    A pass with `statistics=False` does not change BatchNorm's running statistics: for a step that computes several
     gradients and counts as one.
     """
 
@@ -68,18 +68,18 @@ class Client:
 class Defence:
     """Every hook defaults to plain FedAvg. Override the phases that the defence changes."""
 
-    last: ClassVar[bool] = False  # it sends something else than an update: none may change the upload after it
+    last: ClassVar[bool] = False  # it sends something other than an update: no later member may change the upload
 
     @property
     def name(self) -> str:
-        """As tables and errors call it."""
+        """The name in tables and errors."""
         return type(self).__name__
 
     def demand(self, task: Task, server: Tree) -> None:
-        """Raise ValueError where model, or public data (server["load"]), cannot do what `initial` needs: cheap."""
+        """Raise ValueError if the model, or public data (server["load"]), do not fit what `initial` needs. Cheap."""
 
     def initial(self, weights: Params, server: Tree) -> Params:
-        """Once, before round 0. What is returned may also hold buffers, by name: those that changed with the weights.
+        """The weights before round 0, and by name any buffers that changed with them.
 
         Here `server` has two more entries: "task", and "load", which is `gradleak.data.load` (public images by name).
         """
@@ -94,7 +94,7 @@ class Defence:
         return compute(weights, batch)
 
     def upload(self, upload: Upload, client: Client) -> Upload:
-        """What leaves the client, of what its training made."""
+        """What leaves the client, given what its training produced."""
         return upload
 
     def remember(self, before: Upload, after: Upload, client: Client) -> Tree:
@@ -110,11 +110,11 @@ class Defence:
         return self.reveal(uploads, sizes)
 
     def idle(self, server: Tree) -> Params | None:
-        """The step after a round that brought no upload; None: there is none. Central noise hides that it was empty."""
+        """The step after a round without uploads; None: no step. Central noise hides that the round was empty."""
         return None
 
     def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
-        """What the server keeps for its next round, as tensors: `broadcast`, `aggregate`, `idle` and the next call of
+        """The server's memory for its next round, as tensors: `broadcast`, `aggregate`, `idle` and the next call of
         this hook find it in server["memory"]. Nothing is mutated.
 
         `before` and `after`: the weights that were sent, and those that the round ended with. Called once before round
@@ -127,16 +127,16 @@ class Defence:
         return self
 
     def replayed(self, scene: TargetView, task: Task) -> Defence:
-        """The attacker's version where others come after it in a chain: the observation then shows what THEY put out.
+        """The attacker's version when other members follow in a chain: the observation then shows THEIR output.
 
-        Override it where `assumed` reads something off the update, and return a version that computes it anew.
+        Override it if `assumed` reads something off the update, and return a version that computes it instead.
         """
         return self.assumed(scene, task)
 
     def reconsidered(self, scene: TargetView, predicted: Params) -> Defence:
-        """The same defence to an attacker whose candidate predicts this update, without noise and in all coordinates.
+        """The attacker's version once a candidate predicts this update, without noise and in all coordinates.
 
-        Override it where `assumed` guesses what was noised: what a candidate leaves unexplained shows it better than
+        Override it if `assumed` guesses which coordinates are noisy: the residual of a candidate shows them better than
         the update does. The result guesses nothing any more.
         """
         return self
@@ -146,11 +146,11 @@ class Defence:
         return tree.zeros_like(scene.update)
 
     def visible(self, update: Params, scene: TargetView) -> Params:
-        """What the attacker compares, of the observed update and of a predicted one alike: a linear map of either.
+        """What the attacker compares: a linear map of the observed update, and the same map of a predicted one.
 
-        By default every coordinate counts by what the defence left of it, s / sqrt(s^2 + variance) with s^2 the mean
-        square of the observed update: exact ones keep weight 1, dropped ones (infinite variance) get 0. Attackers ask
-        the defence that `assumed` returned.
+        By default a coordinate has the weight s / sqrt(s^2 + variance), with s^2 the mean square of the observed
+        update: exact ones have weight 1, dropped ones (infinite variance) 0. Attackers call it on the defence that
+        `assumed` returned.
         """
         if not overrides(self, "noise_variance"):
             return update
@@ -168,7 +168,7 @@ class Defence:
 
 @dataclass(frozen=True)
 class Chain(Defence):
-    """Several defences, read as data flows.
+    """Several defences, in the order of the data flow.
 
     `gradient` hooks nest: the first is outermost. `upload` hooks run left to right: Chain(Clip(), Noise()) clips, then
     adds noise. At most one member may decide what the server can reveal, and at most one how it aggregates.
@@ -189,7 +189,7 @@ class Chain(Defence):
 
     @property
     def name(self) -> str:
-        """All members' names."""
+        """The names of all members."""
         return " + ".join(member.name for member in self.members) or "Defence"
 
     def _owner(self, hook: str) -> Defence:
@@ -200,10 +200,10 @@ class Chain(Defence):
             member.demand(task, server)
 
     def initial(self, weights: Params, server: Tree) -> Params:
-        found = dict(weights)
+        state = dict(weights)
         for member in self.members:
-            found |= member.initial({name: found[name] for name in weights}, server)
-        return found
+            state |= member.initial({name: state[name] for name in weights}, server)
+        return state
 
     def broadcast(self, weights: Params, server: Tree) -> dict[str, Params]:
         extras: dict[str, Params] = {}
@@ -250,11 +250,11 @@ class Chain(Defence):
         return None
 
     def advance(self, before: Params, after: Params, uploads: Sequence[Upload], server: Tree) -> Tree:
-        kept = {
+        memories = {
             str(position): member.advance(before, after, uploads, _for_member(server, position))
             for position, member in enumerate(self.members)
         }
-        return {position: memory for position, memory in kept.items() if memory}
+        return {position: memory for position, memory in memories.items() if memory}
 
     def assumed(self, scene: TargetView, task: Task) -> Defence:
         sending = [position for position, member in enumerate(self.members) if overrides(member, "upload")]
@@ -270,7 +270,7 @@ class Chain(Defence):
         return Chain(*(member.replayed(scene, task) for member in self.members))
 
     def reconsidered(self, scene: TargetView, predicted: Params) -> Defence:
-        """Only what the last of those did that change the upload can be told from the observation."""
+        """Only the last member that changes the upload can be read off the observation."""
         sending = [position for position, member in enumerate(self.members) if overrides(member, "upload")]
         last = sending[-1] if sending else None
         return Chain(
@@ -292,10 +292,10 @@ class Chain(Defence):
         return variance
 
     def guarantee(self, exposure: Exposure) -> Guarantee:
-        """The epsilon of the last member, where nobody else can undo what it proved; else none is claimed.
+        """The epsilon of the last member, unless another member could break its proof; then none is claimed.
 
-        Other members see the raw update, batch and state. One that asks for more gradients has used the data more often
-        than was counted; and where the proof lies in the gradients, what others make of an upload may show the data.
+        Other members see the raw update, batch and state. One that computes more gradients uses the data more often
+        than was counted. If the proof is about the gradients, another member's change of the upload may show the data.
         """
         if not self.members:
             return Guarantee()
@@ -313,7 +313,7 @@ class Chain(Defence):
 
 @dataclass(frozen=True)
 class OnlyVisible(Defence):
-    """The half-informed attacker (A1): predicts plainly, but weighs out what `defence` noised or dropped."""
+    """The half-informed attacker (A1): predicts without the defence, but knows which entries it noised or dropped."""
 
     defence: Defence = field(default_factory=Defence)
 
@@ -329,21 +329,21 @@ class OnlyVisible(Defence):
 
 @dataclass(frozen=True)
 class Noiseless(Defence):
-    """A noisy defence as an attacker re-runs it: `quiet` does the rest of it, `noisy` says how much noise there was."""
+    """A noisy defence as an attacker replays it: `quiet` does all but the noise, `noisy` tells how large it was."""
 
     quiet: Defence = field(default_factory=Defence)
     noisy: Defence = field(default_factory=Defence)
 
     @property
     def name(self) -> str:
-        """The defence's name, and what it lacks here."""
+        """The defence's name, marked as noiseless."""
         return f"{self.noisy.name} without noise"
 
     def gradient(self, compute: Compute, weights: Params, batch: Batch, client: Client) -> Params:
         return self.quiet.gradient(compute, weights, batch, client)
 
     def upload(self, upload: Upload, client: Client) -> Upload:
-        """The defence's upload at its mean."""
+        """The defence's upload without its noise."""
         return self.quiet.upload(upload, client)
 
     def noise_variance(self, scene: TargetView) -> Params:
@@ -366,7 +366,7 @@ def _inside(client: Client, position: int) -> Client:
 
 
 def _for_member(server: Tree, position: int) -> Tree:
-    """The server as one member of a chain sees it: its own memory, where there is any."""
+    """The server as one member of a chain sees it: with that member's memory."""
     return {**server, "memory": server["memory"].get(str(position), {})} if "memory" in server else server
 
 

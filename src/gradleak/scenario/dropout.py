@@ -1,8 +1,8 @@
 """Dropout as clients train with it: masks from the client's own stream of random numbers.
 
 A model in training mode draws its masks from torch's global generator: no run repeats, and vmap refuses or shares them.
-Under `Dropping` a model in EVALUATION mode drops, with masks that are a function of the client's key alone; the mode
-of its BatchNorm is left to the user. What an attacker replays has no masks: they are the client's secret.
+Under `Dropping` a model in EVALUATION mode drops, with masks that depend on the client's key alone; the user still
+chooses the mode of BatchNorm. An attacker's replay has no masks: they are the client's secret.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gradleak.core.random import Draws
 
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 class Dropping(TorchFunctionMode):
-    """While active, every call of dropout drops, whatever mode the model is in: each with a mask of its own.
+    """While active, every call of dropout drops, whatever mode the model is in, and each call has its own mask.
 
     Where gradients are taken example by example under an inner vmap (DP-SGD), the examples of a step share their masks.
     """
@@ -56,7 +58,7 @@ def _entries(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True,
 
 
 def _channels(dimensions: int) -> Callable[..., Tensor]:
-    """Whole channels of (N, C, ...), or of (C, ...), with so many dimensions behind the channel."""
+    """Drops whole channels of (N, C, ...), or of (C, ...), with this many dimensions behind the channel."""
 
     def masked(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         shape = tuple(input.shape[: input.dim() - dimensions])
@@ -66,8 +68,8 @@ def _channels(dimensions: int) -> Callable[..., Tensor]:
 
 
 def _dropped(draws: Draws, input: Tensor, p: float, shape: tuple[int, ...]) -> Tensor:
-    kept = (draws.uniform(shape) >= p).to(input.dtype)
-    return input * kept * (1 / (1 - p) if p < 1 else 0.0)
+    mask = (draws.uniform(shape) >= p).to(input.dtype)
+    return input * mask * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _of_attention(
@@ -85,7 +87,7 @@ def _of_recurrence(*args: Any) -> float:
     return float(next((value for value in args[4:] if isinstance(value, float)), 0.0))
 
 
-# Dropout inside other functions, and how to tell its p.
+# Functions with dropout inside, and where its p is among their arguments.
 _HIDDEN: dict[Any, Callable[..., float]] = {
     F.scaled_dot_product_attention: _of_attention,
     F.multi_head_attention_forward: _of_heads,

@@ -5,41 +5,39 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch import nn
-
+from gradleak.scenario.dropout import DROPOUT
 from gradleak.scenario.observation import MissingKnowledge, Observation
 from gradleak.scenario.task import Task, TaskError
 
 MOST_ENTRIES = 10**8  # unknowns of one target; 224 x 224 colour images reach it at 660 examples
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def fits(task: Task, targets: Sequence[Observation]) -> None:
     """The observation must be of this model: same names, same shapes, and few enough examples to hold in memory."""
-    dropout = [name for name, m in task.model.named_modules() if isinstance(m, _DROPOUT) and m.training and m.p > 0]
+    dropout = [name for name, m in task.model.named_modules() if isinstance(m, DROPOUT) and m.training and m.p > 0]
     if dropout:
         raise TaskError(
             f"Dropout is active ({', '.join(dropout[:3])}): the client's masks are its own secret, and a replay with "
-            "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval(); a "
-            "client that trains with dropout all the same is LocalTraining(dropout=True)."
+            "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval(). A "
+            "client that trains with dropout is LocalTraining(dropout=True)."
         )
-    entries = sum(math.prod(held.shape) for held in task.fields.values() if held.classes is None)
-    others = {name: tuple(b.shape) for name, b in task.buffers().items()}
+    entries = sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
+    buffers = {name: tuple(b.shape) for name, b in task.buffers().items()}
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
     for target in targets:
-        given = {name: tuple(value.shape) for name, value in target.weights.items()}
-        if given != expected:
-            odd = sorted(set(given.items()) ^ set(expected.items()))[:3]
-            told = ", ".join(f"{name} {shape}" for name, shape in odd)
+        shapes = {name: tuple(value.shape) for name, value in target.weights.items()}
+        if shapes != expected:
+            odd = sorted(set(shapes.items()) ^ set(expected.items()))[:3]
+            gap = ", ".join(f"{name} {shape}" for name, shape in odd)
             raise MissingKnowledge(
-                f"Observation {target.key!r} is not of this model: they differ at {told}. Build the task from the "
+                f"Observation {target.key!r} is not of this model: they differ at {gap}. Build the task from the "
                 "model the server sent, with the same number of classes."
             )
         for name, value in (*(target.buffers or {}).items(), *(target.returned_buffers or {}).items()):
-            if others.get(name) != tuple(value.shape):
+            if buffers.get(name) != tuple(value.shape):
                 raise MissingKnowledge(
                     f"Observation {target.key!r} has a buffer {name} of shape {tuple(value.shape)}; this model has "
-                    f"{others.get(name, 'none of that name')}. Build the task from the model the server sent."
+                    f"{buffers.get(name, 'none of that name')}. Build the task from the model the server sent."
                 )
         if target.num_examples * entries > MOST_ENTRIES:
             raise MissingKnowledge(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gradleak.core.settings import takes
 from gradleak.scenario import accounting
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ ALWAYS_ASSUMED = (
 
 @dataclass(frozen=True, eq=False)
 class Exposure:
-    """How often, and how, a client takes part: what an accountant has to add up.
+    """How often, and how, a client takes part: the input of an accountant.
 
-    sampling     how the clients of a round are chosen: "all", "fixed" (so many, without replacement) or "poisson"
+    sampling     how the clients of a round are chosen: "all", "fixed" (a number, without replacement) or "poisson"
     signal       root mean square of an undefended update's coordinates, with which heuristic noise is compared
     prior        how likely a reconstruction is before anything is released, for the bound of Balle et al. 2022
     """
@@ -39,7 +40,7 @@ class Exposure:
     clients: int = 1
     participation: float = 1.0  # the share of the clients in a round; for "poisson" each one's probability
     sampling: str = "all"
-    examples: int = 1  # that a client holds
+    examples: int = 1  # of a client
     training: LocalTraining | None = None
     delta: float = 1e-5
     signal: float | None = None
@@ -64,7 +65,7 @@ class Exposure:
 
     @property
     def passes(self) -> int | None:
-        """The most often that one example is used in one round of local training; None where the recipe is unknown."""
+        """How often one example is used in one round of local training, at most; None if the recipe is unknown."""
         if self.training is None:
             return None
         plan = self.training.order(self.examples)  # the first batch comes first in every pass
@@ -82,13 +83,13 @@ class Guarantee:
 
     unit         what is protected: "example" or "client"
     model        who adds the noise: "central" (the server), "local" (each client) or "distributed" (clients together)
-    covers       the adversary it holds against
+    covers       the adversary that it protects against
     accountant   how epsilon was computed
-    sampling     what is assumed of it
-    releases     over which epsilon was composed
+    sampling     what is assumed about it
+    releases     number of releases that epsilon covers
     neighbours   the data sets that cannot be told apart
     caveats      what else must hold
-    reconstruction   (prior, bound): where guessing succeeds with `prior`, reconstruction does with at most `bound`
+    reconstruction   (prior, bound): if a guess is right with probability `prior`, a reconstruction is with `bound`
     """
 
     epsilon: float | None = None
@@ -140,37 +141,43 @@ class Guarantee:
         return "; ".join(head) + "\n" + "; ".join(tail)
 
 
-def accounted(
-    exposure: Exposure,
-    *,
-    noise_multiplier: float,
-    releases: int | None,
-    unit: str,
-    model: str,
-    covers: str,
-    neighbours: str,
-    sampling: str = "",
-    amplified: bool = False,
-    caveats: Sequence[str] = (),
-    lacks: Sequence[str] = (),
-) -> Guarantee:
-    """The label of Gaussian releases, or why there is none.
+@dataclass(frozen=True, kw_only=True)
+class GaussianReleases:
+    """What a defence with Gaussian noise releases, and to whom.
 
     noise_multiplier   standard deviation over the L2 SENSITIVITY to the neighbours named, not over the clip
-    releases           all that one unit takes part in; None: cannot be counted
+    releases           number of releases that one unit takes part in; None: cannot be counted
     amplified          the adversary does not learn who was sampled, so that Poisson sampling of clients counts
-    lacks              requirements the defence does not meet: any of them, and no epsilon is stated
-
-    No epsilon either without noise, without a count, or without the accountant that the sampling needs.
+    lacks              requirements that the defence does not meet
     """
-    lacks = list(lacks)
+
+    noise_multiplier: float
+    releases: int | None
+    unit: str
+    model: str
+    covers: str
+    neighbours: str
+    sampling: str = ""
+    amplified: bool = False
+    caveats: Sequence[str] = ()
+    lacks: Sequence[str] = ()
+
+
+@takes(GaussianReleases)
+def accounted(exposure: Exposure, *, noisy: GaussianReleases) -> Guarantee:
+    """The label of Gaussian releases; the keywords are the fields of `GaussianReleases`.
+
+    No epsilon is stated if the defence lacks a requirement, adds no noise, cannot count its releases, or if the
+    accountant that the sampling needs is not installed.
+    """
+    lacks, releases, noise_multiplier = list(noisy.lacks), noisy.releases, noisy.noise_multiplier
     if noise_multiplier == 0:
         lacks += ["no noise is added"]
     if releases is None:
         lacks += ["the client's local training is not known, so its steps cannot be counted"]
     if lacks or releases is None:
         return Guarantee(reason="; ".join(lacks))
-    q = exposure.participation if amplified and exposure.sampling == "poisson" else 1.0
+    q = exposure.participation if noisy.amplified and exposure.sampling == "poisson" else 1.0
     try:
         epsilon = accounting.poisson_epsilon(exposure.delta, noise_multiplier, q, releases)
     except accounting.MissingAccountant as missing:
@@ -183,26 +190,26 @@ def accounted(
     return Guarantee(
         epsilon=epsilon,
         delta=exposure.delta,
-        unit=unit,
-        model=model,
-        covers=covers,
+        unit=noisy.unit,
+        model=noisy.model,
+        covers=noisy.covers,
         accountant="exact Gaussian composition" if q == 1 else "PLD (dp-accounting), checked against RDP (Opacus)",
-        sampling=sampling or _SAMPLING[exposure.sampling] + (f" with probability {q:g}" if q < 1 else ""),
+        sampling=noisy.sampling or _SAMPLING[exposure.sampling] + (f" with probability {q:g}" if q < 1 else ""),
         releases=releases,
-        neighbours=neighbours,
-        caveats=(*caveats, ALWAYS_ASSUMED),
+        neighbours=noisy.neighbours,
+        caveats=(*noisy.caveats, ALWAYS_ASSUMED),
         reconstruction=(exposure.prior, bound),
     )
 
 
 def heuristic(sigma: float, exposure: Exposure) -> Guarantee:
-    """The label of noise that nothing was calibrated to: its size against the signal, where that was measured."""
+    """The label of uncalibrated noise: its size relative to the signal, where that was measured."""
     ratio = "not measured" if exposure.signal is None else f"{sigma / exposure.signal:.3g}"
     return Guarantee(reason=f"heuristic noise, sigma={sigma:.3g}, noise/signal={ratio}")
 
 
 def rounded_up(value: float, digits: int) -> float:
-    """Rounded up to so many digits: a label never claims more than was proved."""
+    """Rounded up to this many digits: a label never claims more than was proved."""
     if value == 0:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradleak.core import tree
+from gradleak.core.files import replacing
 from gradleak.core.tree import Params
 from gradleak.scenario.task import Batch
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from gradleak.scenario.defence import Defence
 
 FORMAT, VERSION = "gradleak.observation", 1
-MOST = 10**9  # of examples, rounds or clients; a file that says more is damaged or means harm
+MOST = 10**9  # of examples, rounds or clients; a file with more is damaged or malicious
 _GROUPS = ("weights", "update", "buffers", "returned_buffers")  # tensor names in a file start with one, or "extras"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # float8 and smaller know no arithmetic
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch has no arithmetic for smaller ones
 
 
 class BadObservation(ValueError):
@@ -61,7 +62,7 @@ class Observation:
             raise BadObservation("weights are empty: give the model that was sent to the client, by parameter name.")
         _same_names_and_shapes(self.weights, self.update)
         groups = {group: getattr(self, group) or {} for group in _GROUPS}
-        for name, params in (groups | {f"extras {extra}": held for extra, held in self.extras.items()}).items():
+        for name, params in (groups | {f"extras {extra}": params for extra, params in self.extras.items()}).items():
             broken = [key for key, value in params.items() if not tree.finite({key: value})]
             if broken:
                 raise BadObservation(
@@ -80,14 +81,13 @@ class Observation:
             tensors |= {f"extras/{extra}/{name}": value for name, value in params.items()}
         header = {"num_examples": self.num_examples, "round": self.round, "clients": self.clients, "key": self.key}
         path = Path(path)
-        partial = path.with_name(path.name + ".part")
-        save_file(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
-            partial,
-            metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
-        )
-        partial.chmod(0o600)  # it may give the client's examples away: for its owner alone
-        os.replace(partial, path)  # a reader never meets half a file
+        with replacing(path, private=True) as partial:  # it may reveal the client's examples
+            save_file(
+                {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()},
+                partial,
+                metadata={"format": FORMAT, "version": str(VERSION), "observation": json.dumps(header)},
+            )
+            partial.chmod(0o600)  # also where the writer made a file of its own
         return path
 
     @staticmethod
@@ -126,9 +126,9 @@ class Observation:
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Several rounds of ONE client, oldest first, that trained on the same examples in each: noise averages out.
+    """Several rounds of ONE client, oldest first, with the same examples in each: noise averages out.
 
-    One target, named by its last round. A list is separate targets.
+    A track is one target, named by its last round. A list of observations is several targets.
     """
 
     observations: tuple[Observation, ...]
@@ -136,15 +136,15 @@ class Track:
     def __post_init__(self) -> None:
         if not self.observations:
             raise BadObservation("A track needs at least one observation.")
-        rounds = [seen.round for seen in self.observations]
+        rounds = [each.round for each in self.observations]
         if rounds != sorted(set(rounds)):
             raise BadObservation(f"A track's rounds must increase; given {rounds}.")
-        if len(sizes := {seen.num_examples for seen in self.observations}) > 1:
+        if len(sizes := {each.num_examples for each in self.observations}) > 1:
             raise BadObservation(
                 f"A track is of one client that trained on the same examples each time; given {sorted(sizes)} of them."
             )
-        for seen in self.observations[1:]:
-            _same_names_and_shapes(self.last.weights, seen.update)
+        for each in self.observations[1:]:
+            _same_names_and_shapes(self.last.weights, each.update)
 
     @property
     def last(self) -> Observation:
@@ -158,13 +158,13 @@ class Track:
 
     @property
     def num_examples(self) -> int:
-        """Of the client, in every round."""
+        """The number of the client's examples, equal in every round."""
         return self.last.num_examples
 
     @property
     def equations(self) -> int:
-        """Numbers that were observed, in all rounds."""
-        return sum(tree.size(seen.update) for seen in self.observations)
+        """The number of observed values, over all rounds."""
+        return sum(tree.size(each.update) for each in self.observations)
 
 
 Seen: TypeAlias = "Observation | Track | Sequence[Observation | Track]"
@@ -175,8 +175,8 @@ Seen: TypeAlias = "Observation | Track | Sequence[Observation | Track]"
 class Level:
     """A threat model of Carletti et al., SoK: Gradient Inversion Attacks in FL, USENIX Security 2025.
 
-    `grants`: what may be known at it, by the fields of `Knowledge`; each level has all of those before it. `adds`: of
-    these, what makes it more than the one before.
+    `grants`: the fields of `Knowledge` that the level may have; each level has all of the one before. `adds`: the new
+    ones.
     """
 
     letter: str
@@ -214,7 +214,7 @@ ACTIVE = {
     "G": "an active server with data of its own prepares the model on them before it sends it",
     "H": "an active server picks or isolates clients, and so undoes what an aggregate hides",
 }
-"""Out of scope: what such a server sees is no observation of an honest round; no result here says anything of it."""
+"""Out of scope: such a server does not observe honest rounds, so no result here applies to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,9 +233,9 @@ class Knowledge:
 
     @staticmethod
     def at(level: str, **granted: Any) -> Knowledge:
-        """What an adversary of this level (A to E) knows: `Knowledge.at("C", training=..., defence=...)`.
+        """The knowledge of an adversary of this level (A to E): `Knowledge.at("C", training=..., defence=...)`.
 
-        Granting more than the level has is an error, and so is a level without what makes it one. F to H are refused.
+        More than the level grants is an error, and so is a level without what it adds. F to H are refused.
         """
         letter = level.strip().upper()[:1]
         if letter in ACTIVE:
@@ -245,32 +245,33 @@ class Knowledge:
             )
         if letter not in LEVELS:
             raise ValueError(f"There is no level {level!r}: levels are {', '.join(map(str, LEVELS.values()))}.")
-        wanted, made = LEVELS[letter], Knowledge(**granted)
-        has = made.grants - made.given.keys() | ({"y"} & made.given.keys())
-        has |= {"given"} if made.given.keys() - {"y"} else frozenset()
-        if beyond := sorted(has - set(wanted.grants)):
+        requested, knowledge = LEVELS[letter], Knowledge(**granted)
+        names = knowledge.grants - knowledge.given.keys() | ({"y"} & knowledge.given.keys())
+        names |= {"given"} if knowledge.given.keys() - {"y"} else frozenset()
+        if beyond := sorted(names - set(requested.grants)):
             raise ValueError(
-                f"Level {wanted} does not grant {', '.join(beyond)}. The level of what was given is {made.level}."
+                f"Level {requested} does not grant {', '.join(beyond)}. What was given is level {knowledge.level}."
             )
-        if wanted.adds and not has & set(wanted.adds):
-            raise ValueError(f"Level {wanted} needs {' or '.join(wanted.adds)}; without it the level is {made.level}.")
-        return made
+        if requested.adds and not names & set(requested.adds):
+            needed = " or ".join(requested.adds)
+            raise ValueError(f"Level {requested} needs {needed}; without it the level is {knowledge.level}.")
+        return knowledge
 
     def without(self, *capabilities: str) -> Knowledge:
-        """The same adversary less these: "labels", "recipe", "defence", "generator", "public"."""
-        less: dict[str, Any] = {"recipe": {"training": None}}
-        less |= {name: {name: None} for name in ("defence", "generator", "public")}
-        less["labels"] = {"given": {name: value for name, value in self.given.items() if name != "y"}}
+        """The same adversary without these: "labels", "recipe", "defence", "generator", "public"."""
+        removal: dict[str, Any] = {"recipe": {"training": None}}
+        removal |= {name: {name: None} for name in ("defence", "generator", "public")}
+        removal["labels"] = {"given": {name: value for name, value in self.given.items() if name != "y"}}
         changed = self
         for name in capabilities:
-            if name not in less:
-                raise ValueError(f"{name!r} is not a capability: there are {', '.join(sorted(less))}.")
-            changed = replace(changed, **less[name])
+            if name not in removal:
+                raise ValueError(f"{name!r} is not a capability: there are {', '.join(sorted(removal))}.")
+            changed = replace(changed, **removal[name])
         return changed
 
     @property
     def grants(self) -> frozenset[str]:
-        """What is known, by the words that `Attack.needs` uses."""
+        """The names of what is known, as `Attack.needs` uses them."""
         named = {"training": self.training, "defence": self.defence, "generator": self.generator, "public": self.public}
         return frozenset({name for name, value in named.items() if value is not None} | self.given.keys())
 
@@ -345,8 +346,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Params]:
 
 def as_targets(seen: Seen) -> list[Track]:
     """One target or several independent ones, each as a track, with unequal keys. An observation is a track of one."""
-    given = [seen] if isinstance(seen, Observation | Track) else list(seen)
-    targets = [each if isinstance(each, Track) else Track((each,)) for each in given]
+    several = [seen] if isinstance(seen, Observation | Track) else list(seen)
+    targets = [each if isinstance(each, Track) else Track((each,)) for each in several]
     if not targets:
         raise BadObservation("There is no observation to attack.")
     keys = [target.key for target in targets]

@@ -1,7 +1,7 @@
 """Client optimisers as pure rules: `step(weights, gradient, state, lr) -> (decrease, state)`, differentiable.
 
-A rule returns what is SUBTRACTED from the weights, so the update is summed without passing through the rounding of the
-weights; what a float32 client that returns weights would lose is added where it happens, in `observe(wire="weights")`.
+A rule returns what is SUBTRACTED from the weights, so that the update is summed without the rounding of the weights.
+`observe(wire="weights")` adds the rounding of a float32 client that returns weights.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ class SGD:
         return tree.scale(gradient, lr), state
 
     def gains(self, rates: Sequence[float | Tensor]) -> list[float | Tensor]:
-        """By the end of steps of these rates, how far one unit of gradient at each has moved the weights; no decay."""
-        found, ahead = list[float | Tensor](), 0.0 * rates[0]  # ahead: how far one unit of velocity still goes
+        """How far one unit of gradient in each step moves the weights by the last step, without weight decay."""
+        gains, ahead = list[float | Tensor](), 0.0 * rates[0]  # ahead: how far one unit of velocity still goes
         for number, rate in reversed(list(enumerate(rates))):
             ahead = rate + self.momentum * ahead
             entered = ahead if number == 0 or not self.momentum else (1 - self.dampening) * ahead
-            found.append(rate + self.momentum * entered if self.nesterov else entered)
-        return found[::-1]
+            gains.append(rate + self.momentum * entered if self.nesterov else entered)
+        return gains[::-1]
 
     def way(self, rates: Sequence[float]) -> float:
-        """How far steps of these rates go along a gradient of length one that does not change; no weight decay."""
+        """How far steps of these rates go along a constant gradient of length one, without weight decay."""
         return float(sum(self.gains(rates)))
 
 
@@ -100,9 +100,9 @@ class Adam:
         count = state["count"] + 1
         # In float64: 1 - 0.999 ** count in float32 is off by 5e-5 at the first step, and torch.optim's is not.
         c1, c2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
-        # All tensors in one row: a deep network has hundreds, and a step of Adam on each is two dozen kernels.
-        in_order = [{name: held[name] for name in gradient} for held in (gradient, state["first"], state["second"])]
-        g, m, v = (tree.flatten(held) for held in in_order)
+        # All tensors in one row: a deep network has hundreds, and Adam on each launches two dozen kernels.
+        in_order = [{name: each[name] for name in gradient} for each in (gradient, state["first"], state["second"])]
+        g, m, v = (tree.flatten(each) for each in in_order)
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         # safe_sqrt: a coordinate whose gradient is exactly zero must not make the replay's derivative infinite.
         move = lr * (m / c1.to(m.dtype)) / (tree.safe_sqrt(v / c2.to(v.dtype)) + self.eps)

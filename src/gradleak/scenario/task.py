@@ -1,4 +1,4 @@
-"""What is trained: a model, its objective, and the shape of what is private. No data: a Task reaches the attacker."""
+"""What is trained: a model, its objective, and the shapes of the private fields. No data: attackers get it too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Batch: TypeAlias = dict[str, Tensor]
 Objective: TypeAlias = Callable[[Callable[..., Any], Batch], Tensor]
 
 
-class _AllCaught(BaseException):  # noqa: N818  (no error, and no model shall catch it: the rest is not needed)
-    """Ends a forward pass."""
+class _AllCaught(BaseException):  # noqa: N818  (not an error; a BaseException, so that no model catches it)
+    """Ends a forward pass early."""
 
 
 class TaskError(ValueError):
@@ -41,7 +41,7 @@ class Field:
 
     A continuous field lives in model-input space, u = (p - mean) / std, with p in `bounds`; a categorical one has
     `classes`. `unit` is the only place that maps model-input space to [0, 1] pictures. A field that is no picture, such
-    as noise, has infinite bounds: no box holds it, and there is no [0, 1] to map it to.
+    as noise, has infinite bounds and no [0, 1] to be mapped to.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Field:
 
     @property
     def bounded(self) -> bool:
-        """Does it live in a box?"""
+        """Do its values have finite bounds?"""
         return self.classes is None and all(map(math.isfinite, self.bounds))
 
     def _channels(self, values: Sequence[float], like: Tensor) -> Tensor:
@@ -170,14 +170,14 @@ class Task:
 
     @property
     def drawn(self) -> frozenset[str]:
-        """The fields that a client draws itself, for every step: the step and the noise of a denoiser. Often none.
+        """The fields that a client draws itself in every step: the time step and the noise of a denoiser. Often none.
 
-        An objective that has some says which (`drawn`) and draws those that a batch lacks (`complete(batch, draws)`).
+        Such an objective names them (`drawn`) and draws those that a batch lacks (`complete(batch, draws)`).
         """
         return getattr(self.objective, "drawn", frozenset())
 
     def completed(self, batch: Batch, draws: Draws) -> Batch:
-        """The batch with the fields that a client draws, where it lacks them; what it has stays as it is."""
+        """The batch, with the fields that a client draws added where they are missing."""
         if self.drawn <= batch.keys():
             return batch
         complete: Callable[[Batch, Draws], Batch] = self.objective.complete  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ class Task:
         return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def buffers(self) -> Params:
-        """Buffers and frozen parameters: what the model needs besides the trained weights."""
+        """Buffers and frozen parameters: all that the model needs besides the trained weights."""
         frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
         return tree.detach({**frozen, **dict(self.model.named_buffers())})
 
@@ -226,13 +226,13 @@ class Task:
     ) -> Batch:
         """The input of each named submodule in one forward pass of the objective.
 
-        whole   to its end; else only until all are caught, which must then be modules that run once
+        whole   run the pass to its end; False: stop once all inputs are caught, if each module runs only once
         """
         caught: Batch = {}
         handles = []
 
-        def catch(name: str, given: Any) -> None:
-            caught[name] = given
+        def catch(name: str, value: Any) -> None:
+            caught[name] = value
             if not whole and len(caught) == len(modules):
                 raise _AllCaught
 
@@ -249,13 +249,13 @@ class Task:
         return caught
 
     def copied(self) -> Task:
-        """The same task with a model and an objective of its own: what a pass leaves in them stays there.
+        """The same task with its own copy of model and objective.
 
-        Models and losses keep activations or counters as attributes: once they have seen private data, those too.
+        Models and losses may store activations or counters as attributes: after a private batch, private ones.
         """
-        own = isinstance(self.objective, nn.Module | Supervised)
+        stateful = isinstance(self.objective, nn.Module | Supervised)
         try:
-            model, objective = copy.deepcopy((self.model, self.objective if own else None))
+            model, objective = copy.deepcopy((self.model, self.objective if stateful else None))
         except RuntimeError as problem:  # torch copies no tensor that belongs to a graph
             raise TaskError(
                 f"The model or its loss cannot be copied: {problem} It keeps a tensor of an earlier pass as an "
@@ -264,7 +264,7 @@ class Task:
         return replace(self, model=model, objective=self.objective if objective is None else objective)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Task:
-        """A private copy on a device and in a type; the user's model is never touched."""
+        """A copy on a device and in a type; the user's model does not change."""
         objective: Any = copy.deepcopy(self.objective) if isinstance(self.objective, nn.Module) else self.objective
         objective = objective.to(device, dtype) if hasattr(objective, "to") else objective
         return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype), objective=objective)
@@ -294,11 +294,11 @@ class Task:
                 f"The task has no labels, and so no classifier: its fields are {', '.join(self.fields)}. Attacks that "
                 "read labels or features off a last layer do not apply; for a denoiser there are dlg-dm, invg-dm, gidm."
             )
-        found: list[nn.Linear] = []
+        layers: list[nn.Linear] = []
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(module, nn.Linear) and module in names and output.shape[-1] == classes:
-                found.append(module)
+                layers.append(module)
 
         handle = register_module_forward_hook(note)
         try:
@@ -306,20 +306,18 @@ class Task:
                 self.loss(self.weights(), self.blank(2))
         finally:
             handle.remove()
-        if not found:
+        if not layers:
             raise TaskError(
                 f"No nn.Linear with {classes} outputs was found in the forward pass, so nothing can be read off a last "
                 "layer: give the labels in Knowledge(given={'y': ...}), or use an attack that optimises them (dlg)."
             )
-        name = names[found[-1]]
+        name = names[layers[-1]]
         prefix = f"{name}." if name else ""
-        return Classifier(name, f"{prefix}weight", None if found[-1].bias is None else f"{prefix}bias")
+        return Classifier(name, f"{prefix}weight", None if layers[-1].bias is None else f"{prefix}bias")
 
     def check(self, batch: Batch | None = None) -> list[Problem]:
         """Every problem at once, each with a fix. With a batch (the auditor's own) its ranges are checked too."""
-        from gradleak.scenario.inspection import (
-            inspect,  # the diagnosis is long and rarely needed: kept out of the core path
-        )
+        from gradleak.scenario.inspection import inspect  # long and rarely needed
 
         return inspect(self, batch)
 
@@ -348,8 +346,8 @@ def _output(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
 def float32_products(fast: bool = False) -> Iterator[None]:
     """Matrix products and convolutions in the type of their operands: no TF32 (unless `fast`), no autocast.
 
-    Late in a match the residual is smaller than what TF32 rounds off; client and attacker must agree on the digits. An
-    autocast opened inside must not cache its casts: torch drops them when the outermost one ends, which is this.
+    Late in a search the residual is smaller than the rounding of TF32; client and attacker must agree on the digits. An
+    autocast opened inside must not cache its casts: torch drops them when the outermost autocast ends, which is this.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32

@@ -1,4 +1,4 @@
-"""`Task.check`: what would make an attack fail or mislead, found in a second instead of after a night's run.
+"""`Task.check` finds in a second what would make an attack fail or mislead.
 
 Each check is a small function that yields problems. All of them look at a `Subject`: a private copy of the model, one
 recorded pass of the objective over a blank batch, and one real attempt at what every gradient-matching attack needs
@@ -57,5 +57,5 @@ def inspect(task: Task, batch: Batch | None = None) -> list[Problem]:
     device = device_of(copied)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), double_backward_safe():
         subject = Subject(copied, batch)
-        found = [problem for check in CHECKS for problem in check(subject)]
-    return sorted(found, key=lambda problem: _ORDER[problem.severity])
+        problems = [problem for check in CHECKS for problem in check(subject)]
+    return sorted(problems, key=lambda problem: _ORDER[problem.severity])

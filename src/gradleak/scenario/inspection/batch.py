@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradleak.scenario.inspection.subject import (
-    Subject,
-    declared,
-    is_simplex,
-    some,
-)
+from gradleak.scenario.inspection.subject import Subject, declared, is_simplex, some
 from gradleak.scenario.task import Field, Problem
 
 
@@ -20,11 +15,11 @@ def batch_has_the_fields(subject: Subject) -> Iterator[Problem]:
     """The batch must name the fields of the task, all with as many examples."""
     if subject.data is None:
         return
-    given, wanted = subject.data.keys(), subject.task.fields.keys()
-    if given - wanted or wanted - given - subject.task.drawn:
+    names, declared_names = subject.data.keys(), subject.task.fields.keys()
+    if names - declared_names or declared_names - names - subject.task.drawn:
         yield Problem(
             "error",
-            f"the batch has fields {some(given) or 'none'}; the task declares {some(wanted)}",
+            f"the batch has fields {some(names) or 'none'}; the task declares {some(declared_names)}",
             "name the batch's tensors as the task's fields",
         )
     sizes = {name: value.shape[0] for name, value in subject.data.items() if value.dim()}
@@ -118,24 +113,24 @@ def _range(name: str, value: Tensor, kind: Field) -> Iterator[Problem]:
     unit = kind.unit(value.double())
     low, high = float(unit.min()), float(unit.max())
     plain = set(kind.mean) == {0.0} and set(kind.std) == {1.0}
-    seen = f"batch[{name!r}] runs from {float(value.min()):.4g} to {float(value.max()):.4g}"
+    extent = f"batch[{name!r}] runs from {float(value.min()):.4g} to {float(value.max()):.4g}"
     if low < -0.01 or high > 1.01:
         share = float(((unit < -0.01) | (unit > 1.01)).double().mean())
-        told = f"{seen}; {share:.0%} of it lies outside the declared bounds {kind.bounds}"
-        told += f" (mean {kind.mean}, std {kind.std})" if not plain else ""
+        what = f"{extent}; {share:.0%} of it lies outside the declared bounds {kind.bounds}"
+        what += f" (mean {kind.mean}, std {kind.std})" if not plain else ""
         if plain and kind.bounds == (0.0, 1.0) and value.min() >= 0 and value.max() > 2:
-            told, fix = f"{told}: it looks like 0-255 data", "divide by 255, or pass bounds=(0, 255)"
+            what, fix = f"{what}: it looks like 0-255 data", "divide by 255, or pass bounds=(0, 255)"
         elif plain and value.min() < 0:
-            told, fix = (
-                f"{told}: it looks normalised",
+            what, fix = (
+                f"{what}: it looks normalised",
                 "pass the mean= and std= of the client's input pipeline to the task",
             )
         else:
             fix = "correct bounds, mean and std: boxed attacks cannot leave the bounds, and metrics scale by them"
-        yield Problem("warning", told, fix)
+        yield Problem("warning", what, fix)
     elif high - low < 0.02:
         yield Problem(
             "warning",
-            f"{seen}, less than 2% of the declared bounds {kind.bounds}: metrics would call any grey image a success",
+            f"{extent}, less than 2% of the declared bounds {kind.bounds}: metrics would call any grey image a success",
             "correct bounds, mean and std (0-1 data with bounds=(0, 255)?)",
         )

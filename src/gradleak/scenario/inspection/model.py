@@ -8,14 +8,8 @@ import torch
 from torch import nn
 
 from gradleak.core import tree
-from gradleak.scenario.inspection.subject import (
-    DROPOUT,
-    Failed,
-    Pass,
-    Subject,
-    examples_in,
-    some,
-)
+from gradleak.scenario.dropout import DROPOUT
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, examples_in, some
 from gradleak.scenario.task import Problem
 
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -28,7 +22,7 @@ _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "_
 
 
 def parameters_exist(subject: Subject) -> Iterator[Problem]:
-    """Something must be trained; what is frozen is not uploaded, and leaks nothing."""
+    """Something must be trained; frozen parameters are not uploaded and leak nothing."""
     parameters = dict(subject.task.model.named_parameters())
     frozen = [name for name, p in parameters.items() if not p.requires_grad]
     if len(frozen) == len(parameters):
@@ -155,7 +149,7 @@ def in_place_operations(subject: Subject) -> Iterator[Problem]:
 
 
 def kinks(subject: Subject) -> Iterator[Problem]:
-    """Piecewise linear layers stop second-order searches, which looks like safety and is none."""
+    """Piecewise linear layers stop second-order searches; that looks like safety, but is not."""
     names = subject.forward.calls.names if isinstance(subject.forward, Pass) else set()
     flat = sorted(name for name in names if "max_pool" in name or name in _PIECEWISE_LINEAR)
     if flat:

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from gradleak.scenario.inspection.model import RECURRENT
-from gradleak.scenario.inspection.subject import (
-    Failed,
-    Pass,
-    Subject,
-    continuous,
-    device_of,
-    one_hot,
-)
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, one_hot
 from gradleak.scenario.task import Problem
 
 
@@ -43,7 +36,7 @@ def objective_is_scalar(subject: Subject) -> Iterator[Problem]:
     elif not value.is_floating_point():
         what, fix = f"returns {value.dtype}", "return a floating-point loss"
     elif not any(p.requires_grad for p in subject.task.model.parameters()):
-        return  # said already
+        return  # another check says so
     else:
         what, fix = (
             "does not depend on the weights",

@@ -15,9 +15,8 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from gradleak.core import tree
+from gradleak.scenario.dropout import DROPOUT
 from gradleak.scenario.task import Batch, Field, Problem, Task
-
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
