@@ -105,6 +105,6 @@ def workload(
     )
     named = attack or ("invg-dm" if denoiser else "ig")
     chosen = registry.parse("attack", f"{named}{',' if ':' in named else ':'}steps={steps}")
-    if not isinstance(chosen, Composed) or len(chosen.stages) != 1 or hasattr(chosen.stages[0].optimiser, "finished"):
+    if not isinstance(chosen, Composed) or len(chosen.stages) != 1 or chosen.stages[0].optimiser.finished is not None:
         raise ValueError(f"{attack} is not one search of a fixed number of steps: steps per second say nothing of it.")
     return Workload(network, task, truth, seen, knows, chosen)
