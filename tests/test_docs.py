@@ -5,6 +5,8 @@ Before a shell block with commands of gradleak stands one of
     <!-- run -->                            every line is run, in a folder like a user's
     <!-- run with: OPTIONS; OPTIONS -->     the same with options added to each line in turn, so that it is quick
     <!-- not run: REASON -->                it only has to parse (tests/test_readme.py)
+
+Guides need no such line: tests/test_guides.py runs all of their commands.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from conftest import blobs
 from gradleak.cli import app
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
+from test_guides import GUIDES
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GUIDES]
 SHELL = re.compile(r"(?:^<!-- ([^\n]*?) -->\n)?^```(?:sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # --- commands ---------------------------------------------------------------------------------------------------------
