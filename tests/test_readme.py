@@ -1,6 +1,6 @@
 """README.md and docs: every Python block runs, every command exists, tables and links are current.
 
-`python tests/test_readme.py` writes the table of attacks into docs/attacks.md. Guides are followed by tests/test_guides.py.
+`python tests/test_readme.py` writes the table of attacks into docs/attacks.md. tests/test_guides.py follows the guides.
 """
 
 from __future__ import annotations
