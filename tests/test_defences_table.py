@@ -40,7 +40,7 @@ def depends_on_chance(name: str) -> bool:
     return largest_difference(first.update, other.update) > 0
 
 
-# The attacker of these cannot match an update to the last digit. README.md says of each defence whether it is one.
+# The attacker of these cannot match an update to the last digit. docs/defences.md says of each whether it is one.
 RANDOM = {name for name in NAMES if depends_on_chance(name)}
 DETERMINISTIC = [name for name in NAMES if name not in RANDOM]
 

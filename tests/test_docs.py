@@ -5,6 +5,8 @@ Before a shell block with commands of gradleak stands one of
     <!-- run -->                            every line is run, in a folder like a user's
     <!-- run with: OPTIONS; OPTIONS -->     the same with options added to each line in turn, so that it is quick
     <!-- not run: REASON -->                it only has to parse (tests/test_readme.py)
+
+Guides need no such line: tests/test_guides.py runs all of their commands.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ from conftest import blobs
 from gradleak.cli import app
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
+from test_guides import GUIDES
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in GUIDES]
 SHELL = re.compile(r"(?:^<!-- ([^\n]*?) -->\n)?^```(?:sh|bash|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -145,6 +148,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_every_attack_and_defence_has_a_page_from_its_entry(site: Path) -> None:
     for kind, folder in (("attack", "attacks"), ("defence", "defences")):
@@ -160,6 +164,7 @@ def test_every_attack_and_defence_has_a_page_from_its_entry(site: Path) -> None:
                 assert f"| `{name}` |" in page, (entry.name, name)
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_a_reader_asks_nobody_else(site: Path) -> None:
     """No script, style, font or picture from elsewhere; links to follow are another matter."""
@@ -173,6 +178,7 @@ def test_a_reader_asks_nobody_else(site: Path) -> None:
     assert json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_llms_txt_names_every_page(site: Path) -> None:
     listed = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", (site / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
@@ -181,6 +187,7 @@ def test_llms_txt_names_every_page(site: Path) -> None:
     assert all((site / name).is_file() for name in listed)
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_nothing_is_left_to_fill_in(site: Path) -> None:
     for path in site.rglob("*.md"):
@@ -188,6 +195,7 @@ def test_nothing_is_left_to_fill_in(site: Path) -> None:
         assert not re.search(r"<!-- table:|\bTODO\b|\bTBD\b|lorem ipsum", text, re.IGNORECASE), path.name
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_tables_of_speed_are_the_stored_ones(site: Path) -> None:
     page = (site / "performance.md").read_text(encoding="utf-8")
@@ -198,6 +206,7 @@ def test_tables_of_speed_are_the_stored_ones(site: Path) -> None:
     assert "NVIDIA H200" in page
 
 
+@pytest.mark.system
 @pytest.mark.xdist_group("site")  # built once
 def test_figures_are_those_of_the_folders(site: Path) -> None:
     page = (site / "figures.md").read_text(encoding="utf-8")

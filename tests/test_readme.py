@@ -1,6 +1,6 @@
 """README.md and docs: every Python block runs, every command exists, tables and links are current.
 
-`python tests/test_readme.py` writes the table of attacks into README.md.
+`python tests/test_readme.py` writes the table of attacks into docs/attacks.md. tests/test_guides.py follows the guides.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from gradleak.cli.reproduce import beside
 from gradleak.core import registry
 from gradleak.core.pictures import picture, png
 from test_defences_table import GUARANTEED, RANDOM
+from test_guides import GUIDES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-SKETCHES = ("design.md",)  # signatures and plans, not programs
+ATTACKS, DEFENCES, INSTALL = (ROOT / "docs" / name for name in ("attacks.md", "defences.md", "install.md"))
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+SKETCHES = ("design.md",)  # signatures, not programs
 LONGEST = 10.0  # seconds for one block, once torch is loaded
 
 # Runs the blocks of one page in one namespace and an empty folder, each on the clock. In a process of its own, since
@@ -50,7 +52,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-RUNNING = [page for page in PAGES if blocks(page, "python") and page.name not in SKETCHES]
+RUNNING = [page for page in PAGES if blocks(page, "python") and page.name not in SKETCHES and page not in GUIDES]
 
 
 @pytest.fixture(scope="module")
@@ -151,12 +153,12 @@ def test_the_commands_for_ones_own_model_run(tmp_path: Path, monkeypatch: pytest
 def test_verified_attacks_have_results_that_hold() -> None:
     verified = [entry.name for entry in registry.entries("attack") if entry.status == "verified"]
     assert verified
-    text = README.read_text()
+    text = ATTACKS.read_text()
     for name in verified:
         bounds = beside(ROOT, "figures").Claims(ROOT / "papers" / name).bounds
         assert bounds, f"{name} is called verified, but nothing was to hold in papers/{name}"
         assert [bound.outcome for bound in bounds] == ["holds"] * len(bounds), name
-        assert f"- `{name}`: " in text, f"README.md does not say what verified means for {name}"
+        assert f"- `{name}`: " in text, f"{ATTACKS.name} does not say what verified means for {name}"
 
 
 def test_inline_commands_exist() -> None:
@@ -177,8 +179,13 @@ def test_the_two_commands_come_first() -> None:
     assert commands(README)[:2] == [["make", "audit"], ["make", "test"]]
 
 
+def test_the_readme_and_the_design_stay_short() -> None:
+    assert len(README.read_text().split()) < 900
+    assert len((ROOT / "docs" / "design.md").read_text().split()) <= 2500
+
+
 def attacks_table(shown: str) -> str:
-    """Of the attacks that stand in the README; a new one need not."""
+    """Of the attacks that are in the table; a new one need not be."""
     entries = [entry for entry in registry.entries("attack") if f"| `{entry.name}` |" in shown]
     return "".join(f"| `{entry.name}` | {entry.summary} | {entry.paper} | {entry.status} |\n" for entry in entries)
 
@@ -187,7 +194,7 @@ TABLE = re.compile(r"(\| name \| idea \| paper \| status \|\n\|---\|---\|---\|--
 
 
 def test_the_table_of_attacks_is_current() -> None:
-    found = TABLE.search(README.read_text())
+    found = TABLE.search(ATTACKS.read_text())
     assert found is not None
     assert found[2] == attacks_table(found[2]), "write it anew: python tests/test_readme.py"
     verified = [entry.name for entry in registry.entries("attack") if entry.status == "verified"]
@@ -195,8 +202,8 @@ def test_the_table_of_attacks_is_current() -> None:
 
 
 def rows_of(head: str) -> list[list[str]]:
-    """The rows of the README's table whose head begins like this."""
-    table = README.read_text().split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    """The rows of the table of defences whose head begins like this."""
+    table = DEFENCES.read_text().split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [[entry.strip() for entry in row.strip("|").split("|")] for row in table]
 
 
@@ -211,11 +218,13 @@ def test_the_table_of_defences_says_what_the_defences_do() -> None:
         assert proved.startswith("epsilon") == (GUARANTEED.get(name) == "local"), name
         assert proved.startswith(("epsilon, one ", "none")), name
         assert how
-    assert all(entry.status == "unverified" for entry in registry.entries("defence")), "README.md says that all are"
+    assert all(entry.status == "unverified" for entry in registry.entries("defence")), (
+        "docs/defences.md says that all are"
+    )
 
 
 def test_every_extra_is_explained() -> None:
-    text = README.read_text()
+    text = INSTALL.read_text()
     section = (
         (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("[project.scripts]")[0]
     )
@@ -224,4 +233,4 @@ def test_every_extra_is_explained() -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda found: found[1] + attacks_table(found[2]), README.read_text()))
+    ATTACKS.write_text(TABLE.sub(lambda found: found[1] + attacks_table(found[2]), ATTACKS.read_text()))
