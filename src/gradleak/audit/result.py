@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from gradleak.curvature.result import StudyResult
     from gradleak.metrics.perceptual import LPIPS
 
+registry.lives_in("report", "gradleak.report")  # a layer above this one
+
 __all__ = [
     "Assumption",
     "AuditResult",
@@ -185,7 +187,7 @@ class AuditResult:
 
     def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
         """Write one self-contained HTML file. It shows private images. `study`: curvature of the same training."""
-        path, render = Path(path), registry.entry("report", "html").make  # drawn by a layer above this one
+        path, render = Path(path), registry.entry("report", "html").make
         path.write_text(render(self, study), encoding="utf-8")
         return path
 

@@ -67,7 +67,6 @@ _homes: dict[str, tuple[str, ...]] = {
     "generator": ("gradleak.priors.recipes",),
     "labels": ("gradleak.parts.labels",),
     "model": ("gradleak.models",),
-    "report": ("gradleak.report",),
 }
 _loaded: set[str] = set()
 
@@ -99,6 +98,11 @@ def named(name: str, *, kind: str, paper: str = "", status: str = "unverified") 
         return make
 
     return register
+
+
+def lives_in(kind: str, *modules: str) -> None:
+    """Say which modules register a kind. Those that may see the truth are named by their own layer, not here."""
+    _homes[kind] = modules
 
 
 def _load(kind: str) -> None:
