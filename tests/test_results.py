@@ -24,6 +24,7 @@ from gradleak.audit.schema import ROW, page
 from gradleak.audit.store import Folder, Memory
 from gradleak.audit.summary import rate, summaries_of
 from gradleak.audit.verdict import RULE
+from gradleak.core import files
 from gradleak.core.configuration import from_toml, to_toml
 from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian
@@ -730,7 +731,7 @@ def test_rows_are_what_the_schema_says() -> None:
     held.append({**row(), "trained": {"rounds": 3, "defence": "none", "test_loss": None, "test_accuracy": 0.9}})
     jsonschema.Draft202012Validator.check_schema(ROW)
     for entry in held:
-        jsonschema.validate(json.loads(schema.encode(entry)), ROW)
+        jsonschema.validate(json.loads(files.encode(entry)), ROW)
     wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 2}]
     for change in wrong:
         with pytest.raises(jsonschema.ValidationError):
@@ -830,7 +831,7 @@ def test_infinite_numbers_are_refused(folder: Path) -> None:
 
 def test_rows_of_a_cell_must_agree(folder: Path) -> None:
     with open(folder / "rows.jsonl", "ab") as file:
-        file.write(schema.encode(row(1, 9, targets=6, attack="dlg")))
+        file.write(files.encode(row(1, 9, targets=6, attack="dlg")))
     with pytest.raises(BadRun, match="contradict"):
         AuditResult.load(folder)
 
@@ -873,7 +874,7 @@ def test_toml_round_trip() -> None:
 
 
 def test_rows_have_no_infinite_numbers() -> None:
-    cleaned = schema.finite({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (-float("inf"),)}, "e": "text"})
+    cleaned = files.finite({"a": float("nan"), "b": [float("inf"), 1.0], "c": {"d": (-float("inf"),)}, "e": "text"})
     assert cleaned == {"a": None, "b": [None, 1.0], "c": {"d": [None]}, "e": "text"}
 
 
