@@ -72,11 +72,6 @@ _GROUPS = {"generator": "gradleak.generators.recipes"}  # of entry points, where
 _loaded: set[str] = set()
 
 
-def add_home(kind: str, module: str) -> None:
-    """Say which module registers the methods of a kind. It is imported when one of them is asked for."""
-    _homes[kind] = (module,)
-
-
 class UnknownName(LookupError):
     """A name that nothing is registered under; the message suggests the nearest ones."""
 
@@ -104,6 +99,11 @@ def named(name: str, *, kind: str, paper: str = "", status: str = "unverified") 
         return make
 
     return register
+
+
+def lives_in(kind: str, *modules: str) -> None:
+    """Say which modules register a kind. Those that may see the truth are named by their own layer, not here."""
+    _homes[kind] = modules
 
 
 def _load(kind: str) -> None:
