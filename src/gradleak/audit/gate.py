@@ -209,7 +209,7 @@ def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
     if batch is None:
         return None
     fitting(task, batch)
-    count = next(iter(batch.values())).shape[0]
+    count = tree.length(batch)
     if count != seen.num_examples:
         return f"it is of {seen.num_examples} examples, and {count} were given to compare with"
     for name, value in batch.items():

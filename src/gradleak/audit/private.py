@@ -51,7 +51,7 @@ class Stored:
     marks: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(next(iter(self.tensors.values())))
+        return tree.length(self.tensors)
 
     def batch(self, rows: Tensor) -> Batch:
         return {name: value[rows.to(value.device)] for name, value in self.tensors.items()}
@@ -112,7 +112,7 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     gives them; their range shows if the task lacks its mean and std. Fields that a client draws itself (the step and
     the noise of a denoiser) may be missing.
     """
-    like = next(iter(task.weights().values()))
+    like = tree.like(task.weights())
     names = tuple(name for name in task.fields if name not in task.drawn)
     if isinstance(data, Images):
         _demand_shape(data.x, task, what)
@@ -355,7 +355,7 @@ class PrivateSide:
         self, federation: Federation, defence: Defence | None, rounds: tuple[int, ...]
     ) -> dict[int, Snapshot]:
         if self.trained is not None:
-            like = next(iter(self.task.weights().values()))
+            like = tree.like(self.task.weights())
 
             def placed(part: Any) -> Any:
                 return tree.to(part, like.device, like.dtype)

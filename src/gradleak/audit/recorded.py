@@ -23,6 +23,7 @@ from gradleak.attack.checks import observation_checks
 from gradleak.audit.cells import FORMS, Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.grid import Audit
 from gradleak.audit.private import AuditError, PrivateSide, Victims, examples_of
+from gradleak.core import tree
 from gradleak.core.configuration import digest
 from gradleak.core.files import finite, replace_whole
 from gradleak.core.listeners import Silent
@@ -205,7 +206,7 @@ class RecordedSide(PrivateSide):
     def truth(self, federation: Federation) -> Batch:
         if not isinstance(federation, RecordedClients):
             return super().truth(federation)
-        like = next(iter(self.task.weights().values()))
+        like = tree.like(self.task.weights())
         examples = [examples_of(one.truth, self.task, one.name) for one in self.groups[federation.group]]
         batches = [each.batch(torch.arange(len(each))) for each in examples]
         return stack([{name: value.to(like.device) for name, value in batch.items()} for batch in batches])

@@ -39,6 +39,11 @@ def leaves(a: Mapping[str, Any]) -> Iterator[Tensor]:
             yield value
 
 
+def length(batch: Tree) -> int:
+    """How many examples a batch has: the size of the first axis, which all its tensors share."""
+    return like(batch).shape[0]
+
+
 def like(a: Mapping[str, Any]) -> Tensor:
     """The first tensor: one of the device and the type of all."""
     return next(leaves(a))

@@ -158,7 +158,7 @@ def releases(
     at = Point.at(task, weights, batch, buffers, engine)
     broadcast = defence.broadcast(weights, clients.server or {})
     extras = {name: tree.to(params, engine.where, torch.float64) for name, params in broadcast.items()}
-    total = next(iter(at.batch.values())).shape[0]
+    total = tree.length(at.batch)
     if examples < 1 or total % examples or total < 2 * examples:
         raise TaskError(
             f"{total} examples cannot be dealt out to two or more clients with {examples} each: pass a multiple."

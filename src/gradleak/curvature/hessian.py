@@ -248,7 +248,7 @@ class _MeanLoss:
             for values in (weights, batch, task.buffers() if buffers is None else buffers)
         )
         few = {name: value[:2] for name, value in examples.items()}
-        entries = max(1, activations(work, like, few, rest) // len(next(iter(few.values()))))
+        entries = max(1, activations(work, like, few, rest) // tree.length(few))
         flat = tree.flatten(like)
         at = _MeanLoss(work, flat, like, rest, examples, engine, block, chunk, entries, _forward_over_reverse)
         at._demand_a_mean()
@@ -257,7 +257,7 @@ class _MeanLoss:
 
     @property
     def examples(self) -> int:
-        return len(next(iter(self.batch.values())))
+        return tree.length(self.batch)
 
     def loss(self, w: Tensor, examples: Batch) -> Tensor:
         return self.task.loss(tree.unflatten(w, self.like), examples, self.buffers)[0]

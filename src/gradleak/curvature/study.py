@@ -311,7 +311,7 @@ def estimate(study: Study, out: str | Path | None = None) -> Estimate:
     held = {row["round"] for row in rows_in(Path(out))} if out is not None else set()
     left = [number for number in study.planned if number not in held]
     measured, how = study.measured, study.lanczos
-    size, examples = tree.size(study.task.weights()), len(next(iter(measured.batch.values())))
+    size, examples = tree.size(study.task.weights()), tree.length(measured.batch)
     counts = {"rounds": len(left), "weights": size, "examples": examples}
     if not left:
         return Estimate("Every round has been measured before.", 0.0, counts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gradleak.core import tree
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.defences.clipping import clipped_mean
@@ -45,7 +46,7 @@ class DPSGD(Defence):
         mean = clipped_mean(compute, weights, batch, client.task, self.clip)
         if not self.noise_multiplier:
             return mean
-        examples = next(iter(batch.values())).shape[0]
+        examples = tree.length(batch)
         return noised(mean, self.noise_multiplier * self.clip / examples, own_draws(client, self.name))
 
     def upload(self, upload: Upload, client: Client) -> Upload:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
@@ -46,7 +47,7 @@ class MixUp(Defence):
     def mixed(self, batch: Batch, task: Task, draws: Draws) -> Batch:
         """The batch that the step trains on."""
         share = beta(self.alpha, draws)
-        examples = next(iter(batch.values())).shape[0]
+        examples = tree.length(batch)
         partner = draws.uniform((examples,), stream=0).argsort()
         mixed: Batch = {}
         for name, value in batch.items():

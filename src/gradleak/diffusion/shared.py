@@ -47,6 +47,6 @@ def handed_out(task: Task, seen: Observation, step: int = 0) -> Batch:
         )
     blank = task.blank(seen.num_examples)
     known = {name: value for name, value in blank.items() if name not in task.drawn}
-    device = next(iter(blank.values())).device
+    device = tree.like(blank).device
     drawn = task.completed(known, drawing(Draws(seen.extras[SHARED]["key"].to(device)), step))
     return {name: drawn[name] for name in task.drawn}

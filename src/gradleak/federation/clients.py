@@ -77,7 +77,7 @@ class Clients:
         frozen = {name: value for name, value in buffers.items() if name not in running}
         shared = {"weights": weights, "frozen": frozen, "extras": extras, "lr": {}}
         if lr is not None:  # a tensor, so that one captured graph serves all rounds
-            shared["lr"] = {"": next(tree.leaves(weights)).new_full((), float(lr))}
+            shared["lr"] = {"": tree.like(weights).new_full((), float(lr))}
         statistics = {name: value for name, value in buffers.items() if name in running}
         done: dict[int, Done] = {}
         if self._graphs is not None:
@@ -247,7 +247,7 @@ def _form(work: Work) -> Any:
 
 def examples_in(batch: Batch) -> int:
     """Number of examples of a batch."""
-    return next(iter(batch.values())).shape[0]
+    return tree.length(batch)
 
 
 def _rows(work: Work) -> Tensor:

@@ -111,7 +111,7 @@ class Rounds:
         engine: Engine | None = None,
         measure: bool = True,
     ) -> None:
-        like = next(tree.leaves(task.weights()))
+        like = tree.like(task.weights())
         engine = Engine(device=str(like.device)) if engine is None else engine
         dtype = torch.float64 if engine.precision == "double" else like.dtype
         self.federation, self.defence, self.engine = federation, defence or Defence(), engine
@@ -289,5 +289,5 @@ def _placed(data: Examples, device: torch.device, dtype: torch.dtype) -> Example
 
 def moved(values: Mapping[str, Tensor], like: Params) -> Params:
     """These tensors on the device of `like` and, if they are floating point, in its dtype."""
-    first = next(tree.leaves(like))
+    first = tree.like(like)
     return tree.to(values, first.device, first.dtype)

@@ -50,7 +50,7 @@ class Samples:
     def of(self, task: Task, sent: Snapshot) -> Tensor:
         """The images of these weights, (count, C, H, W) in [0, 1]."""
         objective, weights = self.demand(task), sent.weights
-        like = next(tree.leaves(weights))
+        like = tree.like(weights)
         shape = (self.count, *task.fields["x"].shape)
         latents = draws.Draws(draws.key("samples", self.seed)).normal(shape, dtype=torch.float64)
         with torch.no_grad(), float32_products():

@@ -123,7 +123,7 @@ class EMA:
 
 
 def _first(weights: Params, buffers: Params) -> Tree:
-    return {"weights": dict(weights), "buffers": dict(buffers), "count": next(tree.leaves(weights)).new_ones(())}
+    return {"weights": dict(weights), "buffers": dict(buffers), "count": tree.like(weights).new_ones(())}
 
 
 def _towards(average: Tree, weights: Params, buffers: Params, share: Tensor) -> Tree:

@@ -67,7 +67,7 @@ def train(
     """
     name, record = model_record(message.content)
     sent = params_of(record)
-    like = next(iter(task.weights().values()))
+    like = tree.like(task.weights())
     weights, buffers = (placed(part, like) for part in sorted_state(sent, task))
     batch = placed(data, like)
     try:
@@ -175,7 +175,7 @@ class UploadDefence:
         back, returned = model_record(reply.content, name)
         weights, buffers = sorted_state(before, self.task)
         new_weights, new_buffers = sorted_state(params_of(returned), self.task)
-        like = next(iter(weights.values()))
+        like = tree.like(weights)
         update = tree.subtract(weights, new_weights)
         plain = Upload({"update": update}, examples_of(reply.content), new_buffers or None)
         key, _ = _randomness(self.seed, context, number, like)

@@ -58,7 +58,7 @@ class Defended(Wrapped):
     ) -> Iterable[Message]:
         number = server_round - 1
         state = params_of(arrays)
-        like = next(iter(self.task.weights().values()))
+        like = tree.like(self.task.weights())
         weights, buffers = (placed(part, like) for part in sorted_state(state, self.task))
         if self._sent is None:
             with torch.no_grad(), float32_products():
@@ -113,7 +113,7 @@ class Defended(Wrapped):
 
     def _uploads(self, replies: dict[int, Message], weights: Params) -> tuple[dict[int, Upload | None], dict[int, str]]:
         """The uploads by node, and the reason for each reply that is none."""
-        like = next(iter(weights.values()))
+        like = tree.like(weights)
         uploads: dict[int, Upload | None] = {}
         unfit: dict[int, str] = {}
         for node, reply in replies.items():
@@ -127,6 +127,6 @@ class Defended(Wrapped):
         return uploads, unfit
 
     def _server(self, hook: str, number: int) -> Tree:
-        like = next(iter(self.task.weights().values()))
+        like = tree.like(self.task.weights())
         server = self.federation.server(hook, number, None if hook == "initial" else self._memory)
         return {**server, "key": server["key"].to(like.device)}

@@ -113,7 +113,7 @@ class LocalTraining:
         `order` is the private shuffle. It never enters Knowledge: an attacker that replays does so in its own order.
         """
         defence, client = defence or Defence(), client or ClientState()
-        examples = next(iter(batch.values())).shape[0]
+        examples = tree.length(batch)
         plan = self.order(examples) if order is None else order
         state = self.optimiser.init(weights) if client.optimiser is None else client.optimiser
         buffers = task.buffers() if client.buffers is None else client.buffers
@@ -195,11 +195,11 @@ def observe(
     fitting(task, batch)
     defence = defence or Defence()
     weights = task.weights() if client_round.weights is None else client_round.weights
-    examples = next(iter(batch.values())).shape[0]
+    examples = tree.length(batch)
     extras = defence.broadcast(weights, client_round.server or {})
     # The client's randomness has a name of its own, so that no attacker's lane can draw the same numbers.
     key = randomness.key(randomness.CLIENT, client_round.key, client_round.seed)
-    device = next(tree.leaves(weights)).device
+    device = tree.like(weights).device
     # The client works on copies. Otherwise what a model, a hook or an augmentation stores, or changes in place, would
     # reach the task that attackers get, the server's message, or the truth that reconstructions are scored by.
     client = ClientState(memory=client_round.memory or {}, extras=tree.detach(extras), key=key.to(device))

@@ -90,7 +90,7 @@ class Adam:
     decoupled: bool = False
 
     def init(self, weights: Params) -> Tree:
-        count = torch.zeros((), dtype=next(tree.leaves(weights)).dtype, device=next(tree.leaves(weights)).device)
+        count = torch.zeros((), dtype=tree.like(weights).dtype, device=tree.like(weights).device)
         return {"first": tree.zeros_like(weights), "second": tree.zeros_like(weights), "count": count}
 
     def step(self, weights: Params, gradient: Params, state: Tree, lr: float | Tensor) -> tuple[Params, Tree]:

@@ -296,7 +296,7 @@ class Cohort:
         chosen = range(len(self.uploads)) if clients is None else clients
         if update is None:
             update = self.defence.reveal([self.uploads[c] for c in chosen], [self.sizes[c] for c in chosen])
-        like = next(tree.leaves(self.weights))
+        like = tree.like(self.weights)
         return Observation(
             weights=self.weights,
             update=tree.to(tree.detach(update), like.device, like.dtype),
@@ -328,7 +328,7 @@ class CohortRound:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if len({len(next(iter(batch.values()))) for batch in self.batches}) != 1:
+        if len({tree.length(batch) for batch in self.batches}) != 1:
             raise ValueError("The clients of a cohort must have equally many examples.")
 
     def keys(self) -> Tensor:
@@ -355,7 +355,7 @@ def cohort(run: CohortRound) -> Cohort:
     if run.memories and run.memories[0]:
         before = tree.map(lambda *values: torch.stack(values), *run.memories)
     with float32_products(), torch.no_grad():
-        keys = run.keys().to(next(tree.leaves(weights)).device)
+        keys = run.keys().to(tree.like(weights).device)
         sent, after = vmap(one)(stack(list(run.batches)), keys, before)
     each = [tree.map(lambda value, i=i: value[i], {"sent": sent, "after": after}) for i in range(len(run.batches))]
     uploads = tuple(Upload(client["sent"], sizes[0]) for client in each)

@@ -282,7 +282,7 @@ class _Peeling:
 
     def _system(self, block: Block, above: Above, observed: Params) -> System:
         rows, wanted = self._rows(self._block(block), block.weights(self.scene.weights), above, observed)
-        zero = next(iter(observed.values())).new_zeros(block.size)
+        zero = tree.like(observed).new_zeros(block.size)
         offset, pull = vjp(rows, zero)[:2]
         gram = _columns(lambda a: pull(rows(a) - offset)[0], zero)
         return System((gram + gram.T) / 2, lambda a: pull(wanted - rows(a))[0])

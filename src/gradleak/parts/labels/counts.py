@@ -265,7 +265,7 @@ def _measured(scene: TargetView, weights: Params, buffers: Params, images: Seque
         logits = torch.nn.functional.linear(features, weights[layer.weight], bias)
         predicted.append(logits.softmax(-1).sum(0))
         sums.append(features.sum())
-    count = sum(len(next(iter(batch.values()))) for batch in images)
+    count = sum(tree.length(batch) for batch in images)
     return torch.stack(predicted).sum(0) / count, torch.stack(sums).sum() / count
 
 
