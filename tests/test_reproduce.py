@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from csv import DictReader
 from pathlib import Path
 from shlex import split
@@ -17,6 +18,12 @@ from gradleak.cli import reproduce as command
 ROOT = Path(__file__).parents[1]
 PAPERS = command.beside(ROOT, "runs").PAPERS
 FIGURES = command.beside(ROOT, "figures")
+
+
+@pytest.fixture(autouse=True)
+def other_clones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command puts the root of its clone on the path; tests make small clones of their own."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def call(*words: str) -> Any:

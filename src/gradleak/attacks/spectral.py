@@ -215,4 +215,5 @@ def spectral_dm(settings: SpectralDMSettings) -> Attack:
     match: Match = Relative(whole=True) if noise == "unknown" else Cosine()
     stage = Stage(space, Replay(), match, (), LBFGS(steps=settings.steps, history=settings.history))
     once = Composed("spectral-dm", (stage,), plan.fields(), restarts=settings.restarts)
-    return EscalatingRestarts(once, settings.waves, settings.solved) if settings.waves > 1 else once
+    several = EscalatingRestarts(once, settings.waves, settings.solved)  # refuses settings that make no sense
+    return several if settings.waves > 1 else once
