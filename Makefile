@@ -43,8 +43,8 @@ axe:
 test: $(FULL) ## run the tests (not those marked system, slow or gpu)
 	$(TESTS) $(ARGS)
 
-test-all: $(FULL) browser axe ## run every test but those marked slow or gpu
-	$(TESTS) -m "not slow and not gpu" $(ARGS)
+test-all: $(FULL) browser axe ## run every test, those of whole systems and slow ones too (not gpu)
+	$(TESTS) -m "not gpu" $(ARGS)
 
 check: $(FULL) ## ruff, mypy and the tests
 	$(BIN)/ruff check .
@@ -52,7 +52,7 @@ check: $(FULL) ## ruff, mypy and the tests
 	$(BIN)/mypy
 	$(TESTS) $(ARGS)
 
-docs: $(FULL) ## build the documentation site into site/
+docs: $(FULL) ## build the documentation site into build/site
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(FULL) ## measure speed on this machine

@@ -82,7 +82,7 @@ task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the pages take for granted: a train.py, pictures by class, a recorded update, data by name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -105,7 +105,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if runs(page)], ids=lambda page: page.name)
-def test_the_commands_of_a_page_run(page: Path, workplace: Path) -> None:
+def test_the_commands_of_a_page_run(page: Path, folder_of_a_user: Path) -> None:
     try:
         for words in runs(page):
             answer = CliRunner().invoke(app, words[1:])

@@ -15,7 +15,7 @@ from torch.func import vmap
 
 import gradleak as gl
 from conftest import Linear, normal, perceptron, private, tiny, uniform
-from gradleak.attack.output import describe
+from gradleak.audit.output import describe
 from gradleak.core import tree
 from gradleak.core.linear import jacobian
 from gradleak.engine import EngineError

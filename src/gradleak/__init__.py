@@ -14,7 +14,7 @@ from typing import Any
 
 from gradleak import compat
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     # what is trained, and what the server sees of it

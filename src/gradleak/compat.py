@@ -17,7 +17,7 @@ from typing import Any
 # New folder: the old modules whose names are there now. "old=new" where the file has another name, "old=" where the
 # folder itself has the names. An old module may appear twice: its names are looked up in that order.
 _MOVED = """
-attack: cascade checks report.reconstruction=output
+attack: cascade checks
 attacks: attacks.span=spans.denoisers
 attacks.dlfa: parts.checkpointed parts.epochs
 attacks.fedleak: parts.blended
@@ -26,8 +26,9 @@ attacks.gidm: parts.sampled
 attacks.second_order: parts.chain parts.krylov parts.peeling parts.quadratic parts.smoothing
 attacks.sign_matching: parts.cohorts
 attacks.spans: parts.spans=layers
-audit: audit.ablation=assumptions gate results=result results= results.certificate=summary results.comparison
-  results.headline=verdict results.intervals results.junit=formats results.labels=rows results.ledger=assumptions
+audit: audit.ablation=assumptions gate report.reconstruction=output results=result results=
+  results.certificate=summary results.comparison results.headline=verdict results.intervals
+  results.junit=formats results.labels=rows results.ledger=assumptions
   results.notebook=formats results.rows results.ruling results.schema=rows results.scoring results.store
   results.summary results.tables=formats results.verdict
 auto: auto.again=second_look auto.case=traits
@@ -49,9 +50,15 @@ report: report.certificate=proofs
 scenario: accounting audit.probe=probe defence dropout guarantee inspection local=client observation rules task
 scenario.inspection: inspection.batch inspection.model inspection.objective inspection.subject
 """
-# Old class or function -> its name now; several where modules used one name for different things.
+# Old class or function -> its name now; with its module where others had the name too. Several: the first there is.
 RENAMED = {
-    "Estimate": "SampleMean IntervalEstimate",  # of analysis.spectrum, analysis.association
+    "analysis.association.Estimate": "IntervalEstimate",
+    "analysis.lanczos.Lanczos": "LanczosRun",
+    "analysis.spectrum.Estimate": "SampleMean",
+    "attacks.analytic.Evaluate": "Still",
+    "audit.recorded.told": "replay_text",
+    "auto.again.looked_again": "reconsidered_case",
+    "data.fetch.Progress": "BytesReceived",
     "Game": "GANTrainer",
     "Gathered": "SpreadRule",
     "HELD_AGAINST": "COMPARED",
@@ -59,27 +66,35 @@ RENAMED = {
     "ISSUED": "IN_TERMINAL",
     "Measured": "Measurement",
     "Now": "Step",
-    "Problem": "LaneObjective",  # an optimiser's; that of Task.check keeps its name
+    "parts.matches.Difference": "Match",
+    "parts.spans.shown": "as_sent",
+    "parts.spans.telling": "spanning_layers",
+    "recompute.Step": "StepFunction",
+    "results.labels.record": "guarantee_record",
+    "results.notebook.shown": "notebook_of",
+    "scene.Problem": "LaneObjective",  # that of Task.check keeps its name
+    "search.LaneProblem": "StageObjective",
+    "study.told": "format_row",
     "Scene": "TargetView",
     "Sent": "GradientAtStart",
-    "record": "guarantee_record",
-    "shown": "as_sent notebook_of",  # of parts.spans, results.notebook
-    "telling": "spanning_layers",
-    "Step": "StepFunction",  # of recompute
     "Together": "JointSpace",
-    "told": "format_row replay_text",  # of study, audit.recorded
     "told_apart": "distinct_names",
     "Waves": "EscalatingRestarts",
 }
 # Modules that stayed, and where names that they lost are now.
 _LOST = {
     "attack": ("parts.stage", "scenario.fit", "core.listeners"),
-    "audit": ("audit.grid",),
+    "attacks.analytic": ("parts.optimisers",),
+    "audit": ("audit.grid", "auto.defaults"),
+    "audit.recorded": ("audit.recorded",),
+    "data.fetch": ("data.fetch",),
     "data.leaf": ("federation.partition",),
     "engine": ("engine.lanes",),
+    "defences.noise": ("defences.settings",),
     "parts.coarse": ("parts.coarse",),
+    "parts.matches": ("parts.protocols",),
     "parts.spaces": ("parts.spaces",),
-    "parts.surrogates": ("parts.surrogates", "parts.frozen"),
+    "parts.surrogates": ("parts.surrogates", "attacks.sme"),
 }
 _GONE = {
     "bench": "Benchmarks are outside the package now: run `python -m benchmarks` in a clone of the repository.",
@@ -109,8 +124,10 @@ def _lookup(module: ModuleType, homes: tuple[str, ...], name: str) -> Any:
     modules = [import_module(f"gradleak.{home}") for home in homes]
     if name == "__all__":  # for `from gradleak.task import *`
         return [each for home in modules for each in getattr(home, "__all__", vars(home)) if not each.startswith("_")]
+    old = f"{module.__name__.removeprefix('gradleak.')}.{name}"
+    spellings = [RENAMED[old]] if old in RENAMED else [name, RENAMED.get(name, name)]
     for home in modules:
-        for spelling in (name, *RENAMED.get(name, "").split()):
+        for spelling in spellings:
             if spelling in vars(home):
                 _warn(f"{module.__name__}.{name}", f"{home.__name__}.{spelling}")
                 return vars(home)[spelling]

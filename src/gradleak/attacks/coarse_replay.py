@@ -17,7 +17,7 @@ from gradleak.parts.spaces import JointSpace
 from gradleak.parts.stage import Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CoarseReplaySettings(UpdateSettings):
     """The rate of the total way, the weight of the total variation, and how the replay is made coarse."""
 

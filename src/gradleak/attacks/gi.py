@@ -19,7 +19,7 @@ from gradleak.parts.stage import Stage
 PAPER = "Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GISettings(SearchSettings):
     """Steps and rate, the weights of the objective's terms, the consensus of the restarts, and the noise."""
 

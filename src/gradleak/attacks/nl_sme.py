@@ -29,7 +29,7 @@ EPS = 1e-12
 PAPER = "Non-Linear Surrogate Model Extension (NL-SME), arXiv 2509.22082"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NLSMESettings(UpdateSettings):
     """Rates of alpha, factors and control point; weights of the terms; the freedom of path and factors; the start."""
 
@@ -122,7 +122,7 @@ def nl_sme_a(
     return Composed("nl-sme-a", stages, Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FactorSettings(SearchSettings):
     """Of NL-SME, what its ablation B has."""
 

@@ -39,7 +39,7 @@ def representation(
     return Composed("representation", (stage,), Labels(label_rule(labels)), restarts=restarts, keep=keep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LewisSettings(SearchSettings):
     """Lion's steps, rate, schedule and weight decay, and the weights of the two image priors."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from gradleak.attack import Composed
 from gradleak.parts.fields import Labels, label_rule
@@ -10,11 +10,10 @@ from gradleak.parts.optimisers import Schedule, StepDecay, constant
 from gradleak.parts.stage import Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchSettings:
     """Every search: the number of starts, the rule for the labels, and the iterate to return."""
 
-    _: KW_ONLY  # these come after the fields of a subclass
     restarts: int = 1
     labels: str = "auto"
     keep: str = "best_match"
@@ -25,7 +24,7 @@ class SearchSettings:
         return Composed(name, stages, fields, restarts=self.restarts, keep=self.keep, output=output)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateSettings(SearchSettings):
     """A search that matches an update of many local steps: Adam, with SME's rate and schedule."""
 

@@ -52,7 +52,7 @@ def variation(weight: float) -> tuple[TotalVariation, ...]:
     return (TotalVariation(weight / 2),) if weight else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SMESettings(UpdateSettings):
     """The rate of alpha, the weight of the total variation, and where on the segment the search begins."""
 
@@ -88,7 +88,7 @@ def sme(settings: SMESettings) -> Attack:
     return settings.attack("sme", stage)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OneGradientSettings(UpdateSettings):
     """As `UpdateSettings`, and the weight of the total variation."""
 

@@ -172,7 +172,7 @@ def spectral(
     return Composed("spectral", (stage,), Labels(label_rule(labels)), restarts=restarts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SpectralDMSettings:
     """L-BFGS, the unknowns (`Spectral`), what is known of noise and step, and when to search from more starts."""
 

@@ -26,7 +26,7 @@ from gradleak.core import registry
 from gradleak.core.configuration import digest
 from gradleak.core.environment import describe
 from gradleak.core.files import Row
-from gradleak.core.folder import Interrupted
+from gradleak.core.folder import Interrupted, made_by_another_version
 from gradleak.core.listeners import Progress, Silent
 from gradleak.engine import Engine
 from gradleak.federation import Federation, network_of
@@ -204,7 +204,10 @@ class Audit:
         there = trained.settings.get("fingerprint", {})
         for name in ("task", "data"):
             if there.get(name) != hashes[name]:
-                raise AuditError(f"{trained.folder} is a training of another {name}: attack what was trained there.")
+                hint = made_by_another_version(trained.settings)
+                raise AuditError(
+                    f"{trained.folder} is a training of another {name}: attack what was trained there.{hint}"
+                )
         for name, defence in named_defences(self.defences):
             steers = defence is not None and any(overrides(defence, hook) for hook in ("initial", "advance"))
             if steers and there.get("defence") != digest(defence):

@@ -380,7 +380,7 @@ def blind(
     objective, match, labels, checks, certificate and, if the recipe is known, how well it reproduces the update from
     the reconstruction. ATTACK/reconstruction.png shows it. Attacks that the folder already holds do not run again.
     """
-    from gradleak.attack.output import write  # it draws pictures, which need Pillow
+    from gradleak.audit.output import write  # it draws pictures, which need Pillow
 
     home, progress = Path(out), progress or Silent()
     home.mkdir(parents=True, exist_ok=True)
@@ -417,7 +417,7 @@ def _findings(path: Path) -> list[dict[str, Any]]:
 
 def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, knows: Knowledge) -> dict[str, Any]:
     """What an attack found out about one observation."""
-    from gradleak.attack.output import inferred
+    from gradleak.audit.output import inferred
 
     restart = int(result.chosen[target])
     certificate = None if result.certificates is None else result.certificates[target].record()

@@ -50,7 +50,7 @@ __all__ = ["Assumption", "AuditResult", "BadRun", "Change", "Comparison", "Contr
 __all__ += ["Summary", "Verdict"]
 
 
-registry.lives_in("report", "gradleak.report")  # a layer above this one
+registry.lives_in("report", "gradleak.report")  # drawn by a later layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,8 +55,8 @@ class AttackOptions:
 @takes(AttackOptions)
 def attack(options: AttackOptions) -> None:
     """Attack updates recorded anywhere. Needs no private data, so it says how well it fitted, not how close it is."""
-    from gradleak.attack import output as reconstruction
     from gradleak.attack.checks import observation_checks
+    from gradleak.audit import output as reconstruction
     from gradleak.cli import loading
     from gradleak.cli.progress import single_job
     from gradleak.core import registry

@@ -115,7 +115,20 @@ class ResumableFolder:
         raise FolderInUse(
             f"{self.path} holds {article} {self.work} with other settings. They differ in {'; '.join(differences)}. "
             f"Choose another folder, or repeat the settings of its {self.config} to go on with that one."
+            f"{made_by_another_version(stored)}"
         )
+
+
+def made_by_another_version(stored: Mapping[str, Any]) -> str:
+    """A sentence that ends an error about work that does not fit; empty if this version of gradleak made it."""
+    from gradleak import __version__
+
+    version = stored.get("gradleak")
+    if version in (None, __version__):
+        return ""
+    return (
+        f" gradleak {version!s:.20} made it, and this is {__version__}: only the version that began it can resume it."
+    )
 
 
 def with_resumption(path: Path, environment: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def takes(settings: type[Settings]) -> Callable[[Callable[..., Result]], Callabl
         raise TypeError(f"takes() needs a dataclass of settings; given {settings!r}.")
     flat = list(_parameters(settings))
     names = {parameter.name for parameter in flat}
+    made = {field.name for field in fields(settings) if field.default_factory is not MISSING}  # anew for every call
+    defaults = {each.name: each.default for each in flat if each.default is not each.empty and each.name not in made}
     grouped = any(_is_group(hint) for hint in get_type_hints(settings).values())
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -63,8 +65,8 @@ def takes(settings: type[Settings]) -> Callable[[Callable[..., Result]], Callabl
                 return function(*values, **named)
             bound = signature.bind(*values, **named)
             rest = {name: value for name, value in bound.arguments.items() if name not in names}
-            bound.apply_defaults()
-            return function(**rest, **{last.name: _build(settings, bound.arguments)})
+            named = {**defaults, **bound.arguments}
+            return function(**rest, **{last.name: _build(settings, named)})
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         annotations = {each.name: each.annotation for each in parameters}
@@ -102,4 +104,5 @@ def _build(settings: Any, values: Mapping[str, Any]) -> Any:
     """The settings object of flat values, groups included."""
     hints = get_type_hints(settings)
     named = {field.name: hints[field.name] for field in fields(settings) if field.init}
-    return settings(**{name: _build(hint, values) if _is_group(hint) else values[name] for name, hint in named.items()})
+    groups = {name: _build(hint, values) for name, hint in named.items() if _is_group(hint)}
+    return settings(**groups, **{name: values[name] for name in named if name not in groups and name in values})

@@ -26,7 +26,7 @@ from gradleak.core import tree
 from gradleak.core.configuration import digest, from_toml, to_toml
 from gradleak.core.durations import Estimate, about
 from gradleak.core.environment import describe
-from gradleak.core.folder import FolderInUse, Interrupted
+from gradleak.core.folder import FolderInUse, Interrupted, made_by_another_version
 from gradleak.core.listeners import Progress, Silent
 from gradleak.core.random import Draws, key
 from gradleak.curvature.folder import StudyFolder, rows_in
@@ -176,6 +176,7 @@ class Study:
                 if stored.get(name) != current:
                     raise StudyError(
                         f"{self.trained.folder} is a training of another {name}: analyse what was trained there."
+                        f"{made_by_another_version(self.trained.settings)}"
                     )
         if self.information is not None:
             if not self.engine.batched:

@@ -85,7 +85,7 @@ VARIANTS: dict[str, tuple[Space, Plan]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DLFASettings(SearchSettings):
     """The preset and what replaces its parts, the variant of the simulation, and its limits."""
 

@@ -23,7 +23,7 @@ PAPER = "Fan, Wang, Chen, Zhou, Boosting Gradient Leakage Attacks (FEDLEAK), USE
 DISTANCES: dict[str, tuple[Match, float]] = {"cosine": (Cosine(), 0.01), "squared": (SquaredError(), 1e-4)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedLeakSettings(UpdateSettings):
     """Which entries are compared and how, and the blend of gradients."""
 

@@ -23,7 +23,7 @@ PAPER = "Li et al., Auditing Privacy Defenses in Federated Learning via Generati
 SEARCHES = ("cma", "random", "adam")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GGLSettings(SearchSettings):
     """Which search and its budget, the weight of the KL term, and what is taken over from the observation."""
 

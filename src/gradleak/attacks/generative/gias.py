@@ -20,7 +20,7 @@ from gradleak.parts.stage import Stage
 PAPER = "Jeon, Kim, Lee, Oh, Ok, Gradient Inversion with Generative Image Prior, NeurIPS 2021"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GIASSettings(SearchSettings):
     """Steps and rates of both stages, the weights of the priors, which latent, and where the second stage begins."""
 

@@ -18,7 +18,7 @@ from gradleak.parts.stage import Stage
 PAPER = "Fang et al., GIFD: A Generative Gradient Inversion Method with Feature Domain Optimization, ICCV 2023"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GIFDSettings(SearchSettings):
     """Stages and their steps, the weights of the priors, and how far each feature may move."""
 

@@ -182,7 +182,7 @@ class BaselineSettings:
     keep: str = "best_match"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DLGDMSettings(BaselineSettings):
     """As `BaselineSettings`, with the choice of unknowns and distance, and the weight of the noise's length."""
 
@@ -211,7 +211,7 @@ def dlg_dm(settings: DLGDMSettings) -> Attack:
     return _attack("dlg-dm", plan, plan.phase(Pixels(Uniform()), settings.steps), settings.restarts, settings.keep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InvGDMSettings(BaselineSettings):
     """As `BaselineSettings`, with the weight of the total variation and signed steps."""
 
@@ -234,7 +234,7 @@ def invg_dm(settings: InvGDMSettings) -> Attack:
     return _attack("invg-dm", plan, stages, settings.restarts, settings.keep)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GIDMSettings:
     """The preset and what replaces its parts, the sampler, what is known, the objective, and the restarts."""
 

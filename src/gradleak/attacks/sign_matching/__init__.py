@@ -22,7 +22,7 @@ WAYS = ("hinge", "soft", "both")
 WIDTHS = (1.0, 0.3, 0.1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SignMatchingSettings(SearchSettings):
     """Steps, rate and prior; how signs are matched; and the cohort behind the server's view."""
 
