@@ -1,4 +1,4 @@
-"""The layers of docs/design.md: a unit imports only earlier ones, function-level imports counted; the house is small."""
+"""The layers of docs/design.md: a unit imports only earlier ones, function-level imports counted."""
 
 from __future__ import annotations
 

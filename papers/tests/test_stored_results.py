@@ -157,3 +157,13 @@ def test_a_run_writes_its_lines_and_says_how_bounds_fare(
     assert "absent table b" in told
     lines = results.read(out)
     assert {(line.run, line.command) for line in lines} == {("mine", "run.py --steps 5")}
+
+
+def test_what_secadams_readme_says_of_all_rows_alike() -> None:
+    """One client with one example gives its label away everywhere; nothing is learnt on Tiny-ImageNet at this size."""
+    figures = results.read(PAPERS / "secadam" / "results.csv")
+    alone = [each.value for each in figures if each.metric == "sign" and "one client, B 1" in each.setting]
+    assert len(alone) >= 8
+    assert set(alone) == {1}
+    tiny = [each for each in figures if each.row == "performance Tiny-ImageNet, convnext" and each.metric == "accuracy"]
+    assert {each.value for each in tiny if each.setting == "cpu-small-performance-colour"} == {0.5}
