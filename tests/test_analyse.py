@@ -598,7 +598,7 @@ def test_a_training_that_was_started_from_python_needs_to_be_told_its_task(here:
         (("--from", "trained", "--damping", "0"), "damping must be above 0"),
         (("--from", "trained", "--probes", "1"), "--probes"),
         (("train.py:task",), "Say on which images train.py:task is analysed"),
-        (("train.py:task", "--data", "train.py:images", "--rounds", "3"), "round 0 alone"),
+        (("train.py:task", "--data", "train.py:images", "--rounds", "3"), "only round 0"),
         (("train.py:task", "--data", "train.py:images", "--audit", "audit"), "checkpoints of a training: say which"),
         (("train.py:other", "--data", "train.py:images", "--audit", "own"), "own attacked another task"),
         (("train.py:linear", "--data", "train.py:images", "--gauss-newton"), "This task has no Gauss-Newton matrix."),

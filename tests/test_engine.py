@@ -206,7 +206,7 @@ def test_a_prediction_brings_nested_unknowns_with_their_own_rate(double: Engine)
 def test_a_setting_of_an_unknown_that_is_not_there_is_refused(setting: str, double: Engine) -> None:
     task, seen, batch = observed()
     stage = stage_of(predict=Rescaled(), optimiser=Adam(steps=2, **{setting: {"scales": 1}}))
-    with pytest.raises(ValueError, match=f"{setting} names 'scales', which is no unknown.*scale"):
+    with pytest.raises(ValueError, match=f"{setting} names 'scales', which is not an unknown.*scale"):
         attack_of(stage).run(task, seen, knowing(batch), engine=double)
 
 

@@ -264,7 +264,7 @@ def test_the_inner_optimiser_keeps_its_word() -> None:
     attack = of("fedleak", steps=2)
     with pytest.raises(ValueError, match="rates names 'z'"):
         run(with_stage(attack, optimiser=Blended(Adam(steps=2, rates={"z": 1.0}))))
-    with pytest.raises(ValueError, match="'alpha', which is no unknown"):
+    with pytest.raises(ValueError, match="'alpha', which is not an unknown"):
         run(with_stage(attack, optimiser=Blended(Adam(steps=2), of=("alpha",))))
 
 

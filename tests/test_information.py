@@ -179,7 +179,7 @@ class Jitter(gl.Defence):
 @pytest.mark.parametrize("examples", [0, 5, 7])
 def test_examples_that_cannot_be_dealt_out_are_refused(examples: int) -> None:
     task = tiny()
-    with pytest.raises(TaskError, match="cannot be dealt out"):
+    with pytest.raises(TaskError, match="cannot be divided among"):
         releases(task, task.weights(), private(12), examples=examples, engine=CPU)
 
 

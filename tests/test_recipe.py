@@ -258,7 +258,7 @@ def test_the_way_of_a_client_shows_in_its_classifier(name: str, bias: bool) -> N
         seen = gl.observe(task, batch, training, key=f"client {seed}")
         found = way(task, seen, counts_of(batch))
         assert found.by == ("bias" if bias else "rows")
-        assert found.told
+        assert found.known
         assert found.estimate == pytest.approx(truth, rel=0.2 if bias else 0.35)
         assert found.low < found.estimate < found.high
         if bias:
@@ -269,7 +269,7 @@ def test_the_way_of_a_client_shows_in_its_classifier(name: str, bias: bool) -> N
 def test_of_a_client_that_has_fitted_only_a_lower_bound_is_told() -> None:
     task, batch, training = task_of(network()), images(0, 3), LocalTraining(lr=0.2, epochs=40, batch_size=5)
     found = way(task, gl.observe(task, batch, training), counts_of(batch))
-    assert not found.told
+    assert not found.known
     assert found.high == math.inf
     assert 0 < found.low < way_of(training, EXAMPLES)
     assert "at least" in str(found)
@@ -326,7 +326,7 @@ def test_images_tell_the_way_and_so_do_bad_ones(name: str) -> None:
         assert found.low < found.estimate < found.high
         assert found.by == "images"
     strangers = {"x": Draws(key("other")).normal((EXAMPLES, 1, 8, 8)), "y": (batch["y"] + 1) % CLASSES}
-    assert not way_on(task, seen, strangers, start=first).told
+    assert not way_on(task, seen, strangers, start=first).known
     with pytest.raises(ValueError, match="start"):
         way_on(task, seen, batch, start=0.0)
     with pytest.raises(ValueError, match="fine"):

@@ -447,7 +447,7 @@ def test_the_server_sees_sums_under_a_factor_that_it_does_not_know(neighbours: i
     }
     server = Server(plan)
     clients = {member.number: member.join(plan) for member in members}
-    with pytest.raises(Refused, match="shared seed after `accept`"):
+    with pytest.raises(Refused, match="no shared seed: call `accept` first"):
         _ = clients[members[0].number].seed
     for client in clients.values():
         server.receive(client.advertise())

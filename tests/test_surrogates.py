@@ -614,7 +614,7 @@ def test_a_later_stage_goes_on_with_the_unknowns_of_the_last() -> None:
     best = run(replace(first, stages=(replace(stage, carry="best_of_target"), still)))
     assert largest_difference(best.unknowns["alpha"][:, 0], best.unknowns["alpha"][:, 1]) == 0
     other = with_stage(of("nl-sme", factors="element", **SHORT)).stages
-    with pytest.raises(ValueError, match="'scaling' of other shapes"):
+    with pytest.raises(ValueError, match="'scaling' has other shapes"):
         run(replace(first, stages=(stage, *other)))
 
 

@@ -206,7 +206,7 @@ class Setting:
     def batches(self, effort: Effort) -> list[Batch]:
         """What each client holds, in model-input space."""
         task = self.task(effort)
-        where = next(tree.leaves(task.weights())).device
+        where = tree.like(task.weights()).device
         own = [{"x": task.fields["x"].model(each.x), "y": each.y} for each in self.clients(effort)]
         return [tree.to(batch, where, torch.float32) for batch in own]
 

@@ -102,7 +102,7 @@ def recorded(
     seed: int = 0,
 ) -> Path:
     """The path of the client that `observe` with the same arguments runs: its steps, its shuffle, in float64."""
-    where = next(tree.leaves(task.weights())).device
+    where = tree.like(task.weights()).device
     work, own = task.to(where, torch.float64), tree.to(batch, where, torch.float64)
     recorder = Recorder()
     seen = observe(work, own, training, recorder, key=key, seed=seed)
@@ -264,7 +264,7 @@ def mismatch(path: Path, *, training: LocalTraining | None = None, replays: Sequ
     `replays`: also coarse replays of so many steps; they need `training`, plain SGD with a constant rate.
     """
     task, update, bend = path.task, path.update, control(path)
-    alphas = torch.linspace(0, 1, GRID, dtype=torch.float64).to(next(tree.leaves(update)).device)
+    alphas = torch.linspace(0, 1, GRID, dtype=torch.float64).to(tree.like(update).device)
     along = lambda value: alphas.reshape(-1, *[1] * value.dim())  # noqa: E731
     line = tree.map(lambda start, moved: start - along(start) * moved, path.points[0], update)
     curve = tree.map(lambda at, away: at + 2 * along(away) * (1 - along(away)) * away, line, bend)

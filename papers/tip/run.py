@@ -276,7 +276,7 @@ def accuracy(task: Task, sent: Snapshot | None, images: gl.data.Images) -> float
 
 
 def on_device(batch: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
-    like = next(tree.leaves(task.weights()))
+    like = tree.like(task.weights())
     return {name: value.to(like.device) for name, value in batch.items()}
 
 
@@ -480,7 +480,7 @@ def uploaded(
 ) -> gl.Observation:
     """`gl.observe` of a client on the task's own device, noise drawn there; it returns weights, which round."""
     defence = row.defences[label] or Defence()
-    where = next(tree.leaves(weights)).device
+    where = tree.like(weights).device
     state = gl.ClientState(key=draws.key("client", key, seed).to(where))
     with torch.no_grad(), float32_products():
         sent, _ = row.training.run(task, weights, batch, defence, state)
@@ -611,7 +611,7 @@ def returned(network: Network, sent: Snapshot, defence: Defence | None, noise: i
     training = replace(task, model=evaluating(task).model.train())
     data = examples_of(network.images(effort, "train"), training)
     batch = on_device(data.batch(own.partition(data)[0]), task)
-    where = next(tree.leaves(sent.weights)).device
+    where = tree.like(sent.weights).device
     state = gl.ClientState(buffers=sent.buffers, key=draws.key("maps", effort.seed, noise).to(where))
     order = own.training.order(len(batch["y"]), torch.Generator().manual_seed(effort.seed))
     with torch.no_grad(), float32_products():

@@ -51,7 +51,7 @@ def from_state_dicts(
     sent, returned = tensors_of(before), tensors_of(after)
     if odd := sorted(sent.keys() ^ returned.keys()):
         side = "after" if odd[0] in returned else "before"
-        raise BadObservation(f"{odd[0]!r} is in `{side}` alone: give the same model before and after the round.")
+        raise BadObservation(f"{odd[0]!r} is only in `{side}`: give the same model before and after the round.")
     weights, buffers = sorted_state(sent, task)
     new_weights, new_buffers = sorted_state(returned, task)
     for name, value in weights.items():

@@ -214,15 +214,15 @@ def observation_checks(seen: Observation, task: Task) -> list[Check]:
     return [check for test in (_empty, _sparse, _tiny, _label) for check in test(seen, task)]
 
 
-def _empty(seen: Observation, task: Task) -> Iterator[Check]:
-    if not any(bool(value.any()) for value in tree.leaves(seen.update)):
+def _empty(observation: Observation, task: Task) -> Iterator[Check]:
+    if not any(bool(value.any()) for value in tree.leaves(observation.update)):
         yield Check(
             "zero update",
             "error",
             "the update is zero everywhere: there is nothing to invert",
             "record a round in which the client trained; an update is weights sent minus weights returned",
         )
-    elif all(bool((value == value.reshape(-1)[0]).all()) for value in tree.leaves(seen.update)):
+    elif all(bool((value == value.reshape(-1)[0]).all()) for value in tree.leaves(observation.update)):
         yield Check(
             "constant update",
             "error",
@@ -231,8 +231,8 @@ def _empty(seen: Observation, task: Task) -> Iterator[Check]:
         )
 
 
-def _sparse(seen: Observation, task: Task) -> Iterator[Check]:
-    zeros = sum(int((value == 0).sum()) for value in tree.leaves(seen.update)) / tree.size(seen.update)
+def _sparse(observation: Observation, task: Task) -> Iterator[Check]:
+    zeros = sum(int((value == 0).sum()) for value in tree.leaves(observation.update)) / tree.size(observation.update)
     if 0.5 < zeros < 1:
         yield Check(
             "sparse update",
@@ -242,11 +242,11 @@ def _sparse(seen: Observation, task: Task) -> Iterator[Check]:
         )
 
 
-def _tiny(seen: Observation, task: Task) -> Iterator[Check]:
-    size = tree.size(seen.update)
-    update = float(tree.norm(seen.update)) / size**0.5
-    weights = float(tree.norm(seen.weights)) / size**0.5
-    rounding = torch.finfo(tree.like(seen.update).dtype).eps * weights
+def _tiny(observation: Observation, task: Task) -> Iterator[Check]:
+    size = tree.size(observation.update)
+    update = float(tree.norm(observation.update)) / size**0.5
+    weights = float(tree.norm(observation.weights)) / size**0.5
+    rounding = torch.finfo(tree.like(observation.update).dtype).eps * weights
     if 0 < update < 1e3 * rounding:
         yield Check(
             "tiny update",
@@ -256,17 +256,17 @@ def _tiny(seen: Observation, task: Task) -> Iterator[Check]:
         )
 
 
-def _label(seen: Observation, task: Task) -> Iterator[Check]:
+def _label(observation: Observation, task: Task) -> Iterator[Check]:
     """For one example the bias gradient is p - onehot(y): one negative entry, and all sum to zero."""
-    if seen.num_examples != 1:
+    if observation.num_examples != 1:
         return
     try:
         name = task.classifier.bias
     except TaskError:
         name = None
-    if name is None or name not in seen.update:
+    if name is None or name not in observation.update:
         return
-    bias = seen.update[name].double()
+    bias = observation.update[name].double()
     negative = int((bias < 0).sum())
     if negative != 1 and bool(bias.any()):
         yield Check(

@@ -159,7 +159,7 @@ class Composed:
         engine = engine or Engine()
         targets = as_targets(seen)
         require(self, knows)
-        fits(task, [seen for target in targets for seen in target.observations])
+        fits(task, [observation for target in targets for observation in target.observations])
         began = time.perf_counter()
         with engine.settings():
             work = task.to(engine.where, engine.dtype)
@@ -220,18 +220,18 @@ def _scene(task: Task, target: Track, knows: Knowledge, position: int, targets: 
             raise MissingKnowledge(f"Knowledge.given[{name!r}] must be a tensor; given {type(value).__name__}.")
         known = task.fields[name]
         # Targets with fewer examples are padded with -1 or NaN, as in a Reconstruction: the padding is cut off here.
-        own = value[position][: scene.num_examples] if of_each(known, value, targets) else value
-        filled = bool(own.isfinite().all()) if own.is_floating_point() else bool((own >= 0).all())
-        if own.dim() != _rank(known, value) or own.shape[0] != scene.num_examples or not filled:
+        rows = value[position][: scene.num_examples] if of_each(known, value, targets) else value
+        filled = bool(rows.isfinite().all()) if rows.is_floating_point() else bool((rows >= 0).all())
+        if rows.dim() != _rank(known, value) or rows.shape[0] != scene.num_examples or not filled:
             raise MissingKnowledge(
                 f"Knowledge.given[{name!r}] has shape {tuple(value.shape)}; wanted ({scene.num_examples}, ...) or one "
                 f"such per target ({targets}, {scene.num_examples}, ...), with no padding among the examples."
             )
-        if known.classes is not None and not own.is_floating_point() and int(own.max()) >= known.classes:
+        if known.classes is not None and not rows.is_floating_point() and int(rows.max()) >= known.classes:
             raise MissingKnowledge(
-                f"Knowledge.given[{name!r}] holds {int(own.max())}; the model has classes 0 to {known.classes - 1}."
+                f"Knowledge.given[{name!r}] holds {int(rows.max())}; the model has classes 0 to {known.classes - 1}."
             )
-        given[name] = own.to(like.device, like.dtype if own.is_floating_point() else None)
+        given[name] = rows.to(like.device, like.dtype if rows.is_floating_point() else None)
     return replace(scene, fields=given)
 
 

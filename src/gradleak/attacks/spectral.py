@@ -206,9 +206,9 @@ def spectral_dm(settings: SpectralDMSettings) -> Attack:
     """
     noise, t = settings.noise, settings.t
     if t not in ("given", "analytic"):
-        raise ValueError(f"t cannot be {t!r}: spectral-dm has the step 'given', or reads it: 'analytic'.")
+        raise ValueError(f"t must be 'given', or 'analytic' to read the step off the update; given {t!r}.")
     if noise not in ("given", "unknown"):
-        raise ValueError(f"noise cannot be {noise!r}: spectral-dm has it 'given', or searches for it: 'unknown'.")
+        raise ValueError(f"noise must be 'given', or 'unknown' to search for it; given {noise!r}.")
     plan, image = Plan(noise, t), Spectral(settings.start, settings.power, settings.chroma)
     space: Space = SpectralPair(image) if noise == "unknown" else plan.space(image, SettledSteps())
     # The size of the gradient says how large the residual is; its direction alone does not.

@@ -48,9 +48,9 @@ def estimate(audit: Audit, out: str | Path | None = None) -> Estimate:
 
 
 def _in_words(counts: dict[str, int], seconds: float | None, where: str) -> str:
-    kept = f" ({counts['kept']} more are kept from before)" if counts["kept"] else ""
+    earlier = f" ({counts['kept']} more are kept from before)" if counts["kept"] else ""
     cells = f"{counts['cells']} cell{'s' * (counts['cells'] != 1)}"
-    work = f"{cells}{kept}, {counts['lanes']} reconstructions, {counts['steps']:,} lane steps"
+    work = f"{cells}{earlier}, {counts['lanes']} reconstructions, {counts['steps']:,} lane steps"
     if seconds is None:
         return f"{work}; the time cannot be estimated."
     rest = f", and {counts['untimed']} cells whose time cannot be estimated" if counts["untimed"] else ""

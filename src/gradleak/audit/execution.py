@@ -108,20 +108,22 @@ class Runner:
     ) -> dict[str, Any]:
         """How the search of one target went."""
         [track], restart = as_targets(victims.seen[target]), int(result.chosen[target])
-        seen = track.last
+        observation = track.last
         curve = result.trace["match"][:, target, restart]
         truth = {name: value[target].clone() for name, value in victims.truth.items()}
         # On copies: an analysis that sees the truth cannot leave it in the task that the next attack gets.
-        measured = [analysis(self.side.task.copied(), seen, truth) for analysis in self.analyses]
+        measured = [analysis(self.side.task.copied(), observation, truth) for analysis in self.analyses]
         return {
-            "observation": seen.key,
+            "observation": observation.key,
             "knows": cell.knows.level,
             "match": float(result.match[target, restart]),
             "match_start": float(curve[0]) if len(curve) else None,
             "objective": float(result.objective[target, restart]),
             "restart": restart,
             "converged": checks.converged[target],
-            "checks": [_record(check) for check in (*observation_checks(seen, self.side.task), *checks.of(target))],
+            "checks": [
+                _record(check) for check in (*observation_checks(observation, self.side.task), *checks.of(target))
+            ],
             "analyses": {name: float(value) for numbers in measured for name, value in numbers.items()},
             "certificate": None if result.certificates is None else result.certificates[target].record(),
             **({"tried": _tried(result.settings["tried"], target)} if "tried" in result.settings else {}),
@@ -174,11 +176,11 @@ def _thumbnails(images: torch.Tensor, field: Field) -> torch.Tensor:
     return small.mul(255).round().byte().reshape(*unit.shape[:-2], *size)
 
 
-def _without_statistics(seen: Observation | Track) -> Observation | Track:
+def _without_statistics(observation: Observation | Track) -> Observation | Track:
     """The observation of a server whose clients do not send their buffers."""
-    if isinstance(seen, Track):
-        return Track(tuple(replace(each, returned_buffers=None) for each in seen.observations))
-    return replace(seen, returned_buffers=None)
+    if isinstance(observation, Track):
+        return Track(tuple(replace(each, returned_buffers=None) for each in observation.observations))
+    return replace(observation, returned_buffers=None)
 
 
 def _record(check: Check) -> dict[str, str]:

@@ -202,16 +202,16 @@ def _finding(update: Update, seconds: float) -> Finding:
         return Finding(None, f"The check could not be made ({type(problem).__name__}: {first}).")
 
 
-def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
+def _odd(task: Task, observation: Observation, batch: Batch | None) -> str | None:
     """Why this update cannot be judged, or not with these examples: scores against others would let it pass."""
-    if errors := [check for check in observation_checks(seen, task) if check.severity == "error"]:
+    if errors := [check for check in observation_checks(observation, task) if check.severity == "error"]:
         return errors[0].text
     if batch is None:
         return None
     fitting(task, batch)
     count = tree.length(batch)
-    if count != seen.num_examples:
-        return f"it is of {seen.num_examples} examples, and {count} were given to compare with"
+    if count != observation.num_examples:
+        return f"it is of {observation.num_examples} examples, and {count} were given to compare with"
     for name, value in batch.items():
         field = task.fields[name]
         if not bool(value.isfinite().all()):
@@ -224,16 +224,16 @@ def _odd(task: Task, seen: Observation, batch: Batch | None) -> str | None:
 
 
 def _attacked(update: Update, began: float, seconds: float) -> Finding:
-    task, seen, policy, knows, batch = update.task, update.seen, update.policy, update.knows, update.batch
+    task, observation, policy, knows, batch = update.task, update.seen, update.policy, update.knows, update.batch
     figures: dict[str, Any] = {}
     if batch is None and policy.most_bits is not None:
-        figures["risk"] = risk(task, seen, knows, engine=update.engine).record()
+        figures["risk"] = risk(task, observation, knows, engine=update.engine).record()
         if not figures["risk"]["score"] < policy.most_bits:
             bits = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
             return Finding(True, f"The update says too much: {bits}.", figures)
     remaining = max(0.01, seconds - (time.perf_counter() - began))
     auto = Auto(preset=policy.preset, seconds=remaining, certify=False)
-    result = auto.run(task, seen, knows, update.seed, engine=update.engine)
+    result = auto.run(task, observation, knows, update.seed, engine=update.engine)
     tried = result.settings["tried"]
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
     figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in tried]

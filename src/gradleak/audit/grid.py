@@ -276,8 +276,8 @@ class Audit:
                 )
             self._loop(cells, store, runner, progress, workers)
         except KeyboardInterrupt:
-            kept = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"
-            message = f"{kept}; the same command resumes" if folder else "nothing is kept without a folder"
+            done = f"{len({row['cell'] for row in store.rows()})} of {len(cells)} cells are kept in {folder}"
+            message = f"{done}; the same command resumes" if folder else "nothing is kept without a folder"
             raise Interrupted(f"Interrupted: {message}.") from None
         finally:
             if isinstance(store, Folder):

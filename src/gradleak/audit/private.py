@@ -265,16 +265,18 @@ class PrivateSide:
 
         def once(batch: Batch, key: str, memory: Tree | None, number: int) -> Observation:
             """Number 0 is the upload of a single attacked round; the others draw noise of their own."""
-            own = f"{key}/again{number}" if number else key
+            name = f"{key}/again{number}" if number else key
             sent, when, remembered = snapshot.weights, round + number, Remembered(memory, dict(snapshot.server))
-            return federation.observe(task, batch, sent, defence, key=own, round=when, seed=seed, remembered=remembered)
+            return federation.observe(
+                task, batch, sent, defence, key=name, round=when, seed=seed, remembered=remembered
+            )
 
         def upload(batch: Batch, key: str, memory: Tree | None = None) -> Observation | Track:
             uploads = [once(batch, key, memory, number) for number in range(repeats)]
             return uploads[0] if repeats == 1 else Track(tuple(uploads))
 
         owners = [federation.target(self.data, index).client for index in range(self.targets)]
-        seen = [
+        observations = [
             upload(
                 {name: value[index] for name, value in truth.items()},
                 f"client{owner}/round{round}/target{index}",
@@ -284,7 +286,7 @@ class PrivateSide:
         ]
         others = self._unrelated(federation, truth)
         blind = [upload(other, f"unrelated{i}/round{round}") for i, other in enumerate(others)]
-        return Victims(seen, blind, truth, stack(others) if others else {})
+        return Victims(observations, blind, truth, stack(others) if others else {})
 
     def random(self, federation: Federation, defence: Defence) -> bool:
         """Does the defence upload something else for the same examples each time? One plain step, without a shuffle."""

@@ -74,18 +74,18 @@ def read(
         raise AuditError(f"There is no folder {truth} with the examples of the clients.")
     recorded: list[Recorded] = []
     for path in paths:
-        seen = fitted(Observation.load(path), task)
-        if chosen and seen.round not in chosen:
+        observation = fitted(Observation.load(path), task)
+        if chosen and observation.round not in chosen:
             continue
-        seen = replace(seen, key=path.stem)  # a file name is unique, and so must a key be
-        batch = None if truth is None else _truth(Path(truth), path.stem, seen, task)
-        recorded.append(Recorded(path.stem, seen, batch))
+        observation = replace(observation, key=path.stem)  # a file name is unique, and so must a key be
+        batch = None if truth is None else _truth(Path(truth), path.stem, observation, task)
+        recorded.append(Recorded(path.stem, observation, batch))
     if not recorded:
         raise AuditError(f"{home} holds {len(paths)} observations, none of them of round {sorted(chosen)}.")
     return recorded
 
 
-def _truth(folder: Path, stem: str, seen: Observation, task: Task) -> Batch | None:
+def _truth(folder: Path, stem: str, observation: Observation, task: Task) -> Batch | None:
     path = next((folder / (stem + suffix) for suffix in SUFFIXES if (folder / (stem + suffix)).exists()), None)
     if path is None:
         return None
@@ -94,9 +94,9 @@ def _truth(folder: Path, stem: str, seen: Observation, task: Task) -> Batch | No
     if missing := sorted(needed - batch.keys()):
         raise AuditError(f"{path} lacks {', '.join(missing)}: it should hold {', '.join(sorted(needed))}.")
     batch = {name: value for name, value in batch.items() if name in task.fields}
-    if any(len(value) != seen.num_examples for value in batch.values()):
+    if any(len(value) != observation.num_examples for value in batch.values()):
         counts = {name: len(value) for name, value in batch.items()}
-        raise AuditError(f"{path} holds {counts} examples; the client said it trained on {seen.num_examples}.")
+        raise AuditError(f"{path} holds {counts} examples; the client said it trained on {observation.num_examples}.")
     return batch
 
 
@@ -345,8 +345,15 @@ def _grouped(recorded: Sequence[Recorded]) -> dict[str, list[Recorded]]:
     return groups
 
 
-def _content(seen: Observation) -> list[Any]:
-    return [seen.key, seen.num_examples, seen.round, seen.weights, seen.update, seen.buffers or {}]
+def _content(observation: Observation) -> list[Any]:
+    return [
+        observation.key,
+        observation.num_examples,
+        observation.round,
+        observation.weights,
+        observation.update,
+        observation.buffers or {},
+    ]
 
 
 # --- without the truth ------------------------------------------------------------------------------------------------

@@ -205,8 +205,8 @@ class AuditResult:
         """`true` and `found`, each (targets, examples, C, H, W) in [0, 1], paired as they were scored."""
         arrays, rows = self._cell(cell)
         unit = self.fields["x"].unit
-        found = torch.stack([arrays["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
-        return {"true": to_unit(unit(arrays["truth/x"].double())), "found": to_unit(unit(found.double()))}
+        reconstructions = torch.stack([arrays["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
+        return {"true": to_unit(unit(arrays["truth/x"].double())), "found": to_unit(unit(reconstructions.double()))}
 
     def trace(self, cell: str) -> dict[str, Tensor]:
         """`step` (P,), `match` and `objective` (P, targets) of the chosen restarts, along the search."""
@@ -219,8 +219,12 @@ class AuditResult:
         rows = list(self.failed)
         for cell in dict.fromkeys(row["cell"] for row in self.rows if row["status"] == "done"):
             arrays, before = self._cell(cell)
-            found, truth, unrelated = _group(arrays, "found"), _group(arrays, "truth"), arrays.get("unrelated/x")
-            scores = scores_of(found, truth, unrelated, gallery, self.fields, arrays["diverged"], lpips)
+            reconstructions, truth, unrelated = (
+                _group(arrays, "found"),
+                _group(arrays, "truth"),
+                arrays.get("unrelated/x"),
+            )
+            scores = scores_of(reconstructions, truth, unrelated, gallery, self.fields, arrays["diverged"], lpips)
             rows += [{**row, **scored} for row, scored in zip(before, scores, strict=True)]
         return replace(self, rows=_in_order(rows, self.settings))
 

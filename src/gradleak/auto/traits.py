@@ -38,7 +38,7 @@ class Case:
     engine: Engine
 
     def __post_init__(self) -> None:
-        fits(self.task, [seen for target in self.targets for seen in target.observations])
+        fits(self.task, [observation for target in self.targets for observation in target.observations])
 
     @property
     def denoiser(self) -> bool:
@@ -109,7 +109,7 @@ class Case:
     @property
     def aggregate(self) -> bool:
         """Is the observation the sum of several clients' uploads?"""
-        return any(seen.clients > 1 for target in self.targets for seen in target.observations)
+        return any(observation.clients > 1 for target in self.targets for observation in target.observations)
 
     @cached_property
     def forms(self) -> tuple[AttackerForm, ...]:

@@ -1,7 +1,7 @@
 """Progress of a run: bars on a terminal, one line per cell anywhere else.
 
 An audit calls `start`, then for each cell `cell`, any number of `share` and `finished` (only `finished` for cells that
-an earlier run completed), and `note` for messages. The search reports its objective now and then (`watching.py`),
+an earlier run completed), and `note` for messages. The search reports its objective now and then (`listeners.py`),
 which is drawn as a small curve. Nothing here changes what is computed.
 """
 

@@ -75,7 +75,7 @@ def reproduce(
     _demand(chosen.needs)
     failed = []
     for call, file in zip(calls, files, strict=True):
-        failed += run(root, call, file, told=scale is ScaleName.paper)
+        failed += run(root, call, file, verbose=scale is ScaleName.paper)
     if scale is not ScaleName.paper:
         typer.echo(
             f"It runs. Figures of this scale say nothing about the paper; they are in {out}. "
@@ -113,13 +113,13 @@ def listed(root: Path, paper: str) -> str:
     lines = []
     for claims in figures.all_claims(root / "papers"):
         known = _named(root, claims.name)
-        scales = [f"{name.value} ({found.cost})" for name in ScaleName if (found := getattr(known, name.value))]
+        scales = [f"{name.value} ({scale.cost})" for name in ScaleName if (scale := getattr(known, name.value))]
         lines += [claims.name, f"    {known.title}", f"    {claims.counts()}", f"    scales: {', '.join(scales)}"]
     return "\n".join([*lines, "Every figure of one of them: gradleak reproduce PAPER --list"])
 
 
-def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
-    """One run.py; returns the bounds that do not hold. `told`: how each bound fared is printed too."""
+def run(root: Path, call: Sequence[str], file: Path, verbose: bool) -> list[str]:
+    """One run.py; returns the bounds that do not hold. `verbose`: how each bound fared is printed too."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)  # what is there afterwards is of this run
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -136,7 +136,7 @@ def run(root: Path, call: Sequence[str], file: Path, told: bool) -> list[str]:
     try:
         for line in process.stdout:
             failed += [line[len("FAILS") :].partition(" = ")[0].strip()] if line.startswith("FAILS") else []
-            if told or not line.startswith(("holds ", "FAILS ", "absent ")):
+            if verbose or not line.startswith(("holds ", "FAILS ", "absent ")):
                 typer.echo(line.rstrip("\n"))
     finally:
         process.stdout.close()
@@ -174,6 +174,8 @@ def _demand(needs: Sequence[str]) -> None:
         return
     from gradleak.data import available
 
-    missing = [f"{held.name}: {held.advice}" for held in available() if held.name in needs and not held.present]
+    missing = [
+        f"{source.name}: {source.advice}" for source in available() if source.name in needs and not source.present
+    ]
     if missing:
         raise CannotReproduce("It needs images that are not on this machine. " + ". ".join(missing) + ".")

@@ -69,8 +69,8 @@ def rollout(
     if every < 0:
         raise ValueError(f"every must be a number of steps, or 0 for no checkpoints; given {every}.")
 
-    def block(carry: Tree, own: Sequence[Any], common: Tree, step: Callable[..., Any]) -> tuple[Tree, Tree]:
-        (carry, total), rest = step(carry, own[0], common), own[1:]
+    def block(carry: Tree, inputs: Sequence[Any], common: Tree, step: Callable[..., Any]) -> tuple[Tree, Tree]:
+        (carry, total), rest = step(carry, inputs[0], common), inputs[1:]
         for one in rest:
             carry, output = step(carry, one, common)
             total = tree.add(total, output)
@@ -82,7 +82,7 @@ def rollout(
     single = _recomputed(step)
     if every == 1:
         return block(carry, each, common, single)
-    blocks = _recomputed(lambda carry, own, common: block(carry, own, common, single))
+    blocks = _recomputed(lambda carry, inputs, common: block(carry, inputs, common, single))
     return block(carry, [tuple(each[at : at + every]) for at in range(0, len(each), every)], common, blocks)
 
 

@@ -104,7 +104,7 @@ def partial_spearman(
     gradient norm and round.
     """
     if not controls:
-        raise ValueError("Pass at least one curve to control for; without any it is `spearman`.")
+        raise ValueError("Pass at least one curve to control for, or use `spearman`, which has no controls.")
     return _estimate("partial Spearman correlation", [first, second, *controls], block, resamples, seed)
 
 
@@ -195,12 +195,12 @@ def _estimate(
     value = float(coefficients.mean())
     if runs > 1:
         if block is not None:
-            raise ValueError(f"block is for a single run: of the {runs} runs given whole runs are resampled.")
+            raise ValueError(f"block is for a single run; with {runs} runs, whole runs are resampled. Leave block out.")
         low, high = _quantiles(coefficients[_drawn(runs, 1, resamples, seed)].mean(1))
         return IntervalEstimate(statistic, value, low, high, runs, f"runs of {rounds} rounds")
     length = math.ceil(rounds ** (1 / 3)) if block is None else block
     if not 1 <= length <= rounds // 2:
-        raise ValueError(f"block goes from 1 to half of the {rounds} rounds; given {length}.")
+        raise ValueError(f"block must be from 1 to half of the {rounds} rounds; given {length}.")
     redrawn = _coefficients(curves[:, 0][:, _drawn(rounds, length, resamples, seed)])  # (resamples,)
     valid = redrawn[~redrawn.isnan()]
     if len(valid) < resamples / 2:
@@ -219,7 +219,7 @@ def _curves(series: Sequence[Series]) -> Tensor:
     shapes = {tuple(one.shape) for one in tensors}
     if len(shapes) > 1 or tensors[0].dim() not in (1, 2) or not tensors[0].numel():
         listed = ", ".join(str(tuple(one.shape)) for one in tensors)
-        raise ValueError(f"Curves have one shape, (n,) or (runs, n), with n at least 1; given {listed}.")
+        raise ValueError(f"All curves must have the same shape, (n,) or (runs, n), with n at least 1; given {listed}.")
     curves = torch.stack(tensors)
     if not bool(curves.isfinite().all()):
         raise ValueError("A curve holds values that are not finite: leave those rounds out of all of them.")

@@ -96,7 +96,7 @@ def sharpness(
     at = Point.at(task, weights, batch, buffers, engine)
     size = at.size
     if top is not None and (tuple(top.shape) != (size,) or not float(top.norm()) > 0):
-        raise ValueError(f"top is a vector of the {size:,} weights, not zero; given shape {tuple(top.shape)}.")
+        raise ValueError(f"top must be a non-zero vector of the {size:,} weights; given shape {tuple(top.shape)}.")
 
     def value(delta: Tensor, statistics: Params) -> Tensor:
         moved = tree.add(at.weights, tree.unflatten(delta, at.weights))

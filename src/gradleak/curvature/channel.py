@@ -85,7 +85,7 @@ class Releases:
         """
         counts = self._counts() if counts is None else tuple(counts)
         if not counts or min(counts) < 2 or max(counts) > self.samples:
-            raise ValueError(f"counts go from 2 to the {self.samples} releases there are; given {counts}.")
+            raise ValueError(f"counts must be from 2 to the {self.samples} releases; given {counts}.")
         if subsets < 1:
             raise ValueError(f"subsets must be at least 1; given {subsets}.")
         noise = tuple(share * self.level for share in shares) if sigmas is None else tuple(sigmas)
@@ -161,7 +161,7 @@ def releases(
     total = tree.length(at.batch)
     if examples < 1 or total % examples or total < 2 * examples:
         raise TaskError(
-            f"{total} examples cannot be dealt out to two or more clients with {examples} each: pass a multiple."
+            f"{total} examples cannot be divided among two or more clients with {examples} each: pass a multiple."
         )
     count, size = total // examples, at.size
     training = clients.training or LocalTraining(lr=1.0)

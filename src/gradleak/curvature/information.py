@@ -81,7 +81,7 @@ def input_information(
         raise ValueError("The batch, or the update the client would send for it, is not finite: there is no bound.")
     level = float(tree.norm(local.scene.update)) / math.sqrt(tree.size(local.scene.update))
     if not level > 0:
-        raise ValueError("The update is zero everywhere, so shares of it are no noise levels.")
+        raise ValueError("The update is zero everywhere, so a noise level cannot be a share of it.")
     sigmas = (level * noise_levels(shares, local.residual)).tolist()
     rounding, results = rounding_of(seen), []
     for share, sigma in zip(shares, sigmas, strict=True):

@@ -75,14 +75,14 @@ class Measurement:
         """The row of a round."""
         weights, buffers = self._placed(sent)
         point = (self.task, weights, self.batch, buffers)
-        found = curvature(*point, engine=self.engine, lanczos=self.lanczos)
+        figures = curvature(*point, engine=self.engine, lanczos=self.lanczos)
         row: Row = {"version": VERSION, "round": number, "weights": fingerprint(sent)}
-        row["curvature"] = found.to_json(POINTS)
+        row["curvature"] = figures.to_json(POINTS)
         psd = MatrixFigures.of(ggn(*point, engine=self.engine), self.lanczos) if self.gauss_newton else None
         if psd is not None:
             row["gauss_newton"] = psd.to_json(POINTS)
         if self.information is not None:
-            row["information"] = self._information(self.information, found, psd, number, sent)
+            row["information"] = self._information(self.information, figures, psd, number, sent)
         result: Row = finite(row)
         return result
 

@@ -60,7 +60,7 @@ class StudyPage:
             information=_information(result.rows) if informed else None,
             covariance=_covariance(result.rows) if informed else None,
             premises=tuple(informed[0]["index"]["premises"]) if informed else (),
-            associations=tuple(_associations(found) for found in result.associated),
+            associations=tuple(_associations(associated) for associated in result.associated),
             meaning=MEANING,
             notes=(*result.notes, *result.doubtful),
             defence=str(requested.get("defence", "none")),
@@ -289,7 +289,7 @@ def _covariance(rows: Sequence[Row]) -> Table:
     return Table("Covariance of single gradients beside the curvature of the same examples.", columns, tuple(lines))
 
 
-def _associations(found: Associated) -> tuple[str, str, Table]:
+def _associations(associated: Associated) -> tuple[str, str, Table]:
     from gradleak.curvature.result import sample, titled
 
     def cell(each: IntervalEstimate | None) -> Value:
@@ -307,16 +307,16 @@ def _associations(found: Associated) -> tuple[str, str, Table]:
                 _remark(each.plain, each.partial, each.reason),
             )
         )
-        for name, each in found.found.items()
+        for name, each in associated.found.items()
     )
     names = (("curve", False), ("Spearman", True), ("partial", True), ("n", True), ("", False))
-    rounds = f"{len(found.rounds)} round{'s' * (len(found.rounds) != 1)} that were both attacked and analysed"
-    size = f"{sample(found)}, of {rounds}." if sample(found) else f"{rounds}: too few to correlate."
+    rounds = f"{len(associated.rounds)} round{'s' * (len(associated.rounds) != 1)} that were both attacked and analysed"
+    size = f"{sample(associated)}, of {rounds}." if sample(associated) else f"{rounds}: too few to correlate."
     caption = (
         "In brackets 95 % intervals. Partial: given the ranks of gradient norm and round; of these two, each given "
     )
     caption += "the other one only."
-    return found.leakage, size, Table(caption, tuple(Column(*each) for each in names), lines)
+    return associated.leakage, size, Table(caption, tuple(Column(*each) for each in names), lines)
 
 
 def _remark(plain: IntervalEstimate | None, partial: IntervalEstimate | None, reason: str) -> Value:

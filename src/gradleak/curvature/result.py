@@ -447,8 +447,8 @@ def sample(found: Associated) -> str:
     return " ".join(dict.fromkeys(_counted(found)))
 
 
-def _counted(found: Associated) -> Iterator[str]:
-    for each in found.found.values():
+def _counted(associated: Associated) -> Iterator[str]:
+    for each in associated.found.values():
         if each.plain is not None:
             yield f"{each.plain.count} {each.plain.unit}{' (small)' if each.plain.small else ''}"
 
@@ -457,9 +457,9 @@ def association_grid(every: Sequence[Associated]) -> list[list[str]]:
     """Some of the associations, a line each."""
     head = ["PSNR of", "with", "Spearman [95 %]", "partial [95 %]", "n"]
     lines = []
-    for found in every:
-        size = sample(found) or f"{len(found.rounds)} rounds: too few"
-        known = [(name, found.found[name]) for name in IN_TERMINAL if name in found.found]
+    for associated in every:
+        size = sample(associated) or f"{len(associated.rounds)} rounds: too few"
+        known = [(name, associated.found[name]) for name in IN_TERMINAL if name in associated.found]
         entries = [[titled(name), interval(each.plain), interval(each.partial), size] for name, each in known]
-        lines += [[found.leakage, *line] for line in entries or [["-", "-", "-", size]]]
+        lines += [[associated.leakage, *line] for line in entries or [["-", "-", "-", size]]]
     return [head, *lines]

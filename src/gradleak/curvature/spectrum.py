@@ -82,7 +82,7 @@ class Extremes:
     def top(self) -> Tensor:
         """(d,): the eigenvector of the highest eigenvalue."""
         if self.vectors is None:
-            raise ValueError("These extremes came without vectors: call extremes(operator), which keeps them.")
+            raise ValueError("These extremes have no vectors: call extremes(operator), which keeps them.")
         return self.vectors[1]
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Spectrum:
         The larger mean of the two rows estimates the error of the quadrature.
         """
         if not self.earlier or self.ended is None:
-            raise ValueError("This spectrum came without its earlier steps, which judge it: take Tridiagonal.spectrum.")
+            raise ValueError("This spectrum lacks the earlier steps that judge it: use Tridiagonal.spectrum.")
         moved = torch.stack([self.traces(function) - each.traces(function) for each in self.earlier])
         return torch.where(self.ended, 0.0, moved)
 

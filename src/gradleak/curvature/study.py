@@ -92,7 +92,7 @@ class Study:
             if set(self.rounds) - {0}:
                 later = sorted(set(self.rounds) - {0})
                 raise StudyError(
-                    f"Without a training there is round 0 alone, the task's own weights; asked for {later[0]}. Name "
+                    f"Without a training there is only round 0, the task's own weights; given {later[0]}. Name "
                     "the folder of a training: --from, or trained=Checkpoints(folder)."
                 )
             return (0,)
@@ -309,14 +309,14 @@ def format_row(row: Row) -> str:
 
 def estimate(study: Study, out: str | Path | None = None) -> Estimate:
     """Of the rounds that `out` does not hold yet. What information asks for comes on top, and is little beside it."""
-    held = {row["round"] for row in rows_in(Path(out))} if out is not None else set()
-    left = [number for number in study.planned if number not in held]
+    measured_rounds = {row["round"] for row in rows_in(Path(out))} if out is not None else set()
+    remaining = [number for number in study.planned if number not in measured_rounds]
     measured, how = study.measured, study.lanczos
     size, examples = tree.size(study.task.weights()), tree.length(measured.batch)
-    counts = {"rounds": len(left), "weights": size, "examples": examples}
-    if not left:
+    counts = {"rounds": len(remaining), "weights": size, "examples": examples}
+    if not remaining:
         return Estimate("Every round has been measured before.", 0.0, counts)
-    operator = measured.operator(study.sent(left[0]))
+    operator = measured.operator(study.sent(remaining[0]))
     vectors = signs(operator, how.probes, how.seed)
     spent = 0.0
     for _ in range(2):  # the first one also prepares
@@ -325,8 +325,8 @@ def estimate(study: Study, out: str | Path | None = None) -> Estimate:
         if study.engine.where.type == "cuda":
             torch.cuda.synchronize()
         spent = time.perf_counter() - began
-    seconds = spent / how.probes * measured.products() * len(left)
+    seconds = spent / how.probes * measured.products() * len(remaining)
     longest = seconds * how.most_steps / how.steps
     longer = "" if longest <= seconds else f" (up to {about(longest)} where steps have to double)"
-    work = f"{len(left)} checkpoint{'s' * (len(left) != 1)} of {size:,} weights, {examples} examples"
+    work = f"{len(remaining)} checkpoint{'s' * (len(remaining) != 1)} of {size:,} weights, {examples} examples"
     return Estimate(f"{work}: {about(seconds)}{longer} on {study.engine.where}, by timed products.", seconds, counts)

@@ -134,7 +134,7 @@ def npm_registry() -> str:
     """`GRADLEAK_NPM_REGISTRY`, else the one that an installed npm is configured with, else the public registry."""
     registry = os.environ.get("GRADLEAK_NPM_REGISTRY") or _configured_in_npm() or PUBLIC_NPM_REGISTRY
     if not registry.startswith(("https://", "http://", "file://")):
-        raise DataError(f"The npm registry {registry!r} is no address. Set GRADLEAK_NPM_REGISTRY to https://...")
+        raise DataError(f"The npm registry {registry!r} is not an address. Set GRADLEAK_NPM_REGISTRY to https://...")
     return registry.rstrip("/")
 
 

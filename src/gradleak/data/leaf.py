@@ -162,7 +162,7 @@ def read_leaf(place: Path, split: str | None) -> tuple[Array, Array, tuple[str, 
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"it holds {text}, which is no JSON number")
+    raise ValueError(f"it holds {text}, which is not a JSON number")
 
 
 def _writers_of(path: Path) -> Iterable[tuple[str, tuple[Array, Array]]]:
@@ -174,7 +174,7 @@ def _writers_of(path: Path) -> Iterable[tuple[str, tuple[Array, Array]]]:
 
     def demand(holds: bool, message: str) -> None:
         if not holds:
-            raise DataError(f"{path} is no FEMNIST file of LEAF's: {message}.")
+            raise DataError(f"{path} is not a FEMNIST file of LEAF's: {message}.")
 
     demand(isinstance(content, dict), "it holds no object")
     data = content.get("user_data")
@@ -293,7 +293,7 @@ def enhanced(source: Writers, examples: int = 50, *, writers: int = 5, seed: int
     scores = detail(pool.images.x)
     groups, share = (pool.sizes, examples // writers) if each else ((len(pool.images),), examples)
     if min(groups) < share:
-        raise DataError(f"{share} images are asked of {min(groups)}: fewer examples, or more writers.")
+        raise DataError(f"{share} images are asked of {min(groups)}: ask for fewer examples or more writers.")
     starts = [sum(groups[:group]) for group in range(len(groups))]
     best = [
         start + scores[start : start + size].argsort(descending=True, stable=True)[:share]

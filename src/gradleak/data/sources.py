@@ -87,13 +87,13 @@ def _picture(path: Path) -> Any:
         with Image.open(path) as image:
             return ImageOps.exif_transpose(image)  # a copy: decoded here, so that the error names a broken file
     except (OSError, SyntaxError, ValueError) as problem:  # Pillow raises SyntaxError for a broken PNG
-        raise DataError(f"{path} is no readable image: {problem}. Remove or replace it.") from problem
+        raise DataError(f"{path} is not a readable image: {problem}. Remove or replace it.") from problem
 
 
 def open_npz(path: Path, split: str | None) -> Pool:
     """Arrays `x` and `y` of a .npz file, or `train_x`, `test_x` and so on if it has parts."""
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is no .npz file (a zip of arrays). Save it with numpy.savez.")
+        raise DataError(f"{path} is not a .npz file (a zip of arrays). Save it with numpy.savez.")
     try:
         with np.load(path, allow_pickle=False) as file:
             divided = "train_x" in file.files

@@ -57,7 +57,7 @@ class FedGF(FedSAM):
         elif isinstance(self.c, (str, bool)) or not 0 <= self.c <= 1:
             raise ValueError(f"c must be from 0 to 1, or 'adaptive'; given {self.c!r}.")
         elif self.threshold is not None:
-            raise ValueError(f"threshold={self.threshold} is of c='adaptive'; given c={self.c!r}.")
+            raise ValueError(f"threshold={self.threshold} needs c='adaptive'; given c={self.c!r}.")
 
     @property
     def _adaptive(self) -> bool:

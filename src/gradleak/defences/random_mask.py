@@ -29,7 +29,7 @@ class RandomMask(Defence):
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
-            raise ValueError(f"keep is the probability of an entry to be sent, above 0, at most 1; given {self.keep}.")
+            raise ValueError(f"keep is the probability that an entry is sent, above 0, at most 1; given {self.keep}.")
 
     def upload(self, upload: Upload, client: Client) -> Upload:
         draws = client.draws

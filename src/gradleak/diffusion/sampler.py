@@ -37,9 +37,9 @@ def ddim(
     """
     chain = schedule.spaced(steps, start) if isinstance(steps, int) else tuple(map(int, steps))
     if any(above <= below for above, below in zip(chain, chain[1:], strict=False)):
-        raise ValueError(f"The steps of a chain fall; given {chain}.")
+        raise ValueError(f"The steps of a chain must decrease; given {chain}.")
     if not chain or chain[0] >= schedule.steps or chain[-1] < 0:
-        raise ValueError(f"A chain has steps within 0 to {schedule.steps - 1}; given {chain}.")
+        raise ValueError(f"The steps of a chain must lie between 0 and {schedule.steps - 1}; given {chain}.")
     if last is not None and last < 1:
         raise ValueError(f"last must be at least one step, or None for all; given {last}.")
     if target not in TARGETS:

@@ -40,7 +40,7 @@ class Schedule:
         if self.kind not in _LAWS:
             raise ValueError(f"Unknown schedule {self.kind!r}.{did_you_mean(self.kind, _LAWS)}")
         if not 0 < self.first <= self.last < 1:
-            raise ValueError(f"Betas grow within (0, 1): 0 < first <= last < 1; given {self.first}, {self.last}.")
+            raise ValueError(f"Betas must satisfy 0 < first <= last < 1; given {self.first}, {self.last}.")
 
     @property
     def betas(self) -> Tensor:
@@ -85,7 +85,7 @@ class Schedule:
             raise ValueError(f"start must be a share of the schedule, above 0 and up to 1; given {start}.")
         first = round(start * (self.steps - 1))
         if not 1 <= count <= first + 1:
-            raise ValueError(f"There are {first + 1} steps from {start:g} of the last one down; given {count}.")
+            raise ValueError(f"count must be from 1 to {first + 1}, the steps up to start={start:g}; given {count}.")
         if count == 1:
             return (first,)
         return tuple(round(first * place / (count - 1)) for place in reversed(range(count)))

@@ -42,8 +42,8 @@ def handed_out(task: Task, seen: Observation, step: int = 0) -> Batch:
     """
     if SHARED not in seen.extras:
         raise BadObservation(
-            f"{seen.key!r} holds no key that the server handed out (extras[{SHARED!r}]): the client drew for itself, "
-            "and only the client knows these fields."
+            f"{seen.key!r} holds no key that the server handed out (extras[{SHARED!r}]): the client drew these "
+            "fields itself, and only the client knows them."
         )
     blank = task.blank(seen.num_examples)
     known = {name: value for name, value in blank.items() if name not in task.drawn}

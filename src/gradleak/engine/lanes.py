@@ -244,7 +244,7 @@ def chunk_size(stages: Sequence[Stage], scene: TargetView, engine: Engine) -> in
             "optimiser remembers (history of L-BFGS; method=krylov of second-order)."
         )
     evaluations = _evaluation_bytes(stages, scene, engine)
-    per_lane = max(own * size + evaluation for own, evaluation in zip(entries, evaluations, strict=True))
+    per_lane = max(count * size + evaluation for count, evaluation in zip(entries, evaluations, strict=True))
     if engine.where.type == "cuda":
         budget, most = 0.6 * memory_of(engine), 1024
     else:
@@ -441,7 +441,9 @@ def lanes_of(scenes: Sequence[TargetView], keys: Sequence[Sequence[Tensor]]) -> 
     lane: Tree = {
         **observed(scenes),
         "weights": differing([scene.weights for scene in scenes]),
-        "extras": {name: own for name in first.extras if (own := differing([scene.extras[name] for scene in scenes]))},
+        "extras": {
+            name: value for name in first.extras if (value := differing([scene.extras[name] for scene in scenes]))
+        },
         "earlier": {str(number): observed(rounds) for number, rounds in enumerate(earlier)},
         "fields": spread([scene.fields for scene in scenes], None),
         "key": torch.stack([key for target in keys for key in target]).to(like.device),

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from gradleak.core import listeners as watching
-from gradleak.core import tree
+from gradleak.core import listeners, tree
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import did_you_mean
@@ -160,7 +159,7 @@ class Search:
         for setting, names in settings.items():
             for name in names:
                 if name not in self.v:
-                    raise ValueError(f"{setting} names {name!r}, which is no unknown.{did_you_mean(name, self.v)}")
+                    raise ValueError(f"{setting} names {name!r}, which is not an unknown.{did_you_mean(name, self.v)}")
         if self.step.is_cuda:
             predicted = self.lift(lambda v, lane: self.problem(lane, self.step).predicted(v))(self.v, self.lane)
             self.lane["observed"] = tree.map(_laid_out_like, self.lane["observed"], predicted)
@@ -284,7 +283,7 @@ class Search:
                     if self.finished is None:
                         self._note(step // self.every)
                     if progress is not None:
-                        watching.tell(self.moving["last"]["objective"])
+                        listeners.tell(self.moving["last"]["objective"])
                         progress(step + 1)
             if progress is not None:
                 progress(steps)
@@ -337,7 +336,7 @@ class Search:
             problem = self.problem(lane, self.step)
             return self.stage.match.residual(problem.predicted(v), problem.observed)
 
-        return next(tree.leaves(self.lift(residual)(v, self.lane))).cpu()
+        return tree.like(self.lift(residual)(v, self.lane)).cpu()
 
     def unknowns(self, v: Tree) -> dict[str, Tensor]:
         """The values of unknowns that are no field of the batch, such as those of the prediction, each (lanes, ...).
@@ -369,9 +368,9 @@ class Search:
             if not match.scale_free:
                 return match.distance(noisy, lane["observed"])
             # The observation is truth plus noise: |truth|^2 = |observed|^2 - |noise|^2, and their cosine the ratio.
-            seen = match.compared(self.stage.predict.target(scene), lane["observed"])
+            target = match.compared(self.stage.predict.target(scene), lane["observed"])
             noisy = match.compared(noisy, lane["observed"])
-            whole, added = tree.squared_norm(seen), tree.squared_norm(tree.subtract(noisy, seen))
+            whole, added = tree.squared_norm(target), tree.squared_norm(tree.subtract(noisy, target))
             return 1 - ((whole - added).clamp_min(0.0) / whole).sqrt()
 
         return self.lift(level)(self.lane).detach().cpu()
@@ -397,7 +396,7 @@ def _by_path(name: str, value: Tensor | Tree) -> dict[str, Tensor]:
     """The tensors of an unknown: {name: value}, or of a nested one {name/part: value}."""
     if isinstance(value, Tensor):
         return {name: value}
-    return {path: leaf for part, own in value.items() for path, leaf in _by_path(f"{name}/{part}", own).items()}
+    return {path: leaf for part, inner in value.items() for path, leaf in _by_path(f"{name}/{part}", inner).items()}
 
 
 def _draws(scene: TargetView) -> Draws:

@@ -121,7 +121,7 @@ class Federation:
         if count < self.clients * (self.examples or 1):
             raise FederationError(
                 f"{count} examples cannot give each of {self.clients} clients {self.examples or 1}: "
-                "fewer clients, fewer examples per round, or more data."
+                "use fewer clients, fewer examples per round, or more data."
             )
         return self.split.shares(count, self.clients, _labels(data, self.split), self.generator("partition"))
 
@@ -135,7 +135,7 @@ class Federation:
         if len(rows) < size or not size:
             raise FederationError(
                 f"Target {index} needs batch {slot + 1} of {size} examples from client {client}, which holds "
-                f"{len(share)} in all: fewer targets, more clients or more data."
+                f"{len(share)} in all: use fewer targets, more clients or more data."
             )
         return Target(client, rows)
 

@@ -143,7 +143,7 @@ class Clients:
 
     def _together(self, group: list[Work], shared: Tree, buffers: Params) -> dict[int, Done]:
         examples = examples_in(group[0].batch)
-        own = {
+        per_client = {
             "batch": tree.map(lambda *values: torch.stack(values), *(one.batch for one in group)),
             "memory": tree.map(lambda *values: torch.stack(values), *(one.memory for one in group)),
             "key": torch.stack([one.key for one in group]),
@@ -153,11 +153,11 @@ class Clients:
         lane, form = _Lane(self.task, self.training, self.defence, examples), (len(group), _form(group[0]))
 
         def run(inputs: Tree) -> Tree:
-            sent: Tree = vmap(lane, in_dims=(None, 0))(inputs["shared"], inputs["own"])
+            sent: Tree = vmap(lane, in_dims=(None, 0))(inputs["shared"], inputs["per_client"])
             self._said[form] = lane.num_examples
             return sent
 
-        inputs, sent = {"shared": shared, "own": own}, None
+        inputs, sent = {"shared": shared, "per_client": per_client}, None
         if self._graphs is not None and len(self.training.order(examples)) <= GRAPH_STEPS:
             sent = self._graphs.results(form, run, inputs, len(group) * self._size(examples)[1])
         if sent is None:
@@ -178,21 +178,23 @@ class Clients:
 
 
 class _Lane:
-    """One client's local training as a function of tensors: `shared` by all clients, and its `own`."""
+    """One client's local training as a function of tensors: `shared` by all clients, and its own, `per_client`."""
 
     def __init__(self, task: Task, training: LocalTraining, defence: Defence, examples: int) -> None:
         self.task, self.training, self.defence, self.examples = task, training, defence, examples
         self.num_examples = examples  # that the upload states: the same for all, since hooks cannot tell clients apart
 
-    def __call__(self, shared: Tree, own: Tree) -> Tree:
-        buffers = {**shared["frozen"], **own["buffers"]}
-        state = ClientState(memory=unflat(own["memory"]), buffers=buffers, extras=shared["extras"], key=own["key"])
+    def __call__(self, shared: Tree, per_client: Tree) -> Tree:
+        buffers = {**shared["frozen"], **per_client["buffers"]}
+        state = ClientState(
+            memory=unflat(per_client["memory"]), buffers=buffers, extras=shared["extras"], key=per_client["key"]
+        )
         training = replace(self.training, lr=shared["lr"][""]) if shared["lr"] else self.training
         upload, after = training.run(
-            self.task, shared["weights"], own["batch"], self.defence, state, self._order(own["order"])
+            self.task, shared["weights"], per_client["batch"], self.defence, state, self._order(per_client["order"])
         )
         self.num_examples = upload.num_examples
-        like = own["key"]
+        like = per_client["key"]
         memory = {name: _tensor(value, like) for name, value in flat(after.memory).items()}
         # Without the frozen parameters: all clients share them, and every lane would copy them.
         buffers = {name: value for name, value in (upload.buffers or {}).items() if name not in shared["frozen"]}

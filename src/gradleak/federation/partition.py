@@ -93,7 +93,7 @@ class ClassDirichlet:
                 return [torch.from_numpy(source.permutation(rows)) for rows in clients_rows]
         raise FederationError(
             f"{spelled(self)} gave no split of {count} examples in which each of {clients} clients holds "
-            f"{self.min_size}: more data, fewer clients, a larger alpha or a smaller min_size."
+            f"{self.min_size}: use more data, fewer clients, a larger alpha or a smaller min_size."
         )
 
 

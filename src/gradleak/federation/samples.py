@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradleak.core import random as draws
+from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.pictures import png, sheet
 from gradleak.diffusion import Denoising, ddim
@@ -52,7 +52,7 @@ class Samples:
         objective, weights = self.demand(task), sent.weights
         like = tree.like(weights)
         shape = (self.count, *task.fields["x"].shape)
-        latents = draws.Draws(draws.key("samples", self.seed)).normal(shape, dtype=torch.float64)
+        latents = randomness.Draws(randomness.key("samples", self.seed)).normal(shape, dtype=torch.float64)
         with torch.no_grad(), float32_products():
             call = evaluating(task).call(weights, dict(sent.buffers))
             images = ddim(call, latents.to(like), objective.schedule, steps=self.steps, target=objective.target)

@@ -59,10 +59,10 @@ class Gate:
         try:
             back, returned = model_record(reply.content, name)
             examples = examples_of(reply.content)
-            seen = from_state_dicts(before, params_of(returned), examples, task=self.task, round=number)
+            observation = from_state_dicts(before, params_of(returned), examples, task=self.task, round=number)
             decision = check(
                 self.task,
-                replace(seen, extras=extras),
+                replace(observation, extras=extras),
                 self.policy,
                 knows=self.knows,
                 batch=None if self.batch is None else self.batch(message, context),
@@ -72,7 +72,9 @@ class Gate:
             if decision.action == NOISE and decision.update is not None:
                 # Without buffers: only the update has noise, so the server gets its own buffers back.
                 noised = Upload({"update": decision.update}, examples)
-                reply.content[back] = answered(sent, before, seen.weights, noised, seen.buffers or {}, self.task)
+                reply.content[back] = answered(
+                    sent, before, observation.weights, noised, observation.buffers or {}, self.task
+                )
         except Exception as problem:  # an update that could not be checked does not leave
             log(WARNING, "gate, round %s: blocked, %s: %s", number, type(problem).__name__, problem)
             return _held_back(message)

@@ -134,12 +134,14 @@ class SecureClient:
         try:
             count = examples_of(reply.content)
         except FlowerError:  # its text names the number, and errors travel to the server
-            raise FlowerError("The training gave no number of examples: a whole number of at least 1.") from None
+            raise FlowerError(
+                "The training must return its number of examples, a whole number of at least 1."
+            ) from None
         values = {UPDATE: flat(tree.subtract(weights, after)), COUNT: np.array([float(count)])}
         try:
             sent = client.mask(values)
         except Oversize:  # its text names the largest entry, and errors travel to the server
-            raise FlowerError("The update, or the number of examples, is beyond what was agreed on (clip).") from None
+            raise FlowerError("The update, or the number of examples, is above the agreed limit (clip).") from None
         self._keep(context, member, client, saved)
         return _reply(message, sent)
 
@@ -299,7 +301,7 @@ class SecureAggregation(Wrapped):
 
 def _record(content: RecordDict) -> ConfigRecord:
     if RECORD not in content.config_records:
-        raise FlowerError("This message is none of secure aggregation: the other side must use it too.")
+        raise FlowerError("This message does not belong to secure aggregation: the other side must use it too.")
     return content.config_records[RECORD]
 
 

@@ -59,10 +59,10 @@ class Staged(nn.Module):
         """(B,) classes or (B, classes) shares -> shares."""
         assert self.classes is not None
         if y is None:
-            raise ValueError(f"This generator makes images of {self.classes} classes: say which, y of shape (B,).")
+            raise ValueError(f"This generator has {self.classes} classes and no class was given: pass y of shape (B,).")
         if y.is_floating_point():
             if y.shape[-1] != self.classes:
-                raise ValueError(f"Shares of {self.classes} classes are wanted; given {tuple(y.shape)}.")
+                raise ValueError(f"Class shares y must have shape (B, {self.classes}); given {tuple(y.shape)}.")
             return y.to(like.dtype)
         # Not F.one_hot, which reads values back to the host.
         return (y[..., None] == torch.arange(self.classes, device=y.device)).to(like.dtype)

@@ -166,15 +166,16 @@ def _along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, 
     return torch.cat([vmap(lambda v: jvp(function, (p,), (v,))[1])(some) for some in directions.split(block)])
 
 
-def _unknown(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> dict[str, Field]:
+def _unknown(task: Task, observation: Observation, batch: Batch, knows: Knowledge) -> dict[str, Field]:
     """The continuous fields that are not given. The batch must fit the task and the target."""
     for name, field in task.fields.items():
         value = batch.get(name)
         shape = None if value is None else tuple(value.shape[: 1 + len(field.shape)])
-        if shape != (seen.num_examples, *field.shape):
+        if shape != (observation.num_examples, *field.shape):
             raise TaskError(
-                f"Field {name!r} of the batch has shape {shape}; observation {seen.key!r} has {seen.num_examples} "
-                f"examples of {field.shape}. Pass one target, such as Reconstruction.target(index)."
+                f"Field {name!r} of the batch has shape {shape}; observation {observation.key!r} has "
+                f"{observation.num_examples} examples of {field.shape}. Pass one target, such as "
+                "Reconstruction.target(index)."
             )
     unknown = {name: f for name, f in task.fields.items() if f.classes is None and name not in knows.given}
     if not unknown:

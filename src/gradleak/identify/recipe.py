@@ -201,18 +201,23 @@ def linearity(task: Task, seen: Observation) -> Linearity:
     fits(task, [seen])
     name = task.classifier.weight
     if name not in seen.update:
-        raise TaskError(f"The client does not train the classifier {name!r}, whose update would tell its rule.")
+        raise TaskError(
+            f"The client does not train the classifier {name!r}, so its rule cannot be read off. Compare recipes by "
+            "`replay_error`."
+        )
     blank = task.gradient(task.weights(), task.blank(2))[name].double()
     if blank.sum(0).norm() > 1e-4 * blank.norm():
         raise TaskError(
-            "The objective's gradient moves all classes at once, as softmax with cross-entropy does not: nothing can "
-            "be told from sums over classes. Compare recipes by `replay_error`."
+            "The gradient's rows do not sum to zero over the classes, as they do for softmax with cross-entropy, so "
+            "these sums do not show the client's rule. Compare recipes by `replay_error`."
         )
     update, weight = seen.update[name].double(), seen.weights[name].double()
     moved, before = update.sum(0), weight.sum(0)
     unit = float(update.norm()) * math.sqrt(update.shape[0])
     if unit == 0:
-        raise TaskError(f"The update of the classifier {name!r} is zero: it tells nothing of the client's rule.")
+        raise TaskError(
+            f"The update of the classifier {name!r} is zero, so it does not show the client's rule. Use another round."
+        )
     shrunk = float((moved * before).sum() / before.square().sum()) if bool(before.any()) else 0.0
     tolerance = max(LINEAR, rounding_of(seen).residual)
     return Linearity(float((moved - shrunk * before).norm()) / unit, shrunk, tolerance)
@@ -236,12 +241,12 @@ class Way:
     by: str
 
     @property
-    def told(self) -> bool:
+    def known(self) -> bool:
         return math.isfinite(self.estimate)
 
     def __str__(self) -> str:
-        if not self.told:
-            return f"a way of at least {self.low:.3g} (by {self.by}): too far to tell how far"
+        if not self.known:
+            return f"a way of at least {self.low:.3g} (by {self.by}): no upper bound"
         return f"a way of {self.estimate:.3g}, between {self.low:.3g} and {self.high:.3g} (by {self.by})"
 
 
@@ -335,7 +340,7 @@ def way_on(task: Task, seen: Observation, batch: Batch, *, start: float, steps: 
     premise are wrong, or the client has fitted its examples; `walk` shows the curve.
     """
     if not 0 < start < math.inf:
-        raise ValueError(f"start must be a positive way; given {start}.")
+        raise ValueError(f"start must be a positive, finite sum of learning rates; given {start}.")
     if not 1 <= fine <= steps - 2:
         raise ValueError(f"fine must be at least 1 and at most steps - 2; given {fine} of {steps}.")
     curve = walk(task, seen, batch, LocalTraining(lr=start / fine, steps=steps))
@@ -380,7 +385,7 @@ def recipes(
     `ranked` on a reconstruction tells a little. If nothing is known, LocalTraining(lr=estimate / K, steps=K) is as good
     as any, with K large enough for a smooth path.
     """
-    if not found.told:
+    if not found.known:
         raise ValueError(f"No recipe follows from {found}. Use a reconstruction (`way_on`), or try recipes (`ranked`).")
     sizes = [batch_size] if batch_size else [size for size in BATCH_SIZES if size < examples] + [examples]
     candidates = []
@@ -404,7 +409,7 @@ def recipes(
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> tuple[TargetView, Batch]:
+def _doubled(task: Task, observation: Observation, batch: Batch, knows: Knowledge) -> tuple[TargetView, Batch]:
     """The scene and the batch in float64, where the task is."""
     like = tree.like(task.weights())
     work = task.to(like.device, torch.float64)
@@ -412,9 +417,9 @@ def _doubled(task: Task, seen: Observation, batch: Batch, knows: Knowledge) -> t
     if missing:
         raise TaskError(f"The batch lacks {', '.join(sorted(missing))}: a replay needs every field of the task.")
     sizes = {name: value.shape[0] for name, value in batch.items()}
-    if batch and set(sizes.values()) != {seen.num_examples}:
-        raise TaskError(f"The client had {seen.num_examples} examples; the batch has {sizes}.")
-    return TargetView.of(work, seen, knows), tree.to(batch, like.device, torch.float64)
+    if batch and set(sizes.values()) != {observation.num_examples}:
+        raise TaskError(f"The client had {observation.num_examples} examples; the batch has {sizes}.")
+    return TargetView.of(work, observation, knows), tree.to(batch, like.device, torch.float64)
 
 
 def _dummies(scene: TargetView) -> Tensor:

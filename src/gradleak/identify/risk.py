@@ -94,7 +94,9 @@ def risk(
         drawn = torch.linalg.qr(noise).Q.T.contiguous()  # (k, n), orthonormal
     local = Local.at(task, seen, point, knows, how, directions=drawn)
     if not local.finite:
-        raise ValueError("The client's update at this point is not finite: there is no risk to be told.")
+        raise ValueError(
+            "The client's update at this point is not finite, so it has no risk score. Check the point and the weights."
+        )
     units = local.whitening(0.0, rounding_of(seen))
     values = torch.linalg.svdvals(local.rows * units).double()  # (k,)
     power = (how.prior * values).square()
@@ -111,15 +113,15 @@ def risk(
     )
 
 
-def _point(task: Task, seen: Observation, knows: Knowledge, seed: int) -> Batch:
+def _point(task: Task, observation: Observation, knows: Knowledge, seed: int) -> Batch:
     """A random batch: pixels drawn from the prior, labels read off the update."""
-    blank = task.blank(seen.num_examples)
+    blank = task.blank(observation.num_examples)
     source = Draws(randomness.key("risk point", seed))
     for stream, (name, field) in enumerate(task.fields.items()):
         if field.classes is None and field.bounded:
             noise = source.child(stream).normal(tuple(blank[name].shape), dtype=torch.float64)
             blank[name] = field.model((0.5 + PIXEL_STD * noise).clamp(0, 1).to(blank[name]))
-    scene = TargetView.of(task, seen, knows)
+    scene = TargetView.of(task, observation, knows)
     known = {name: value.to(blank[name].device) for name, value in knows.given.items()}
     scene = replace(scene, fields=known)
     labels = Labels(label_rule("auto"))(scene) if "y" in task.fields else {}

@@ -182,14 +182,14 @@ class LBFGS(Optimiser):
         with_moves = moves @ torch.stack([y, last_gradient], dim=1)  # (m, 2)
         with_turns = turns @ torch.stack([s, y, last_gradient], dim=1)  # (m, 3)
         here_row, column = here[:, None], with_moves[:, :1]
-        held = torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
+        count = torch.where(keep, (state["held"] + 1).clamp(max=self.history), state["held"])
         pairs = {
             "moves": moves,
             "turns": turns,
             "overlap": torch.where(here_row, with_turns[:, 0], torch.where(here, column, state["overlap"])),
             "gram": torch.where(here_row, with_turns[:, 1], torch.where(here, with_turns[:, 1:2], state["gram"])),
             "head": torch.where(keep, (head + 1) % self.history, head),
-            "held": torch.where(restart, 0, held),
+            "held": torch.where(restart, 0, count),
         }
         return pairs, with_moves[:, 1], with_turns[:, 2]
 

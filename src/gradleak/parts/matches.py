@@ -62,8 +62,8 @@ class Relative(Match):
         entries = tree.size(observed)
         unit = torch.linalg.vector_norm(torch.stack(lengths)) / math.sqrt(entries)
         if not self.whole:
-            own = [length / math.sqrt(o.numel()) for length, o in zip(lengths, observed.values())]
-            unit = torch.maximum(torch.stack(own), self.floor * unit)
+            units = [length / math.sqrt(o.numel()) for length, o in zip(lengths, observed.values())]
+            unit = torch.maximum(torch.stack(units), self.floor * unit)
         row = tree.safe_inverse(unit) / math.sqrt(entries)  # all tensors at once: every operation costs the host
         return dict(zip(observed, row.expand(len(observed)).unbind()))
 

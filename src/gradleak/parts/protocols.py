@@ -119,9 +119,7 @@ def resumed(begin: Tree, before: Tree | None) -> Tree:
     values = {name: value for name, value in (before or {}).items() if name in begin}
     for name, value in values.items():
         if tree.shapes(value) != tree.shapes(begin[name]):
-            raise ValueError(
-                f"The last stage left an unknown {name!r} of other shapes than this one has: rename one of them."
-            )
+            raise ValueError(f"The unknown {name!r} has other shapes here than in the last stage: rename one of them.")
     return {**begin, **values}
 
 

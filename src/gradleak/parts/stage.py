@@ -49,6 +49,6 @@ def demand_part(place: str, part: object, base: type) -> None:
     if not isinstance(part, base):
         kind = type(part).__name__
         raise TypeError(
-            f"{place} takes a {base.__name__}; given a {kind}, which is none. Let it inherit "
+            f"{place} takes a {base.__name__}; given a {kind}, which is not one. Let it inherit "
             f"gradleak.parts.protocols.{base.__name__}: class {kind}({base.__name__})."
         )

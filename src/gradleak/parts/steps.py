@@ -82,8 +82,8 @@ class ReadSteps(FieldRule):
             return {}
         if scene.num_examples > 1 and "noise" in scene.fields:
             raise RuleDoesNotApply(
-                f"The noise of {scene.num_examples} examples is given in their order, and steps are read off in none: "
-                "give both in Knowledge(given={'noise': ..., 't': ...}), or attack one example."
+                f"The noise of {scene.num_examples} examples is given in their order, but steps that are read off have "
+                "no order: give both in Knowledge(given={'noise': ..., 't': ...}), or attack one example."
             )
         layer = time_layer(scene)
         _, values, right = torch.linalg.svd(layer.gradient, full_matrices=False)
@@ -153,7 +153,7 @@ def time_layer(scene: TargetView) -> TimeLayer:
     if scene.num_examples >= known.shape[1]:
         raise RuleDoesNotApply(
             f"{scene.num_examples} examples are too many for an embedding of {known.shape[1]} entries: every step lies "
-            f"in the span of so many. {otherwise}"
+            f"in the span of that many. {otherwise}"
         )
     return TimeLayer(known, torch.cat(columns, dim=1))
 

@@ -74,8 +74,8 @@ class GradientAtStart(Prediction):
         """The scene with every round's weights moved to the point `alpha` of its own path."""
 
         def moved(number: int, each: TargetView) -> TargetView:
-            own = alpha[number] if isinstance(alpha, Tensor) else alpha
-            return replace(each, weights=self.weights(each, number, own, v))
+            point = alpha[number] if isinstance(alpha, Tensor) else alpha
+            return replace(each, weights=self.weights(each, number, point, v))
 
         *earlier, last = (moved(number, each) for number, each in enumerate(scene.rounds))
         return replace(last, earlier=tuple(earlier))
@@ -224,7 +224,7 @@ class _Holding(Space):
 
     def project(self, v: Tree, scene: TargetView, now: Step) -> Tree:
         if self.name not in v:
-            raise ValueError(f"{self} holds {self.name!r}, which is no unknown.{did_you_mean(self.name, v)}")
+            raise ValueError(f"{self} holds {self.name!r}, which is not an unknown.{did_you_mean(self.name, v)}")
         return {**v, **self.bounded({self.name: v[self.name]})}  # a tree, for one tensor and for several by name
 
     def bounded(self, unknown: Tree) -> Tree:

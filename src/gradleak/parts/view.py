@@ -131,7 +131,9 @@ def in_turn(scenes: Iterable[TargetView]) -> Iterator[TargetView]:
     last: Params = {}
     moved: Params = {}
     for scene in scenes:
-        if last.keys() != scene.weights.keys() or any(last[name] is not own for name, own in scene.weights.items()):
+        if last.keys() != scene.weights.keys() or any(
+            last[name] is not weight for name, weight in scene.weights.items()
+        ):
             like = _like(scene.task)
             last, moved = scene.weights, tree.to(scene.weights, like.device, like.dtype)
         yield scene.here(moved)

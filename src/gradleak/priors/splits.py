@@ -61,7 +61,7 @@ class Split:
             card.setdefault("excluded", {})[name] = int(same.sum())
             rows = rows[~same]
         if not len(rows):
-            raise DataError(f"Of {self.data} nothing is left: exclude or hold out less, or take other rows.")
+            raise DataError(f"Nothing is left of {self.data}: exclude or hold out less, or take other rows.")
         return images[rows], {**card, "used": len(rows), "used_rows": ranges(rows.tolist())}
 
 

@@ -165,7 +165,7 @@ class Reader:
         if images is None or not pictures.drawable(images["true"].shape[2:]):
             return None
         target = int(row["target"])
-        true, found = images["true"][target, example], images["found"][target, example]
+        true, reconstruction = images["true"][target, example], images["found"][target, example]
         scores = {name: values[example] for name, values in row["scores"].items() if values}
         outcome, colour = _outcome(row, example)
         attack, _, settings = str(row["attack"]).partition(":")
@@ -185,7 +185,7 @@ class Reader:
             scores={name: scores.get(name) for name in ("psnr", "ssim")},
             alt=f"example {example + 1} of target {row['observation']}",
             true=pictures.data_uri(true),
-            found=pictures.data_uri(found),
+            found=pictures.data_uri(reconstruction),
             width=true.shape[-1],
             height=true.shape[-2],
             search=self._search(row, target),

@@ -37,7 +37,7 @@ def untested(grid: Sequence[Row], summaries: Sequence[Summary]) -> Iterator[str]
     if not any(str(row.get("knows", "")).startswith(("D", "E")) for row in grid):
         yield "Attackers with data or generators like the clients' (levels D and E): they recover more."
     if not any(line.trained is not None and line.trained.test_accuracy is not None for line in summaries):
-        yield "Utility: the quality of the attacked model was not measured, so nobody knows what a defence costs."
+        yield "Utility: the quality of the attacked model was not measured, so the cost of a defence is unknown."
     count = max((summary.targets * summary.seeds for summary in summaries), default=0)
     if count < FLOOR:
         yield f"Enough targets for a published claim: this run has {count} per line; use 50 targets x 3 seeds."

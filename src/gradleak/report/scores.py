@@ -76,7 +76,7 @@ def baselines(grid: Sequence[Row]) -> Table | None:
         return None
     rows = [
         Line((Value(name), *(Value(number(_mean(scores["psnr"]), 1)), Value(number(_mean(scores["ssim"]), 2))),
-              Value(EXPLAINED.get(name, "the same attack on the update of somebody else"))))
+              Value(EXPLAINED.get(name, "the same attack on the update of an unrelated client"))))
         for name, scores in sorted(gathered.items())
     ]  # fmt: skip
     columns = (Column("baseline", False), Column("PSNR"), Column("SSIM"), Column("what it is", False))

@@ -141,8 +141,10 @@ class LocalTraining:
                 return gradient
 
             # A source for each step: a hook that draws must not meet the numbers of the step before.
-            own = None if source is None else source.child((1 << 17) + step)
-            gradient = defence.gradient(compute, weights, part, replace(view, optimiser=state, batch=part, draws=own))
+            step_source = None if source is None else source.child((1 << 17) + step)
+            gradient = defence.gradient(
+                compute, weights, part, replace(view, optimiser=state, batch=part, draws=step_source)
+            )
             decrease, state = self.optimiser.step(weights, gradient, state, self.lr * self.schedule(step, len(plan)))
             moved = decrease if step == 0 else tree.add(moved, decrease)
             if step + 1 < len(plan):  # a replayed single step never needs the new weights: one pass per lane saved

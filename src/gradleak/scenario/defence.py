@@ -185,7 +185,7 @@ class Chain(Defence):
         for position, member in enumerate(members):
             for later in members[position + 1 :] if member.last else ():
                 if overrides(later, "upload"):
-                    raise ValueError(f"{member.name} sends no update any more: {later.name} must come before it.")
+                    raise ValueError(f"{member.name} does not send an update, so {later.name} must come before it.")
 
     @property
     def name(self) -> str:

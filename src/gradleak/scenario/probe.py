@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradleak.core import random as draws
+from gradleak.core import random as randomness
 from gradleak.core.configuration import digest
 from gradleak.core.tree import Params
 from gradleak.scenario.task import Batch, Field, Task, float32_products
@@ -48,7 +48,7 @@ def _example(name: str, field: Field, dtype: torch.dtype) -> Tensor:
     shape = (EXAMPLES, *field.shape)
     if field.classes is not None:
         return torch.arange(math.prod(shape)).reshape(shape) % field.classes
-    source = draws.Draws(draws.key("probe", name))
+    source = randomness.Draws(randomness.key("probe", name))
     if not field.bounded:
         return source.normal(shape, dtype=torch.float64).to(dtype)
     return field.model(source.uniform(shape, dtype=torch.float64).to(dtype))

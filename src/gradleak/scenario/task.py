@@ -88,7 +88,7 @@ class Field:
 
     def _box(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if not self.bounded:
-            raise TaskError(f"A field with bounds {self.bounds} is no picture: it has no [0, 1] to be mapped to.")
+            raise TaskError(f"A field with bounds {self.bounds} is not a picture: it cannot be mapped to [0, 1].")
         return self.limits(like)
 
 

@@ -183,8 +183,8 @@ class Client:
             for other in sorted(entries.keys() - {self.number}):
                 key = channel_key(channels[other], transcript, "seed", self.number, other)
                 seeds.append(SealedSeed(other, promise, primitives.seal(key, self._contribution, promise)))
-        own = commitment("own mask", transcript, self.number, self.number, self._own)
-        message = Shares(transcript, self.number, own, tuple(boxes), tuple(seeds))
+        promised_mask = commitment("own mask", transcript, self.number, self.number, self._own)
+        message = Shares(transcript, self.number, promised_mask, tuple(boxes), tuple(seeds))
         self._member.reach(self.plan, Stage.MASK)
         self._directory, self._transcript, self._graph, self._channels = entries, transcript, graph, channels
         self._shares = {self.number: (of_key[points[self.number]], of_own[points[self.number]])}
@@ -223,7 +223,9 @@ class Client:
         contributions = {self.number: self._contribution}
         for box in seeds:
             if box.other in contributions or box.other not in clients:
-                raise Rejected(f"A contribution to the seed came twice, or from nobody of this round: {box.other}.")
+                raise Rejected(
+                    f"A contribution to the seed came twice, or from a client that is not in this round: {box.other}."
+                )
             key = channel_key(self._channels[box.other], self._transcript, "seed", box.other, self.number)
             text = self._opened(key, box.sealed, box.commitment, box.other)
             if commitment("seed", self._transcript, box.other, box.other, text) != box.commitment:
@@ -237,7 +239,7 @@ class Client:
     def seed(self) -> SharedSeed:
         """The secret that all clients of this round share and the server does not know; after `accept`."""
         if self._seed is None:
-            raise Refused("There is a shared seed after `accept`, where the plan has factor_bits above 0.")
+            raise Refused("There is no shared seed: call `accept` first, with a plan whose factor_bits is above 0.")
         return self._seed
 
     # --- 3 and 4: values, and what removes the masks ------------------------------------------------------------------
@@ -277,7 +279,7 @@ class Client:
                 "The survivors fall into groups that share no masks, so the sum of each group would be seen. Use more "
                 "neighbours."
             )
-        of_own = tuple((owner, own) for owner, (_, own) in sorted(self._shares.items()) if owner in survivors)
+        of_own = tuple((owner, share) for owner, (_, share) in sorted(self._shares.items()) if owner in survivors)
         of_key = tuple((owner, key) for owner, (key, _) in sorted(self._shares.items()) if owner not in survivors)
         answer = Revealed(self._transcript, self.number, of_own, of_key)
         self._member.reach(self.plan, Stage.DONE)
@@ -310,13 +312,13 @@ class Client:
 
     def _restore(self, state: bytes) -> None:
         reader = Reader(state)
-        binding, stage, channel, key, own, contribution, directory, shares, clients, seed = (
+        binding, stage, channel, key, mask, contribution, directory, shares, clients, seed = (
             reader.take(reader.number()) for _ in range(10)
         )
         reader.end()
         self._bound_to(binding, self.plan.binding)
         self.stage = Stage[stage.decode()]
-        self._channel, self._key, self._own, self._contribution = channel, key, own, contribution
+        self._channel, self._key, self._own, self._contribution = channel, key, mask, contribution
         if directory:
             self._directory, self._transcript = checked_directory(self.plan, Directory.from_bytes(directory))
             self._graph = self.plan.graph(self._directory, self._transcript)

@@ -116,12 +116,14 @@ class Server:
         holders = [box.other for box in message.shares]
         wanted = sorted({message.sender, *self._graph[message.sender]})
         if sorted(holders) != wanted:
-            raise Rejected(f"Client {message.sender} must send shares to {wanted}, once each; it did to {holders}.")
+            raise Rejected(
+                f"Client {message.sender} must send shares to {wanted}, once each; it sent them to {holders}."
+            )
         others = sorted(self._advertised.keys() - {message.sender}) if self.plan.factor_bits else []
         if sorted(box.other for box in message.seeds) != others:
             raise Rejected(f"Client {message.sender} must send its contribution to the seed once to each of {others}.")
         if len({box.commitment for box in message.seeds}) > 1:  # else clients would have different factors
-            raise Rejected(f"Client {message.sender} must commit itself to one contribution to the seed, told to all.")
+            raise Rejected(f"Client {message.sender} must commit to one contribution to the seed, the same for all.")
         for box in message.shares:
             if bool(box.sealed) != (box.other != message.sender):
                 raise Rejected(f"Client {message.sender} sent a box without shares to client {box.other}.")

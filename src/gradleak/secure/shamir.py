@@ -71,5 +71,5 @@ def from_bytes(share: bytes) -> int:
     """The inverse of `to_bytes`; another length, or a number outside the field, is refused."""
     value = int.from_bytes(share, "big")
     if len(share) != SHARE or value >= PRIME:
-        raise Rejected(f"A share is {SHARE} bytes of a number below the field's prime; this is none.")
+        raise Rejected(f"A share is {SHARE} bytes of a number below the field's prime; this is not one.")
     return value

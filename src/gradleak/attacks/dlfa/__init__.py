@@ -106,7 +106,7 @@ class DLFASettings(SearchSettings):
         for name, known in (("preset", PRESETS), ("variant", VARIANTS)):
             if (value := getattr(self, name)) not in known:
                 hint = did_you_mean(value, known)
-                raise ValueError(f"{name} must be one of those of the paper; given {value!r}.{hint}")
+                raise ValueError(f"{name} must be one that the paper names; given {value!r}.{hint}")
 
     def replaced(self, *names: str) -> dict[str, Any]:
         """The settings of these names that replace the preset's."""

@@ -188,7 +188,7 @@ class LocalSteps(Prediction):
     def __post_init__(self) -> None:
         require_positive(self, whole=("most",))
         if self.every < 0:
-            raise ValueError(f"A checkpoint comes at every so many steps, or never (0); given {self.every}.")
+            raise ValueError(f"every must be a number of steps between checkpoints, or 0 for none; given {self.every}.")
 
     @property
     def needs(self) -> Needs:

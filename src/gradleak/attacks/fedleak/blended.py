@@ -55,7 +55,7 @@ class Blended(Optimiser):
         if self.unit not in UNITS:
             raise ValueError(f"unit must be 'norm' or 'rms'; given {self.unit!r}.{did_you_mean(str(self.unit), UNITS)}")
         if not self.of:
-            raise ValueError("of names no unknown, so nothing would be moved. For no blending set lam=0.")
+            raise ValueError("of is empty, so no unknown would move. For no blending set lam=0.")
 
     def sized(self, evaluations: int) -> Blended:
         return replace(self, inner=self.inner.sized(evaluations))  # type: ignore[arg-type]
@@ -63,7 +63,9 @@ class Blended(Optimiser):
     def init(self, problem: LaneObjective, v: Tree) -> Tree:
         for name in self.of:
             if name not in v:
-                raise ValueError(f"{type(self).__name__} moves {name!r}, which is no unknown.{did_you_mean(name, v)}")
+                raise ValueError(
+                    f"{type(self).__name__} moves {name!r}, which is not an unknown.{did_you_mean(name, v)}"
+                )
         return self.inner.init(problem, v)
 
     def step(self, problem: LaneObjective, v: Tree, state: Tree, now: Step) -> tuple[Tree, Tree, Scored]:

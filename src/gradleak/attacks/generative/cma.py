@@ -140,8 +140,8 @@ class CMAES(_Population):
         # A bad candidate counts by its direction only, whatever its length (tutorial, equation 46).
         lengths = z.square().sum(1)
         balanced = torch.where(weights < 0, weights * n / lengths.clamp_min(1e-30), weights)
-        kept = 1 + plan.c_1 * (1 - short) * plan.c_c * (2 - plan.c_c) - plan.c_1 - plan.c_mu * weights.sum()
-        covariance = kept * state["covariance"] + plan.c_1 * torch.outer(path, path) + plan.c_mu * (y.T * balanced) @ y
+        decay = 1 + plan.c_1 * (1 - short) * plan.c_c * (2 - plan.c_c) - plan.c_1 - plan.c_mu * weights.sum()
+        covariance = decay * state["covariance"] + plan.c_1 * torch.outer(path, path) + plan.c_mu * (y.T * balanced) @ y
         covariance = 0.5 * (covariance + covariance.T)
         growth = (plan.c_sigma / plan.d_sigma) * (length / plan.expected - 1)
         sigma = state["sigma"] * growth.clamp(max=1.0).exp()  # at most by e at once, as pycma has it

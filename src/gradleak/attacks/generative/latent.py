@@ -284,7 +284,7 @@ class Weights(Generated):
         generator = self.generator(scene)
 
         def images(weights: Params, carried: Tree) -> Tensor:
-            return with_weights(generator, weights, lambda own: rest_of(own, carried, int(stage)))
+            return with_weights(generator, weights, lambda replaced: rest_of(replaced, carried, int(stage)))
 
         if scene.num_examples == 1:  # no axis more than needed: convolutions with weights of their own are dear
             return self.batch(images({n: w[0] for n, w in v["generator"].items()}, carried), scene)

@@ -397,7 +397,7 @@ class StepSearch:
 
 def _renamed(target: Track, place: int) -> Track:
     """The same target under another key, so that its lanes are separate."""
-    return Track(tuple(replace(seen, key=f"{seen.key}/{place}") for seen in target.observations))
+    return Track(tuple(replace(observation, key=f"{observation.key}/{place}") for observation in target.observations))
 
 
 def _each(value: Tensor, task: Task, name: str, targets: int, width: int) -> Tensor:

@@ -141,35 +141,35 @@ class GaussNewtonKrylov(Optimiser):
         def residual(x: Tensor) -> Tree:
             return problem.residual(tree.unflatten(x, like))
 
-        held = torch.where(fresh, 0, state["held"])
+        count = torch.where(fresh, 0, state["held"])
         right, slots = state["right"], torch.arange(state["right"].shape[0], device=x.device)
-        used = slots < held
+        used = slots < count
         diagonal, below = (torch.where(used, state[name], 0.0) for name in ("diagonal", "below"))
 
         at, pull = vjp(residual, x)[:2]
         first = _norm(at)
-        left = tree.where(held == 0, tree.scale(at, tree.safe_inverse(first)), state["left"])
-        w = pull(left)[0]
+        left_vector = tree.where(count == 0, tree.scale(at, tree.safe_inverse(first)), state["left"])
+        w = pull(left_vector)[0]
         with float32_products():
             for _ in range(2):  # the second pass removes rounding; beta_k v_{k-1} goes with the rest
                 w = w - torch.where(used, right @ w, 0.0) @ right
         alpha = _norm({"": w})
         w = w * tree.safe_inverse(alpha)
-        turned = tree.add(jvp(residual, (x,), (w,))[1], left, -alpha)
+        turned = tree.add(jvp(residual, (x,), (w,))[1], left_vector, -alpha)
         beta = _norm(turned)
 
         least = 10 * torch.finfo(x.dtype).eps * torch.maximum(diagonal, below).amax()
         grow = ~(state["full"] & ~fresh) & (alpha > least) & alpha.isfinite() & beta.isfinite()
-        here = (slots == held) & grow
-        held = held + grow.to(held.dtype)
+        here = (slots == count) & grow
+        count = count + grow.to(count.dtype)
         return {
-            "held": held,
+            "held": count,
             "right": torch.where(here[:, None], w, right),
-            "left": tree.where(grow, tree.scale(turned, tree.safe_inverse(beta)), left),
+            "left": tree.where(grow, tree.scale(turned, tree.safe_inverse(beta)), left_vector),
             "first": torch.where(fresh, first, state["first"]),
             "diagonal": torch.where(here, alpha, diagonal),
             "below": torch.where(here, beta, below),
-            "full": ~grow | (held >= slots.shape[0]) | ~(beta > least),
+            "full": ~grow | (count >= slots.shape[0]) | ~(beta > least),
         }
 
     def _damped(self, space: Tree, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,8 +195,8 @@ class GaussNewtonKrylov(Optimiser):
 
         start = torch.cat([first[None], a.new_zeros(count)])  # beta_1 e_1
         y = solve(a * start[:-1])
-        left = start - torch.cat([a * y, zero]) - torch.cat([zero, b * y])
-        y = y + solve(a * left[:-1] + b * left[1:] - shift * y)
+        residual = start - torch.cat([a * y, zero]) - torch.cat([zero, b * y])
+        y = y + solve(a * residual[:-1] + b * residual[1:] - shift * y)
         y = y.to(space["right"].dtype)
         with float32_products():
             move = -(y @ space["right"])

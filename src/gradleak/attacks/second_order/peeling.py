@@ -239,11 +239,11 @@ class _Peeling:
         """The block as a function of weights and input; the input of the lowest is an image in [0, 1]."""
         state = {**(self.scene.buffers or {}), **self.scene.weights}
         if block is not self.chain.blocks[0]:
-            return lambda own, a: block({**state, **own}, a)
+            return lambda weights, a: block({**state, **weights}, a)
         low, high = self.scene.limits[self.name]
 
-        def from_unit(own: Params, a: Tensor) -> Tensor:
-            return block({**state, **own}, low + (high - low) * a.reshape(block.inputs))
+        def from_unit(weights: Params, a: Tensor) -> Tensor:
+            return block({**state, **weights}, low + (high - low) * a.reshape(block.inputs))
 
         return from_unit
 
@@ -259,26 +259,26 @@ class _Peeling:
         return _columns(lambda a: function({}, a) - offset, zero).T, offset
 
     def _rows(
-        self, function: Callable[[Params, Tensor], Tensor], own: Params, above: Above, observed: Params
+        self, function: Callable[[Params, Tensor], Tensor], weights: Params, above: Above, observed: Params
     ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """The known quantities behind `function` as a function of its input a, and their known values.
 
-        These are the gradients of the weights `own`, tensor by tensor, then the output.
+        These are the gradients of `weights`, tensor by tensor, then the output.
         """
-        share = {name: tree.safe_inverse(observed[name].norm()) for name in own}
+        share = {name: tree.safe_inverse(observed[name].norm()) for name in weights}
         trust = above.trust * tree.safe_inverse((above.trust * above.z).norm())
 
         def side(gradients: Params, output: Tensor) -> Tensor:
-            parts = [(gradients[name] * share[name]).flatten() for name in own]
+            parts = [(gradients[name] * share[name]).flatten() for name in weights]
             return torch.cat([*parts, trust * output])
 
         def rows(a: Tensor) -> Tensor:
-            if not own:
+            if not weights:
                 return side({}, function({}, a))
-            output, pull = vjp(lambda weights: function(weights, a), own)[:2]
+            output, pull = vjp(lambda w: function(w, a), weights)[:2]
             return side(pull(above.cotangent)[0], output)
 
-        return rows, side({name: observed[name] for name in own}, above.z)
+        return rows, side({name: observed[name] for name in weights}, above.z)
 
     def _system(self, block: Block, above: Above, observed: Params) -> System:
         rows, wanted = self._rows(self._block(block), block.weights(self.scene.weights), above, observed)
@@ -325,15 +325,15 @@ class _Peeling:
         `form` is a quadratic form about the last start, which fades.
         """
 
-        def function(own: Params, a: Tensor) -> Tensor:
+        def function(weights: Params, a: Tensor) -> Tensor:
             for block in blocks:
-                a = activated(block.activation, self._block(block)(own, a))
+                a = activated(block.activation, self._block(block)(weights, a))
             return a
 
-        own: Params = {}
+        weights: Params = {}
         for block in blocks:
-            own |= block.weights(self.scene.weights)
-        rows, wanted = self._rows(function, own, Above(h, torch.ones_like(h), cotangent), observed)
+            weights |= block.weights(self.scene.weights)
+        rows, wanted = self._rows(function, weights, Above(h, torch.ones_like(h), cotangent), observed)
         ends = [_least_squares(lambda a: rows(a) - wanted, start, form, starts[-1]) for start in starts]
         lacks = torch.stack([torch.nan_to_num((rows(end) - wanted).norm(), torch.inf) for end in ends])
         return torch.stack(ends).index_select(0, lacks.argmin()[None])[0]
@@ -435,16 +435,18 @@ class _Peeling:
     def _doubted(self, z: Tensor, x: Tensor, cotangent: Tensor, observed: Params, doubt: float) -> Tensor:
         """How far each ReLU is on, in [0, 1]: the lowest block's gradient is linear in it, and decides near z = 0."""
         block = self.chain.blocks[0]
-        function, own = self._block(block), block.weights(self.scene.weights)
-        pull = vjp(lambda weights: function(weights, x), own)[1]
+        function, weights = self._block(block), block.weights(self.scene.weights)
+        pull = vjp(lambda w: function(w, x), weights)[1]
 
         def rows(on: Tensor) -> Tensor:
             gradients = pull(cotangent * on)[0]
-            return torch.cat([(gradients[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in own])
+            return torch.cat(
+                [(gradients[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in weights]
+            )
 
         believed = (z > 0).to(z.dtype)
         sure = 1 + (z / doubt) ** 4
-        wanted = torch.cat([(observed[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in own])
+        wanted = torch.cat([(observed[name] * tree.safe_inverse(observed[name].norm())).flatten() for name in weights])
         lack = wanted - rows(believed)
         back = vjp(rows, believed)[1]
         gram = _columns(lambda on: back(rows(on))[0], believed)

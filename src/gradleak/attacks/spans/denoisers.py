@@ -72,12 +72,12 @@ def _one_by_one(task: Task, targets: Sequence[Track], knows: Knowledge, engine: 
         scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, FIELDS)
     given = {name: torch.cat([scene.fields[name] for scene in scenes])[:, None] for name in scenes[0].fields}
 
-    def one(seen: Observation, example: int) -> Observation:
-        key = seen.key if seen.num_examples == 1 else f"{seen.key}, example {example}"
-        return replace(seen, num_examples=1, key=key)
+    def one(observation: Observation, example: int) -> Observation:
+        key = observation.key if observation.num_examples == 1 else f"{observation.key}, example {example}"
+        return replace(observation, num_examples=1, key=key)
 
     single = [
-        Track(tuple(one(seen, example) for seen in target.observations))
+        Track(tuple(one(observation, example) for observation in target.observations))
         for target in targets
         for example in range(target.num_examples)
     ]
@@ -142,7 +142,7 @@ class SpanDM:
         """`settings` of the result hold the layers, and for each example its starts and its match (`Outside`)."""
         require(self, knows)
         targets = as_targets(seen)
-        fits(task, [seen for target in targets for seen in target.observations])
+        fits(task, [observation for target in targets for observation in target.observations])
         layers = self._layers(task, targets, knows)
         single, given = _one_by_one(task, targets, knows, engine or Engine())
         granted = replace(knows, given=given)
@@ -175,16 +175,19 @@ class SpanDM:
             )
         counts = {target.num_examples for target in targets}
         if len(counts) > 1:
-            raise TaskError(f"span-dm attacks targets of as many examples each; given {sorted(counts)}. Split them.")
+            raise TaskError(
+                f"span-dm needs the same number of examples in every target; given {sorted(counts)}. Attack targets of "
+                "different sizes separately."
+            )
         [examples] = counts
         view, updates = TargetView.of(task, targets[0].last, knows), [target.last.update for target in targets]
         candidates = spanning_layers(task, examples, view.weights, view.buffers)
         layers = [sent for layer in candidates if (sent := as_sent(layer, updates))]
         if not layers:
             raise TaskError(
-                f"No layer of this network tells the span of its inputs (examples in an update: {examples}): all that "
-                "see the images have more places than outputs, or see fewer numbers than these have, or their gradient "
-                "was not sent. Use spectral-dm with noise='unknown'."
+                f"No layer of this network reveals the span of its inputs (examples in an update: {examples}): all "
+                "that see the images have more places than outputs, or see fewer numbers than these have, or their "
+                "gradient was not sent. Use spectral-dm with noise='unknown'."
             )
         return tuple(layers[: self.layers])
 
