@@ -74,3 +74,9 @@ def test_workers_share_the_places_and_stop_in_time(
     assert sorted(keys) == sorted(mutant.key for mutant in todo[:met])
     assert len(trees) == met
     assert set(trees) <= {tmp_path / "tree0", tmp_path / "tree1"}
+
+
+def test_the_group_of_a_test_is_no_part_of_its_id(mutants: ModuleType) -> None:
+    assert mutants.without_group("tests/test_analyse.py::test_a@analyse") == "tests/test_analyse.py::test_a"
+    assert mutants.without_group("tests/test_x.py::test_a[b@c]@flower runs") == "tests/test_x.py::test_a[b@c]"
+    assert mutants.without_group("tests/test_x.py::test_a[b@c]") == "tests/test_x.py::test_a[b@c]"

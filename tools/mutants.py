@@ -288,6 +288,11 @@ def make_map(shuffle: str | None) -> None:
     print(done.stdout[-300:])
 
 
+def without_group(name: str) -> str:
+    """The id of a test as pytest takes it: xdist writes the name of a group behind it."""
+    return re.sub(r"@[^\[\]]+$", "", name)
+
+
 def tests_of(mutant: Mutant, durations: dict[str, float], database: sqlite3.Connection) -> list[str]:
     """Tests that run the line: those of its own file first, then the quickest."""
     from coverage.numbits import numbits_to_nums
@@ -297,7 +302,7 @@ def tests_of(mutant: Mutant, durations: dict[str, float], database: sqlite3.Conn
         "join context on context.id = line_bits.context_id where file.path like ?",
         (f"%/{mutant.file}",),
     )
-    held = [(name.partition("|")[0], mutant.line in numbits_to_nums(bits)) for name, bits in rows]
+    held = [(without_group(name.partition("|")[0]), mutant.line in numbits_to_nums(bits)) for name, bits in rows]
     names = {name for name, own in held if name and own}
     if not names and ("", True) in held:  # it runs when the module is imported, so all that use the module may notice
         names = {name for name, _ in held if name}
@@ -319,7 +324,7 @@ def measured() -> dict[str, float]:
     """Seconds of each test, from what `map` printed."""
     told = (HOME / "durations.txt").read_text(encoding="utf-8")
     lines = re.findall(r"^([\d.]+)s call +(\S.*)$", told, re.MULTILINE)
-    return {name.strip(): float(seconds) for seconds, name in lines}
+    return {without_group(name.strip()): float(seconds) for seconds, name in lines}
 
 
 # --- breaking ---------------------------------------------------------------------------------------------------------
