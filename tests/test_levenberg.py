@@ -12,6 +12,7 @@ from torch.func import vmap
 from gradleak.core.linear import gram, jacobian
 from gradleak.core.random import Draws, key
 from gradleak.core.tree import Tree
+from gradleak.parts import levenberg
 from gradleak.parts.levenberg import Homotopy, LevenbergMarquardt
 from gradleak.parts.protocols import LaneObjective, Scored
 from gradleak.parts.view import Step
@@ -82,6 +83,16 @@ def test_every_lane_has_its_own_damping_and_acceptance() -> None:
         alone = once(a[lane], b[lane], start[lane])
         torch.testing.assert_close(together[0][lane], alone[0])
         torch.testing.assert_close(together[1][lane], alone[1])
+
+
+def test_the_damping_stays_in_its_bounds() -> None:
+    """At the solution no step is better, and the damping would grow for ever; far from it, it would fall for ever."""
+    a, b = drawn("a", 30, 7), drawn("b", 30)
+    solution = torch.linalg.lstsq(a, b[:, None]).solution[:, 0]
+    _, stuck = run(Quadratic(a, b), LevenbergMarquardt(), solution, 60)
+    assert stuck["damping"] == levenberg.MOST_DAMPING
+    _, easy = run(Quadratic(a, b), LevenbergMarquardt(damping=1e-15), torch.zeros(7, dtype=torch.float64), 1)
+    assert easy["damping"] == 1e-15
 
 
 def test_a_point_that_is_not_finite_is_never_taken() -> None:

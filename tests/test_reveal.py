@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 pytest.importorskip("cryptography", reason="needs the extra secure")
 
 import gradleak as gl
-from conftest import largest_difference, moment, private, scene_of, tiny
+from conftest import largest_difference, moment, normal, private, scene_of, tiny
 from gradleak.attacks.sign_matching.cohorts import Sums
 from gradleak.core import tree
 from gradleak.core.tree import Tree
@@ -246,6 +246,16 @@ def test_mean_gradients_come_out_of_two_rounds_and_the_second_moments() -> None:
     blind = reveal.masked_first(groups[-1], seed=39)
     assert reveal.cosine(found, exact) > 0.95
     assert reveal.cosine(blind, exact) < reveal.cosine(found, exact)
+
+
+def test_the_gradient_of_a_second_round_is_exact_where_its_moments_are() -> None:
+    """Early on the corrections 1 - beta1^t matter: M_1 = (1 - beta1) g_1, M_2 = beta1 M_1 + (1 - beta1) g_2."""
+    beta1, v = 0.9, {"w": torch.full((5,), 4.0, dtype=torch.float64)}
+    first, second = normal(5, seed=1), normal(5, seed=2)
+    later = (beta1 * (1 - beta1) * first + (1 - beta1) * second) / (1 - beta1**2)
+    before, last = (reveal.Masked({"w": 3 * m}, tree.scale(v, 9.0), 1, (0,)) for m in (first, later))
+    found = reveal.gradient_over_rounds(before, last, v, round=2, beta1=beta1)
+    torch.testing.assert_close(found["w"], second)
 
 
 # --- observations of cohorts ------------------------------------------------------------------------------------------
