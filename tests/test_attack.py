@@ -132,6 +132,12 @@ def test_labels_that_cannot_be_are_refused(given: object, told: str) -> None:
         gl.attacks.get("ig", steps=2).run(task, seen_of(task), Knowledge(given={"y": given}))  # type: ignore[dict-item]
 
 
+def test_one_label_beyond_the_classes_among_others_is_refused() -> None:
+    task = tiny()
+    with pytest.raises(MissingKnowledge, match=f"holds {CLASSES}; the model has classes 0 to {CLASSES - 1}"):
+        gl.attacks.get("ig", steps=2).run(task, seen_of(task, 2), Knowledge(given={"y": torch.tensor([0, CLASSES])}))
+
+
 def test_a_number_of_examples_that_no_machine_can_hold_is_refused() -> None:
     task = tiny()
     seen = replace(seen_of(task), num_examples=MOST_ENTRIES)

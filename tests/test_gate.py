@@ -243,6 +243,20 @@ def test_the_risk_falls_with_noise_and_with_the_size_of_the_batch() -> None:
     assert 0 < one.effective_rank <= 1
 
 
+def test_the_effective_rank_is_that_of_the_derivative_under_equal_noise() -> None:
+    """(sum s^2)^2 / sum s^4 over the number of pixels; J = dg/dx by autograd."""
+    task, batch, noise = tiny(), private(1), LocalGaussian(sigma=0.1)
+    seen = gl.observe(task, batch, ONE, noise)
+    found = risk(task, seen, replace(KNOWS, defence=noise), batch=batch, engine=CPU)
+
+    def of_pixels(x: torch.Tensor) -> torch.Tensor:
+        return tree.flatten(task.gradient(task.weights(), {**batch, "x": x}))
+
+    jacobian = torch.autograd.functional.jacobian(of_pixels, batch["x"]).flatten(1)  # (parameters, pixels)
+    squares = torch.linalg.svdvals(jacobian).square()
+    assert found.effective_rank == pytest.approx(float(squares.sum() ** 2 / squares.square().sum()) / 16, rel=1e-3)
+
+
 def test_a_few_directions_stand_for_all() -> None:
     task, batch = tiny(), private(4)
     seen = gl.observe(task, batch, ONE)

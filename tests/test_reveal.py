@@ -170,6 +170,17 @@ def test_uniform_factors_hide_sizes_badly() -> None:
     assert largest_difference(tree.map(torch.sign, masked), tree.map(torch.sign, exact)) == 0
 
 
+def test_the_masked_mean_is_the_mean_times_the_factor_over_its_expectation() -> None:
+    """r uniform in 1 ... 4 has the expectation 2.5, so r m / 2.5 is right on average."""
+    group = cohort(3)
+    exact = tree.flatten(means(group.uploads, group.sizes)[0])
+    seen = torch.stack([tree.flatten(reveal.masked_first(group, factor_bits=2, seed=seed)) for seed in range(20)])
+    r = (2.5 * seen / exact)[:, exact.abs() > 1e-6]
+    assert float((r - r.round()).abs().max()) < 1e-6
+    assert set(r.round().flatten().tolist()) == {1, 2, 3, 4}
+    assert float(r.mean()) / 2.5 == pytest.approx(1, abs=0.04)
+
+
 def test_a_traitor_takes_the_factor_off_for_all_and_its_own_share_out() -> None:
     group = cohort(4)
     values = reveal.weighted(group.uploads, group.sizes)
@@ -221,6 +232,17 @@ def test_the_largest_of_many_rounds_gives_second_moments_away(clients: int) -> N
     errors = {count: float(off(reveal.second_over_rounds(seen[-count:]), exact).abs().median()) for count in (1, 8, 60)}
     assert errors[1] > 0.2
     assert errors[60] < 0.03 < errors[8] < errors[1]
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_sizes_from_the_largest_of_few_rounds_are_right_on_average(rounds: int) -> None:
+    """The largest of T uniform numbers is T / (T + 1) on average."""
+    group = cohort(2)
+    values, exact = reveal.weighted(group.uploads, group.sizes), means(group.uploads, group.sizes)[1]
+    seen = [reveal.in_floats(values, seed=seed) for seed in range(24)]
+    trials = [seen[start : start + rounds] for start in range(0, 24, rounds)]
+    errors = torch.stack([off(reveal.second_over_rounds(trial), exact) for trial in trials])
+    assert float(errors.mean()) == pytest.approx(0, abs=0.05)
 
 
 def test_with_the_decay_known_it_is_a_bound_that_no_client_goes_below() -> None:

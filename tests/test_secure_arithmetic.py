@@ -162,6 +162,18 @@ def test_a_sum_beyond_what_its_clients_can_send_is_refused_in_any_entry(sign: in
             plan.decode(beyond.view("<u4"), 3)
 
 
+def test_a_retry_is_the_next_attempt_and_the_next_round_begins_with_attempt_0() -> None:
+    plan = replace(plan_of(5, None), round=3)
+    again = plan.retry()
+    assert [(each.round, each.attempt) for each in (plan, again, again.retry(), again.next())] == [
+        (3, 0),
+        (3, 1),
+        (3, 2),
+        (4, 0),
+    ]
+    assert replace(again, attempt=0) == plan
+
+
 def test_plans_that_hide_nothing_are_refused() -> None:
     keys = {number: secrets.token_bytes(32) for number in range(9)}
     roster, parts, session = Roster.of(keys), (Part("a", 1, FixedPoint(1.0)),), secrets.token_bytes(16)

@@ -534,6 +534,10 @@ def test_costs_are_what_was_sent() -> None:
     costs = done.costs
     everyone = [costs.client(member.number) for member in members]
     assert sum(each.sent for each in everyone) == costs.total.received
+    mean = costs.client()
+    assert mean.seconds == pytest.approx(sum(each.seconds for each in everyone) / 6)
+    assert mean.sent == sum(each.sent for each in everyone) // 6
+    assert mean.received == sum(each.received for each in everyone) // 6
     gone = costs.client(members[0].number)
     assert 0 < gone.sent < 200
     assert gone.received == 0, "it never looked at what came"

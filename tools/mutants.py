@@ -74,6 +74,10 @@ EQUIVALENT = {
         "identify/risk",
         "blank[name] = field.model(((0.5 - PIXEL_STD * noise)).clamp(0, 1).to(blank[name]))",
     ): "normal noise with its sign turned: another draw of the same law, at a point that belongs to nobody",
+    (
+        "defences/gradcam",
+        "raw = F.relu(((alphas[name][..., None, None] * maps[name]).mean(1, keepdim=True)))  # (B, 1, h, w)",
+    ): "the sum over a fixed number of channels; each map is divided by its largest value: the same up to rounding",
 }
 
 
