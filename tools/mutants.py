@@ -74,6 +74,14 @@ EQUIVALENT = {
         "identify/risk",
         "blank[name] = field.model(((0.5 - PIXEL_STD * noise)).clamp(0, 1).to(blank[name]))",
     ): "normal noise with its sign turned: another draw of the same law, at a point that belongs to nobody",
+    (
+        "parts/partial",
+        "return values * (torch.ones_like(values)).scatter(0, order, first.to(values.dtype))",
+    ): "the order names every place, so each one is written over",
+    (
+        "parts/steps",
+        'batch = {"x": image, "t": t, "noise": (torch.ones_like(image))}',
+    ): "noise of a probe: only layers whose input depends on the step alone are kept, and noise does not reach those",
 }
 
 
