@@ -286,6 +286,18 @@ def test_copies_are_matched_to_the_first_and_averaged() -> None:
     assert largest_difference(settled(spoilt, field, 3), settled(copies[:, :3], field)) == 0
 
 
+def test_an_image_that_is_not_finite_leaves_the_others_as_they_are() -> None:
+    """A search that diverged for one row of one epoch: the other rows are still matched and averaged."""
+    field = tiny(mean=0.4, std=0.3).fields["x"]
+    truth = field.model(drawn(4, 1, 4, 4))
+    order = torch.tensor([2, 0, 3, 1])
+    copies = torch.stack([truth, truth[order]], dim=1)
+    copies[0, 1] = math.nan  # image 2 in the second epoch
+    found = settled(copies, field)
+    assert bool(found[2].isnan().all())
+    assert largest_difference(found[[0, 1, 3]], truth[[0, 1, 3]]) < 1e-12
+
+
 def test_images_on_the_way_are_means_of_copies() -> None:
     """What a report shows of the search has one image for each example, at the start the mean of noise over copies."""
     recipe = LocalTraining(lr=0.1, epochs=4, batch_size=2)

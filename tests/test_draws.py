@@ -115,6 +115,18 @@ def test_keys_are_the_same_on_every_machine() -> None:
     assert key("target", 0, 0).tolist() == [1453972300, 3763412952]
 
 
+def test_a_lane_and_its_child_draw_the_same_in_every_version() -> None:
+    """Words of Philox at counter (0, step, stream, 0), and a child's key at (number, 0, 0, 1), from a program apart."""
+    source = Draws(key("target", 0, 0))
+    assert source.child(3).key.tolist() == [1993202696, 3328363467]
+    for lane, words in (
+        (source, [2954372101, 1177729098, 3670434657]),
+        (source.child(3), [3023242867, 2309959923, 1771778714]),
+    ):
+        drawn = lane.uniform((3,), stream=2, step=7, dtype=torch.float64)
+        assert drawn.tolist() == [(word + 0.5) / 2**32 for word in words]
+
+
 def test_signs_that_are_kept_belong_to_no_transform_mode_or_inference() -> None:
     """A wrapped tensor that outlives its transform breaks the next one: 'level <= current_level INTERNAL ASSERT'."""
 

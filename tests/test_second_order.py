@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from gradleak.core.linear import jacobian
 from gradleak.defences import FedSAM
 from gradleak.engine import Engine
 from gradleak.parts.levenberg import LevenbergMarquardt
-from gradleak.parts.matches import Relative, Sketched
+from gradleak.parts.matches import Relative, Sketched, SquaredError
 from gradleak.parts.priors import Box, NaturalImage, ReweightedVariation, Smoothness, roughness
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
@@ -243,6 +244,19 @@ def test_a_wide_network_is_sketched() -> None:
     assert isinstance(attack.stages[-1].match, Sketched)
     assert isinstance(attack.stages[-1].optimiser, LevenbergMarquardt)
     assert attacked(task, batch)[1].min() > 100
+
+
+def test_a_sketch_keeps_the_squared_error_of_entries_that_agree_in_sign() -> None:
+    """Random signs keep a sum of 64 ones at 64 when squared, on average; without them it would be 64^2."""
+    rows, entries = 64, 4096
+    sketch = Sketched(SquaredError(), rows)
+    observed = {"w": torch.zeros(40, 100, dtype=torch.float64), "b": torch.zeros(96, dtype=torch.float64)}
+    predicted = {name: torch.ones_like(value) for name, value in observed.items()}
+    assert sketch.residual(predicted, observed)["rows"].shape == (rows,)
+    exact = float(SquaredError().distance(predicted, observed))
+    spread = exact * math.sqrt(2 * (1 - rows / entries) / rows)  # variance of a row's square: 2 m (m - 1) for m signs
+    assert abs(float(sketch.distance(predicted, observed)) - exact) < 3 * spread
+    assert float(sketch.distance(predicted, predicted)) == 0
 
 
 def test_a_first_order_result_is_polished_and_never_spoiled() -> None:

@@ -203,6 +203,22 @@ def test_the_temperature_falls_geometrically() -> None:
         assert largest_difference(space.chosen(scores, moment(step, 10)), expected) < 1e-7
 
 
+def test_scores_start_between_0_and_1_at_any_speed() -> None:
+    """At temperature 1 the logarithms of the shares differ as the scores do: no step is preferred much at the start."""
+    task = toy()
+    scene = scene_of(task, gl.observe(task, drawn(42, 3), TRAINING))
+    starts = []
+    for speed in (1.0, 10.0, 50.0):
+        space = SoftSteps(speed=speed)
+        scores = space.decode(space.variables(scene, Draws(key("lane")), None), scene, moment())["t"].log()
+        starts.append(scores - scores.amin(-1, keepdim=True))
+        assert starts[-1].shape == (2, T)
+        assert bool((starts[-1].amax(-1) < 1).all())
+        assert bool((starts[-1].amax(-1) > 0.9).all())
+    assert largest_difference(starts[1], starts[0]) < 1e-12
+    assert largest_difference(starts[2], starts[0]) < 1e-12
+
+
 def test_straight_through_goes_forward_as_the_step_and_back_as_the_shares() -> None:
     scores = Draws(key("scores")).normal((2, T), dtype=torch.float64)
     hard = StraightThrough().chosen(scores, moment())

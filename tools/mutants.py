@@ -78,6 +78,10 @@ EQUIVALENT = {
         "defences/gradcam",
         "raw = F.relu(((alphas[name][..., None, None] * maps[name]).mean(1, keepdim=True)))  # (B, 1, h, w)",
     ): "the sum over a fixed number of channels; each map is divided by its largest value: the same up to rounding",
+    (
+        "parts/partial",
+        "return values * (torch.ones_like(values)).scatter(0, order, first.to(values.dtype))",
+    ): "the order names every place, so each one is written over",
 }
 
 
