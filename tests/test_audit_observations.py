@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import gradleak as gl
+from gradleak.audit.output import write
 from gradleak.audit.private import AuditError
 from gradleak.audit.recorded import RecordedAudit, blind, read, replay_text, replays, reproduced, summary
 from gradleak.audit.result import AuditResult
 from gradleak.cli import app
 from test_audit import SHAPE, WORKS, comparable, private, task
+from test_checks import reconstruction
 
 TRAINING = gl.LocalTraining(lr=0.5)
 ENGINE = gl.Engine(device="cpu")
@@ -190,6 +192,27 @@ def test_without_the_truth_nothing_claims_to_know_it(tmp_path: Path) -> None:
     again = blind(task(), read(seen, task()), attacks, knows, tmp_path / "out", engine=ENGINE)
     assert again == found
     assert len((tmp_path / "out" / "findings.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "drawn"),
+    [
+        ("x", (1, 2, 2), True),
+        ("x", (3, 2, 2), True),
+        ("x", (5,), False),
+        ("x", (2, 4, 4), False),
+        ("z", (1, 2, 2), False),
+    ],
+)
+def test_a_sheet_is_drawn_only_where_x_is_an_image(
+    tmp_path: Path, name: str, shape: tuple[int, ...], drawn: bool
+) -> None:
+    values = torch.rand(2, 1, *shape, generator=torch.Generator().manual_seed(0))
+    result = reconstruction(torch.ones(3, 2, 1), batch={name: values}, fields={name: gl.Field(shape)})
+    files = write(result, tmp_path / "out")
+    assert [file.name for file in files] == ["reconstruction.safetensors", *["reconstruction.png"] * drawn]
+    assert sorted(files) == sorted((tmp_path / "out").iterdir())
+    assert torch.equal(load_file(files[0])[name], values)
 
 
 # --- what is in the folders -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,15 @@ def test_compare_matches_per_target_and_scores_in_pixel_space() -> None:
     }
     assert not scores.diverged.any()
     assert scores.finite.all()
+
+
+def test_without_numbers_of_examples_every_target_is_matched_in_full() -> None:
+    truth = uniform(3, 2, 3, 16, 16)
+    batch = {"x": truth.flip(1)}  # both images of each target, in the other order
+    scores = metrics.compare(SimpleNamespace(batch=batch), {"x": truth}, fields={"x": Field((3, 16, 16))})
+    assert scores.present.tolist() == [[True, True]] * 3
+    assert scores.assignment.tolist() == [[1, 0]] * 3
+    assert scores.psnr.tolist() == [[120.0, 120.0]] * 3
 
 
 def test_compare_reads_one_truth_for_all_targets_and_simplex_labels() -> None:

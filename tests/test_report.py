@@ -629,6 +629,11 @@ def test_pictures_survive_what_diverged(channels: int) -> None:
     assert pictures.difference(image, torch.zeros_like(image)).max() == 1
 
 
+def test_values_beyond_the_range_of_a_picture_are_black_or_white() -> None:
+    image = torch.tensor([[[-3.0, -0.5, 0.0, 0.2, 1.0, 1.5, 7.0]]])
+    assert list(pictures.picture(image).tobytes()) == [0, 0, 0, 51, 255, 255, 255]
+
+
 def test_only_images_are_drawn() -> None:
     with pytest.raises(ValueError, match="shape"):
         pictures.picture(torch.zeros(4, 4))

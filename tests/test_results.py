@@ -17,6 +17,7 @@ import torch
 import gradleak as gl
 from gradleak.audit import comparison
 from gradleak.audit import rows as schema
+from gradleak.audit.formats import text_of
 from gradleak.audit.intervals import rate
 from gradleak.audit.result import AuditResult
 from gradleak.audit.rows import ROW, Trained, guarantee_of, guarantee_record, page
@@ -407,6 +408,16 @@ def test_latex_escapes_whatever_a_name_holds() -> None:
         assert {len(re.findall(r"(?<!\\) & ", row)) + 1 for row in rows} == {len(columns[1])}
     bare = re.sub(r"\\([&%$#_{}]|text\w+\{\}|\w+\{\w+\})", "", text)
     assert not re.search(r"[$#_~^<>|]", bare)
+
+
+def test_a_rule_as_wide_as_each_column_stands_below_the_head() -> None:
+    rows = [["attack", "n"], ["ig", "1000"], ["second-order", "7"]]
+    assert text_of(rows).splitlines() == [
+        "attack        n",
+        "------------  ----",
+        "ig            1000",
+        "second-order  7",
+    ]
 
 
 def test_a_notebook_shows_the_verdict_and_a_compact_table() -> None:

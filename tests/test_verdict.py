@@ -12,7 +12,7 @@ import torch
 
 import gradleak as gl
 from conftest import private, tiny
-from gradleak.audit.assumptions import CAPABILITIES, Ablation, ablation
+from gradleak.audit.assumptions import CAPABILITIES, Ablation, ablation, ledger_of
 from gradleak.audit.intervals import paired
 from gradleak.audit.ruling import RULES, WORDS
 from gradleak.audit.summary import summaries_of
@@ -168,6 +168,20 @@ def small(**changes: Any) -> gl.Audit:
         **changes,
     }
     return gl.Audit(task, data, **settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "text"),
+    [
+        (("x", "y"), ("y",), "Attacks use the true ones."),
+        (("x", "y"), (), "Each attack infers them; their accuracy is scored apart."),
+        (("x",), (), "The task has none."),
+    ],
+)
+def test_the_ledger_says_where_labels_come_from(fields: tuple[str, ...], given: tuple[str, ...], text: str) -> None:
+    settings = {"fields": dict.fromkeys(fields, {}), "given": given}
+    labels = next(each for each in ledger_of(settings, ()) if each.capability == "labels")
+    assert (labels.granted, labels.text) == (bool(given), text)
 
 
 def test_one_call_takes_the_capabilities_away_one_by_one(tmp_path: Path) -> None:
