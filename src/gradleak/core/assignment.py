@@ -65,7 +65,7 @@ def match(cost: Tensor) -> Tensor:
 
 
 def identification_rank(
-    reconstructions: Tensor, truth: Tensor, others: Tensor, *, distance: Distance = pairwise_mse
+    found: Tensor, truth: Tensor, others: Tensor, *, distance: Distance = pairwise_mse
 ) -> tuple[Tensor, Tensor]:
     """Rank of the true image, (N,), and size of the gallery, (N,): each reconstruction is looked up among real images.
 
@@ -73,8 +73,8 @@ def identification_rank(
     gets it with probability 1 / size. Ties count against the attack: an output equally far from all identifies nobody.
     """
     # The distances of aligned pairs: the diagonals of small blocks.
-    blocks = zip(reconstructions.split(16), truth.split(16), strict=True)
+    blocks = zip(found.split(16), truth.split(16), strict=True)
     true = torch.cat([distance(a, b).diagonal() for a, b in blocks])
     different = pairwise_mse(truth, others) >= 1e-12  # (N, M)
-    ahead = (distance(reconstructions, others) <= true[:, None]) & different.to(true.device)
+    ahead = (distance(found, others) <= true[:, None]) & different.to(true.device)
     return 1 + ahead.sum(1), 1 + different.sum(1).to(true.device)
