@@ -18,6 +18,7 @@ from gradleak.attack import Composed
 from gradleak.core import random as draws
 from gradleak.core import tree
 from gradleak.core.random import Draws
+from gradleak.core.similarity import psnr
 from gradleak.diffusion import (
     Denoising,
     FromDiffusers,
@@ -29,7 +30,6 @@ from gradleak.diffusion import (
     schedule_of,
     target_of,
 )
-from gradleak.metrics.similarity import psnr
 from gradleak.models.unets import sinusoids
 from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS

@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from gradleak.core.similarity import mse, psnr, ssim, to_unit
 from gradleak.core.tree import Params
 from gradleak.defences.gradcam import channel_importance, features, guidance, heat_maps
-from gradleak.metrics.similarity import mse, psnr, ssim, to_unit
 from gradleak.scenario.task import Batch, Task
 
 __all__ = ["Fidelity", "channel_importance", "compare", "features", "fidelity", "guidance", "heat_maps", "overlay"]

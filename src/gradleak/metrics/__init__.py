@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from gradleak.core.assignment import Distance, cost_matrix, identification_rank, match, pairwise_mse
-from gradleak.metrics.similarity import (
+from gradleak.core.similarity import (
     EXACT,
     capped,
     grey,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak.core import tree
 from gradleak.core.tree import Params
+from gradleak.scenario.fields import Field, TaskError
 
 if TYPE_CHECKING:
     from gradleak.core.random import Draws
@@ -29,67 +29,6 @@ Objective: TypeAlias = Callable[[Callable[..., Any], Batch], Tensor]
 
 class _AllCaught(BaseException):  # noqa: N818  (not an error; a BaseException, so that no model catches it)
     """Ends a forward pass early."""
-
-
-class TaskError(ValueError):
-    """The model, the shapes or the bounds do not fit together."""
-
-
-@dataclass(frozen=True)
-class Field:
-    """One private tensor: its shape without the batch axis, and the values it can take.
-
-    A continuous field lives in model-input space, u = (p - mean) / std, with p in `bounds`; a categorical one has
-    `classes`. `unit` is the only place that maps model-input space to [0, 1] pictures. A field that is no picture, such
-    as noise, has infinite bounds and no [0, 1] to be mapped to.
-    """
-
-    shape: tuple[int, ...]
-    bounds: tuple[float, float] = (0.0, 1.0)
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-    classes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.classes is not None:
-            return
-        low, high = self.bounds
-        if not low < high:
-            raise TaskError(f"bounds must be (low, high) with low < high; given {self.bounds}.")
-        if min(self.std) <= 0:
-            raise TaskError(f"std must be positive in every channel; given {self.std}.")
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            channels = self.shape[0] if self.shape else 1
-            if len(values) not in (1, channels):
-                raise TaskError(f"{name} needs one value or one per channel ({channels}); given {len(values)}.")
-
-    @property
-    def bounded(self) -> bool:
-        """Do its values have finite bounds?"""
-        return self.classes is None and all(map(math.isfinite, self.bounds))
-
-    def _channels(self, values: Sequence[float], like: Tensor) -> Tensor:
-        return torch.tensor(values, device=like.device, dtype=like.dtype).reshape(-1, *[1] * (len(self.shape) - 1))
-
-    def limits(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The box in model-input space, broadcastable to an example, on the device and in the type of `like`."""
-        mean, std = self._channels(self.mean, like), self._channels(self.std, like)
-        return (self.bounds[0] - mean) / std, (self.bounds[1] - mean) / std
-
-    def unit(self, x: Tensor) -> Tensor:
-        """Model-input space to [0, 1] (not clamped)."""
-        low, high = self._box(x)
-        return (x - low) / (high - low)
-
-    def model(self, picture: Tensor) -> Tensor:
-        """[0, 1] to model-input space."""
-        low, high = self._box(picture)
-        return low + picture * (high - low)
-
-    def _box(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.bounded:
-            raise TaskError(f"A field with bounds {self.bounds} is not a picture: it cannot be mapped to [0, 1].")
-        return self.limits(like)
 
 
 @dataclass(frozen=True)
