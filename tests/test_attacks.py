@@ -33,7 +33,7 @@ from gradleak.parts.priors import (
     SummedVariation,
     TotalVariation,
 )
-from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Surrogate, Tiled, Uniform
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftField, Surrogate, Tiled, Uniform
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.observation import Knowledge, MissingKnowledge
 
@@ -140,7 +140,7 @@ PUBLISHED = {
     ),
 }
 STARTS = {
-    "dlg": JointSpace((Pixels(Normal()), SoftCategories())),
+    "dlg": JointSpace((Pixels(Normal()), SoftField())),
     "idlg": Pixels(Normal()),
     "cpl": Pixels(Tiled(2)),
     "ig": BOXED,

@@ -33,7 +33,7 @@ from gradleak.parts.optimisers import Adam, SignedAdam, Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import GroupConsistency, TotalVariation
 from gradleak.parts.protocols import LaneObjective, Optimiser, Prediction, Prior, Scored, Space
-from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Surrogate, Uniform
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftField, Surrogate, Uniform
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
@@ -369,7 +369,7 @@ def test_consensus_draws_the_restarts_of_a_target_together_and_of_no_other(doubl
 
 def test_a_soft_label_is_found_with_the_image(double: Engine) -> None:
     task, seen, batch = observed(seed=2)
-    space = JointSpace((Pixels(Uniform()), SoftCategories()))
+    space = JointSpace((Pixels(Uniform()), SoftField()))
     found = attack_of(stage_of(space=space, optimiser=LevenbergMarquardt(steps=40)), restarts=4).run(
         task, seen, Knowledge(training=TRAINING), engine=double
     )

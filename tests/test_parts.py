@@ -27,7 +27,7 @@ from gradleak.parts.priors import (
     SummedVariation,
     TotalVariation,
 )
-from gradleak.parts.spaces import JointSpace, Mosaic, Normal, Pixels, SoftCategories, Solid, Surrogate, Tiled, Uniform
+from gradleak.parts.spaces import JointSpace, Mosaic, Normal, Pixels, SoftField, Solid, Surrogate, Tiled, Uniform
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.observation import Knowledge, MissingKnowledge
@@ -441,7 +441,7 @@ def test_a_stage_starts_where_the_last_one_stopped() -> None:
 
 def test_soft_categories_are_a_simplex_of_their_own_numbers() -> None:
     scene, source = colour_scene(), Draws(draws.key("a"))
-    space = JointSpace((Pixels(), SoftCategories()))
+    space = JointSpace((Pixels(), SoftField()))
     v = space.variables(scene, source, None)
     batch = space.decode(v, scene, moment())
     assert batch["y"].shape == (2, CLASSES)

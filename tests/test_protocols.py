@@ -26,7 +26,7 @@ from gradleak.parts.optimisers import Adam, FirstOrder
 from gradleak.parts.predictions import Replay, Representation
 from gradleak.parts.priors import Smoothness, TotalVariation
 from gradleak.parts.protocols import BASES, LaneObjective, Optimiser, base_of, defines, delegates, members
-from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories, Uniform, unknowns_of
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftField, Uniform, unknowns_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.surrogates import Inside, Rescaled, Within
 from gradleak.scenario.client import LocalTraining
@@ -192,7 +192,7 @@ def test_a_joint_space_counts_what_its_spaces_state() -> None:
     scene = scene_of(task, gl.observe(task, batch, LocalTraining(lr=0.1)), gl.Knowledge(training=LocalTraining(lr=1.0)))
     copies = Copies(Normal())
     assert JointSpace((Pixels(), Within("alpha", 0.0, 1.0))).unknowns(scene) == unknowns_of(task, 2) == 32
-    assert JointSpace((Pixels(), SoftCategories())).unknowns(scene) is None
+    assert JointSpace((Pixels(), SoftField())).unknowns(scene) is None
     assert JointSpace((copies, Within("alpha", 0.0, 1.0))).unknowns(scene) == copies.unknowns(scene)
 
 
@@ -201,7 +201,7 @@ def test_the_peak_of_a_start_is_counted_wherever_it_stands() -> None:
     peeled = Peeled(Uniform())
     alone = Pixels(peeled).entries(task)
     assert alone > 0
-    assert JointSpace((SoftCategories(), Pixels(Inside(peeled)))).entries(task) == alone
+    assert JointSpace((SoftField(), Pixels(Inside(peeled)))).entries(task) == alone
 
 
 @pytest.mark.parametrize("place", ["space", "predict", "match", "priors", "optimiser"])

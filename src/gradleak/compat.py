@@ -32,7 +32,8 @@ audit: audit.ablation=assumptions gate report.reconstruction=output results=resu
   results.notebook=formats results.rows results.ruling results.schema=rows results.scoring results.store
   results.summary results.tables=formats results.verdict
 auto: auto.again=second_look auto.case=traits
-core: assignment draws=random metrics.similarity environment environment=durations linear recompute registry tree watching=listeners
+core: assignment draws=random environment environment=durations linear metrics.similarity recompute registry tree
+  watching=listeners
   report.pictures results.code results.configuration results=files results.rows=files results.resumable=folder
   results.resumable=files
 curvature: analysis.association analysis.ball analysis.channel analysis.gradcam analysis.hessian analysis.index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,9 @@ class EscalatingRestarts:
     @property
     def search_needs(self) -> Needs:
         return self.attack.search_needs
+
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        return self.attack.refuses(task, given)
 
     def run(
         self,

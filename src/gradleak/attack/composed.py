@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +16,10 @@ from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
 from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.spaces import JointSpace, SoftField
 from gradleak.parts.stage import Stage, demand_part
 from gradleak.parts.view import TargetView, in_turn
+from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Batch, Field, Task
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from gradleak.identify.certificates import Certificate
 
 # --- composition ----------------------------------------------------------------------------------------------------
+
+
+DRAWN = frozenset({"t", "noise"})  # what the client of a denoiser draws
 
 
 def lowest_match(match: Tensor) -> Tensor:
@@ -44,6 +49,13 @@ class Attack(Protocol):
     @property
     def needs(self) -> Needs:
         """What `Knowledge` must grant."""
+        ...
+
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        """Why it cannot attack this task, in words that follow "unsupported: "; empty if it can.
+
+        given   names of the fields that the threat model grants
+        """
         ...
 
     def run(
@@ -136,6 +148,19 @@ class Composed:
         """What the stages and the rule that reads the labels need."""
         return self.search_needs | self.fields.needs
 
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        """The first reason of a part, or a field that nothing can supply."""
+        rules = (self.fields.reads(task), *(stage.space.decoded for stage in self.stages))
+        supplied = frozenset().union(*rules, given)
+        wanted = (supplied | self.needs) & DRAWN
+        if odd := sorted(wanted - task.fields.keys()):
+            return f"it is made for denoisers, whose clients draw {' and '.join(odd)}"
+        if drawn := sorted(task.drawn - supplied):
+            return f"the client draws {' and '.join(drawn)}, and it does not search for that; dlg-dm and span-dm do"
+        parts = [self.fields, *(part for stage in self.stages for part in stage.parts)]
+        unknown = [SoftField(name) for name in missing_fields(task, supplied)]
+        return next((reason for part in (*parts, *unknown) if (reason := part.refuses(task))), "")
+
     @property
     def evaluations(self) -> int:
         """Gradient evaluations of a lane, in all stages."""
@@ -158,6 +183,7 @@ class Composed:
         """
         engine = engine or Engine()
         targets = as_targets(seen)
+        supported(self, task, knows)
         require(self, knows)
         fits(task, [observation for target in targets for observation in target.observations])
         began = time.perf_counter()
@@ -168,8 +194,27 @@ class Composed:
                 [randomness.lane_key(target.key, seed, restart) for restart in range(self.restarts)]
                 for target in targets
             ]
-            pieces = list(solve(self.stages, scenes, keys, self.keep, engine, progress, self.output, begin))
+            stages = [completed(stage, scenes) for stage in self.stages]
+            pieces = list(solve(stages, scenes, keys, self.keep, engine, progress, self.output, begin))
         return _collect(self, task, targets, pieces, time.perf_counter() - began, engine, seed)
+
+
+def missing_fields(task: Task, supplied: Collection[str]) -> list[str]:
+    """The private fields that nothing supplies and that a search must find; those that a client draws do not count."""
+    return [name for name in task.fields if name not in supplied and name not in task.drawn]
+
+
+def completed(stage: Stage, scenes: Sequence[TargetView]) -> Stage:
+    """The stage, with a search for every field that is not given, read off or among its unknowns already."""
+    supplied = frozenset.intersection(*(frozenset(scene.fields) for scene in scenes)) | stage.space.decoded
+    extra = [SoftField(name) for name in missing_fields(scenes[0].task, supplied)]
+    return replace(stage, space=JointSpace((stage.space, *extra))) if extra else stage
+
+
+def supported(attack: Attack, task: Task, knows: Knowledge) -> None:
+    """Refuse a task that the attack cannot attack, before any work."""
+    if reason := attack.refuses(task, knows.given):
+        raise UnsupportedTask(f"unsupported: {attack.name} cannot attack this task: {reason}.")
 
 
 def require(attack: Attack, knows: Knowledge) -> None:

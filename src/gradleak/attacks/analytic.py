@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,15 @@ class Analytic:
     def needs(self) -> Needs:
         return label_rule(self.labels).needs
 
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        if reason := Pixels().refuses(task):
+            return reason
+        try:
+            input_layer(task)
+        except TaskError as problem:
+            return str(problem)
+        return ""
+
     def run(
         self,
         task: Task,
@@ -79,8 +89,8 @@ class Analytic:
             counts["exact"].append(exact)
             counts["padded"].append(scene.num_examples - len(images))
             images = torch.cat([images, scene.task.blank(scene.num_examples)["x"][len(images) :]])
-            y = {**labels(scene), **scene.fields}["y"]
-            return {"x": _by_label(y, images, scene), "y": y}
+            read = {**labels(scene), **scene.fields}
+            return {**read, "x": _by_label(read["y"], images, scene) if scene.task.class_index else images}
 
         attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
         result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
@@ -88,7 +98,7 @@ class Analytic:
 
     def images(self, scene: TargetView) -> tuple[Tensor, int]:
         """At most B examples, (examples, ...) in model-input space, and how many of them are exact."""
-        layer, field, examples = input_layer(scene), scene.task.fields["x"], scene.num_examples
+        layer, field, examples = input_layer(scene.task), scene.task.fields["x"], scene.num_examples
         observed = gradient(scene)  # free of weight decay, which would shift every row
         rows, deltas = (observed[f"{layer}{name}"].detach().cpu().double() for name in ("weight", "bias"))
         rows, deltas = rows[deltas != 0], deltas[deltas != 0, None]  # (rows, inputs), (rows, 1)
@@ -96,8 +106,11 @@ class Analytic:
             images = (deltas * rows).sum(0, keepdim=True) / deltas.square().sum()
             exact = (rows - deltas * images).norm() < self.agree * rows.norm()
         else:
-            pixels = field.unit((rows / deltas).unflatten(1, field.shape)).flatten(1)
-            inside = ((pixels > -self.agree) & (pixels < 1 + self.agree)).all(1)
+            values = (rows / deltas).unflatten(1, field.shape)
+            (low, high), (least, most) = field.limits(values), field.extent(values)
+            slack = self.agree * (most - least)
+            inside = ((values > low - slack) & (values < high + slack)).flatten(1).all(1)
+            pixels = ((values - least) / (most - least)).flatten(1)
             order = deltas[inside, 0].abs().argsort(descending=True)
             images, pixels = (rows / deltas)[inside][order], pixels[inside][order]
             distances = torch.cdist(pixels, pixels) / pixels.shape[1] ** 0.5
@@ -110,15 +123,15 @@ class Analytic:
         return images.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
 
 
-def input_layer(scene: TargetView) -> str:
+def input_layer(task: Task) -> str:
     """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example."""
-    modules = dict(scene.task.model.named_modules())
+    modules, weights = dict(task.model.named_modules()), task.weights()
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module.bias is not None]
-    batch = scene.task.blank(2)
+    batch = task.blank(2)
     batch["x"] = batch["x"] + Draws(randomness.key("analytic")).uniform(tuple(batch["x"].shape)).to(batch["x"])
-    for name, inputs in scene.task.inputs_of(linear, scene.weights, batch, scene.buffers).items():
+    for name, inputs in task.inputs_of(linear, weights, batch).items():
         prefix = f"{name}." if name else ""
-        if {f"{prefix}weight", f"{prefix}bias"} <= scene.update.keys() and torch.equal(inputs, batch["x"].flatten(1)):
+        if {f"{prefix}weight", f"{prefix}bias"} <= weights.keys() and torch.equal(inputs, batch["x"].flatten(1)):
             return prefix
     first = next((module for module in modules.values() if any(True for _ in module.parameters(recurse=False))), None)
     raise TaskError(

@@ -8,7 +8,7 @@ from gradleak.parts.fields import Nothing
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.predictions import ReplayedGradient
-from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftCategories
+from gradleak.parts.spaces import JointSpace, Normal, Pixels, SoftField
 from gradleak.parts.stage import Stage
 
 
@@ -24,6 +24,6 @@ def dlg(*, steps: int = 6000, history: int = 100, restarts: int = 1, keep: str =
     match is kept unless keep="last"; no restart rule by cost; all examples of a batch move together. Unknowns are in
     model-input space, which is the paper's [0, 1] pixels where the client does not normalise.
     """
-    space = JointSpace((Pixels(Normal()), SoftCategories()))
+    space = JointSpace((Pixels(Normal()), SoftField()))
     stage = Stage(space, ReplayedGradient(), SquaredError(), (), LBFGS(steps=steps, history=history))
     return Composed("dlg", (stage,), Nothing(), restarts=restarts, keep=keep)

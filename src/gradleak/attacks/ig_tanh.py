@@ -26,11 +26,15 @@ class Squashed(Space):
 
     start: Normal = Normal()
 
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"x"})
+
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"w": self.start(scene, draws, "x")} if before is None or "w" not in before else {"w": before["w"]}
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        low, high = scene.limits["x"]
+        low, high = scene.extent("x")
         return {"x": (low + high) / 2 + (high - low) / 2 * v["w"].tanh()}
 
 

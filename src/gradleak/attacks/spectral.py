@@ -19,11 +19,11 @@ from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.predictions import Replay
-from gradleak.parts.protocols import Match, Space, delegates, resumed
+from gradleak.parts.protocols import Match, Space, delegates, needs_images, resumed
 from gradleak.parts.stage import Stage
 from gradleak.parts.steps import SettledSteps, denoising
 from gradleak.parts.view import Step, TargetView
-from gradleak.scenario.task import Batch, TaskError
+from gradleak.scenario.task import Batch, Task, TaskError
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,18 @@ class Spectral(Space):
     power: float = 0.5
     chroma: float = 0.6
 
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"x"})
+
+    def refuses(self, task: Task) -> str:
+        return needs_images(task, "its unknowns are the cosine coefficients of images")
+
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         low, _ = scene.limits["x"]
+        if reason := self.refuses(scene.task):
+            raise TaskError(f"unsupported: {reason}.")
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
-        if len(shape) != 4:
-            raise TaskError(f"Cosine coefficients are of images (channels, height, width); x has shape {shape[1:]}.")
         return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
@@ -122,6 +129,10 @@ class SpectralPair(Space):
     """
 
     image: Spectral = Spectral()
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"x", "noise"})
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and "x" in before:

@@ -11,7 +11,7 @@ tuning.py       settings chosen on the attacker's own clients
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,6 +125,12 @@ class Auto:
     def needs(self) -> Needs:
         """Nothing: members that need more than is granted are left out. Only tuning needs public data."""
         return frozenset({"public"} if self.tune else ())
+
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        """It can attack what any of its members can."""
+        attacks = [member.make({}) for member in MEMBERS if member.attack != POLISH]
+        reasons = [attack.refuses(task, given) for attack in attacks]
+        return "" if "" in reasons else f"none of its members can; the first says: {reasons[0]}"
 
     def run(
         self,

@@ -79,7 +79,7 @@ _DENSE = {"quick": 1024, "standard": MOST_DENSE}
 _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 
 MEMBERS: tuple[Member, ...] = (
-    Member("analytic", lambda case: case.classifier and case.single and case.linear_first, _any(), forms=()),
+    Member("analytic", lambda case: case.numeric and case.single and case.linear_first, _any(), forms=()),
     # Least squares, wherever a replay can follow the client.
     Member(
         "second-order",
@@ -90,70 +90,70 @@ MEMBERS: tuple[Member, ...] = (
     # One gradient of a classifier.
     Member(
         "cpl",
-        lambda case: case.classifier and case.single and case.smooth,
+        lambda case: case.numeric and case.single and case.smooth,
         _of({"steps": 300}, {"steps": 1000}, {"steps": 6000, "restarts": 2}),
         tried={"alpha": (0.0, 0.5)},
     ),
     Member(
         "idlg",
-        lambda case: case.classifier and case.single and case.smooth,
+        lambda case: case.numeric and case.single and case.smooth,
         _of(None, {"steps": 1000}, {"steps": 6000, "restarts": 2}),
     ),
     Member(
         "ig",
-        lambda case: case.classifier and case.single,
+        lambda case: case.numeric and case.single,
         _of({"steps": 300, "tv": 1e-4}, {"steps": 2000, "tv": 1e-4, "restarts": 2}, {"restarts": 4}),
         tried=_VARIATION,
         forms=PRESETS,
     ),
     Member(
         "ig",
-        lambda case: case.classifier and case.single and not case.smooth,
+        lambda case: case.numeric and case.single and not case.smooth,
         _of(None, {"steps": 2000, "tv": 1e-2, "restarts": 2}, {"steps": 8000, "tv": 1e-2, "restarts": 4}),
         label="ig, stronger prior",
     ),
     Member(
         "gi",
-        lambda case: case.classifier and case.single and case.normed,
+        lambda case: case.numeric and case.single and case.normed,
         _of(None, {"steps": 2000}, {"steps": 10000}),
         tried={"batch_norm": (0.0, 0.1)},
     ),
     Member(
         "sign-matching",
-        lambda case: case.classifier and case.signs,
+        lambda case: case.numeric and case.signs,
         _of({"steps": 300}, {"steps": 2000}, {"restarts": 4}),
     ),
     # With a generator of images.
     Member(
         "gias",
-        lambda case: case.classifier and case.generator,
+        lambda case: case.numeric and case.generator,
         _of({"steps": 150, "weight_steps": 0}, {"steps": 1000, "weight_steps": 1000}, {}),
     ),
     Member(
         "gifd",
-        lambda case: case.classifier and case.generator,
+        lambda case: case.numeric and case.generator,
         _of(None, {"steps": 300, "restarts": 2}, {}),
         read=lambda case: {"features": case.blocks},
     ),
-    Member("ggl", lambda case: case.classifier and case.generator, _of(None, {"steps": 100}, {})),
+    Member("ggl", lambda case: case.numeric and case.generator, _of(None, {"steps": 100}, {})),
     # Several local steps.
     Member(
         "coarse-replay",
-        lambda case: case.classifier and case.several,
+        lambda case: case.numeric and case.several,
         _of({"steps": 150, "coarse": 5}, {"steps": 600, "coarse": 10}, {"steps": 1000, "coarse": 20}),
         tried={"tv": (5e-4, 5e-3, 5e-2)},
     ),
     Member(
         "sme",
-        lambda case: case.classifier and case.several,
+        lambda case: case.numeric and case.several,
         _of({"steps": 150}, {"steps": 600}, {}),
         forms=PRESETS,
     ),
-    Member("nl-sme", lambda case: case.classifier and case.several, _of(None, {"steps": 600}, {})),
-    Member("fedleak", lambda case: case.classifier and case.several, _of(None, None, {})),
+    Member("nl-sme", lambda case: case.numeric and case.several, _of(None, {"steps": 600}, {})),
+    Member("fedleak", lambda case: case.numeric and case.several, _of(None, None, {})),
     Member(
         "dlfa",
-        lambda case: case.classifier and 1 < (case.steps or 0) <= 100 and not case.aggregate,
+        lambda case: case.numeric and 1 < (case.steps or 0) <= 100 and not case.aggregate,
         _of(None, {"steps": 200}, {}),
     ),
     # Denoisers; what Knowledge gives is used instead of searched for.

@@ -124,6 +124,9 @@ class Given(FieldRule):
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.batches = iter(alike(batches))
 
+    def reads(self, task: Task) -> frozenset[str]:
+        return frozenset(task.fields)
+
     def __call__(self, scene: TargetView) -> Batch:
         like = scene.like
         return {
@@ -148,9 +151,9 @@ def alike(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def roughness(x: Tensor, task: Task) -> float:
-    """Mean absolute difference of neighbours, in [0, 1] pixels; along every axis but the examples' and channels'."""
-    field = task.fields["x"]
-    unit = field.unit(x.double().cpu())
-    axes = range(2, unit.dim()) if len(field.shape) == 3 else range(1, unit.dim())
-    steps = [unit.diff(dim=axis).abs().mean() for axis in axes if unit.shape[axis] > 1]
+    """Mean absolute difference of neighbours, in units of the field's extent; 0 where no axis has neighbours."""
+    field, x = task.fields["x"], x.double().cpu()
+    low, high = field.extent(x)
+    unit = (x - low) / (high - low)
+    steps = [unit.diff(dim=axis).abs().mean() for axis in field.kind.axes(field.shape) if unit.shape[axis] > 1]
     return float(torch.stack(steps).mean()) if steps else 0.0

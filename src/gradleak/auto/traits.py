@@ -16,7 +16,6 @@ from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
 from gradleak.parts.levenberg import LevenbergMarquardt
-from gradleak.parts.view import TargetView
 from gradleak.scenario.client import Order
 from gradleak.scenario.defence import OnlyVisible
 from gradleak.scenario.fit import fits
@@ -46,14 +45,9 @@ class Case:
         return {"t", "noise"} <= self.task.drawn
 
     @property
-    def images(self) -> bool:
-        """Are examples pictures, (channels, height, width)?"""
-        return "x" in self.task.fields and len(self.task.fields["x"].shape) == 3
-
-    @property
-    def classifier(self) -> bool:
-        """Images with labels: what most attacks are made for."""
-        return self.images and not self.denoiser and "y" in self.task.fields
+    def numeric(self) -> bool:
+        """Are examples numbers that a gradient moves (images, series, tables), and no denoiser's?"""
+        return "x" in self.task.fields and self.task.fields["x"].continuous and not self.denoiser
 
     @cached_property
     def smooth(self) -> bool:
@@ -68,7 +62,7 @@ class Case:
     def linear_first(self) -> bool:
         """Does a biased linear layer see the input itself?"""
         try:
-            input_layer(TargetView.of(self.task, self.targets[0].last, self.knows))
+            input_layer(self.task)
         except TaskError:
             return False
         return True

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gradleak.core import registry, tree
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.protocols import NOTHING, FieldRule, Needs
 from gradleak.parts.view import TargetView
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
 
 class LabelRule(Protocol):
@@ -43,13 +43,19 @@ class ReadBy(FieldRule):
 
     function: Callable[[TargetView], Batch]
 
+    def reads(self, task: Task) -> frozenset[str]:
+        return frozenset(task.fields)  # it may read any of them
+
     def __call__(self, scene: TargetView) -> Batch:
         return self.function(scene)
 
 
 @dataclass(frozen=True)
 class Labels(FieldRule):
-    """Labels by a rule, in ascending order; nothing if the threat model gives labels."""
+    """Labels by a rule, in ascending order; nothing if the threat model gives labels.
+
+    Rules hold for a class index behind a linear layer. Any other target is left to the search.
+    """
 
     rule: LabelRule
 
@@ -57,8 +63,13 @@ class Labels(FieldRule):
     def needs(self) -> Needs:
         return self.rule.needs
 
+    def reads(self, task: Task) -> frozenset[str]:
+        trained = {name for name, p in task.model.named_parameters() if p.requires_grad}
+        layer = task.last_layer if task.class_index else None
+        return frozenset({"y"}) if layer is not None and layer.weight in trained else NOTHING
+
     def __call__(self, scene: TargetView) -> Batch:
-        if "y" in scene.fields:
+        if "y" in scene.fields or not self.reads(scene.task):
             return {}
         counts = self.rule.counts(scene)
         return {"y": torch.arange(counts.shape[0], device=counts.device).repeat_interleave(counts)}

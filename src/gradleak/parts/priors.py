@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,37 +13,39 @@ from torch import Tensor, nn
 from gradleak.core import tree
 from gradleak.core.tree import Tree
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import Prior
+from gradleak.parts.protocols import Prior, needs_images
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
-from gradleak.scenario.task import Batch, TaskError
+from gradleak.scenario.task import Batch, Task
 
 
-def _differences(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences of horizontal and of vertical neighbours."""
-    if x.dim() != 4 or min(x.shape[-2:]) < 2:
-        raise TaskError(
-            f"This attack's image prior needs examples of shape (channels, height, width); given {tuple(x.shape[1:])}. "
-            "Use an attack without one, such as idlg or dlg."
-        )
-    return x[..., :, 1:] - x[..., :, :-1], x[..., 1:, :] - x[..., :-1, :]
+def _differences(x: Tensor, axes: Iterable[int]) -> list[Tensor]:
+    """Differences of neighbours along each axis that has any."""
+    return [x.diff(dim=axis) for axis in axes if x.shape[axis] > 1]
+
+
+def _sum(terms: Sequence[Tensor], scene: TargetView) -> Tensor:
+    """The sum of scalars; zero for none, where no axis of the data has neighbours."""
+    return sum(terms[1:], terms[0]) if terms else scene.like.new_zeros(())
 
 
 def stacked(batch: Batch, scene: TargetView, field: str) -> Tensor:
-    """All images, those of all copies included, (rows, C, H, W)."""
-    x, shape = batch[field], scene.task.fields[field].shape
-    if len(shape) != 3:
-        raise TaskError(
-            f"This attack's image prior needs examples of shape (channels, height, width); given {shape}. Use an "
-            "attack without one, such as dlg-ms."
-        )
-    return x.reshape(-1, *shape)
+    """All examples, those of all copies included, (rows, *shape)."""
+    return batch[field].reshape(-1, *scene.task.fields[field].shape)
+
+
+def _area(x: Tensor, scene: TargetView, field: str) -> int:
+    """Places of an example along the axes that have neighbours: the pixels of an image."""
+    return math.prod(x.shape[axis] for axis in scene.axes(field))
 
 
 def _apart(batch: Batch, scene: TargetView, field: str) -> Tensor:
-    """All differences of neighbours, in units of the field's width, as one vector."""
-    low, high = scene.limits[field]
-    return torch.cat([d.flatten() for d in _differences(batch[field] / (high - low))])
+    """All differences of neighbours, in units of the field's width, as one vector; without any, from the middle."""
+    low, high = scene.extent(field)
+    apart = _differences(batch[field] / (high - low), scene.axes(field))
+    if not apart:
+        return ((batch[field] - (low + high) / 2) / (high - low)).flatten()
+    return torch.cat([d.flatten() for d in apart])
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,8 @@ class TotalVariation(Prior):
     field: str = "x"
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        across, down = _differences(batch[self.field])
-        return self.weight * (across.abs().mean() + down.abs().mean())
+        apart = _differences(batch[self.field], scene.axes(self.field))
+        return self.weight * _sum([d.abs().mean() for d in apart], scene)
 
 
 class _Squares(Prior):
@@ -79,24 +82,27 @@ class Smoothness(_Squares):
 CHROMA = 30.0  # variance of differences of neighbours: of brightness over that of colour differences
 
 
-def roughness(x: Tensor) -> Tensor:
+def roughness(x: Tensor, axes: Sequence[int]) -> Tensor:
     """Terms whose sum of squares says how unlike photographs (B, C, ...) are: roughly -log of a Gaussian.
+
+    `axes`: those along which neighbours resemble each other (`Kind.axes`).
 
     First differences and Laplacians along every spatial axis: of brightness and, with three channels, of two colour
     differences, `CHROMA` times as heavy. The power of photographs falls with the square of the frequency, faster at the
     end, and their colours change far less than their brightness. The constant is the ratio in the training images of
     CIFAR-10. Without a spatial axis: distances from the middle of the bounds.
     """
-    if x.dim() == 2:
+    if not axes:
         return (x - 0.5).flatten()
-    if x.shape[1] == 3:
+    if len(axes) == 2 and x.shape[1] == 3:
         red, green, blue = x.unbind(1)
         heavy = math.sqrt(CHROMA)
         opponent = [(red - blue) * (heavy / math.sqrt(2)), (red - 2 * green + blue) * (heavy / math.sqrt(6))]
         x = torch.stack([(red + green + blue) / math.sqrt(3), *opponent], dim=1)
-    apart = [x.diff(dim=axis) for axis in range(2, x.dim())]
+    places = sorted(axis % x.dim() for axis in axes)
+    apart = [x.diff(dim=axis) for axis in places]
     laplacian = torch.zeros_like(x)
-    for axis, d in enumerate(apart, start=2):
+    for axis, d in zip(places, apart, strict=True):
         edge = torch.zeros_like(x.narrow(axis, 0, 1))  # no difference across the border
         laplacian = laplacian + torch.cat([d, edge], dim=axis) - torch.cat([edge, d], dim=axis)
     return torch.cat([value.flatten() for value in (*apart, laplacian)])
@@ -110,8 +116,8 @@ class NaturalImage(_Squares):
     field: str = "x"
 
     def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        low, high = scene.limits[self.field]
-        rough = roughness((batch[self.field] - low) / (high - low))
+        low, high = scene.extent(self.field)
+        rough = roughness((batch[self.field] - low) / (high - low), scene.axes(self.field))
         return math.sqrt(self.weight / rough.shape[0]) * rough
 
 
@@ -149,8 +155,8 @@ class Box(_Squares):
     summed: bool = False
 
     def terms(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        x, (low, high) = batch[self.field], scene.limits[self.field]
-        outside = ((x - x.clamp(low, high)) / (high - low)).flatten()
+        x, (low, high), (least, most) = batch[self.field], scene.limits[self.field], scene.extent(self.field)
+        outside = ((x - x.clamp(low, high)) / (most - least)).flatten()
         parts = outside.shape[0] / (math.prod(scene.task.fields[self.field].shape) if self.summed else 1)
         return math.sqrt(self.weight / parts) * outside
 
@@ -164,8 +170,8 @@ class CircularVariation(Prior):
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = stacked(batch, scene, self.field)
-        squares = (x.roll(-1, -1) - x).square() + (x.roll(-1, -2) - x).square() + 1e-7
-        return self.weight * squares.sum() / x.shape[0]
+        squares = [(x.roll(-1, axis) - x).square() for axis in scene.axes(self.field)]
+        return self.weight * (_sum(squares, scene) + 1e-7).sum() / x.shape[0]
 
 
 @dataclass(frozen=True)
@@ -177,12 +183,16 @@ class OpponentVariation(Prior):
     eps: float = 1e-8
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        x = batch[self.field]
-        if x.shape[-3] == 3:
+        x, axes = batch[self.field], scene.axes(self.field)
+        if len(axes) == 2 and x.shape[-3] == 3:
             red, green, blue = x.unbind(-3)
             x = torch.cat([x, torch.stack([red - green, red - blue, green - blue], dim=-3)], dim=-3)
-        across, down = _differences(x)
-        return self.weight * (across[..., :-1, :].square() + down[..., :, :-1].square() + self.eps).sqrt().mean()
+        apart = _differences(x, axes)
+        if not apart:
+            return scene.like.new_zeros(())
+        least = [min(sides) for sides in zip(*(d.shape for d in apart), strict=True)]  # where all differences exist
+        squares = [d[tuple(map(slice, least))].square() for d in apart]
+        return self.weight * (_sum(squares, scene) + self.eps).sqrt().mean()
 
 
 @dataclass(frozen=True)
@@ -194,12 +204,12 @@ class SummedVariation(Prior):
     field: str = "x"
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        across, down = _differences(batch[self.field])
+        apart = _differences(batch[self.field], scene.axes(self.field))
         total = batch[self.field].new_zeros(())
         if self.first:
-            total = total + self.first * (across.abs().sum() + down.abs().sum())
+            total = total + self.first * _sum([d.abs().sum() for d in apart], scene)
         if self.second:
-            total = total + self.second * (across.square().sum() + down.square().sum())
+            total = total + self.second * _sum([d.square().sum() for d in apart], scene)
         return total
 
 
@@ -213,7 +223,7 @@ class ImageNorm(Prior):
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = batch[self.field]
-        area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
+        area = _area(x, scene, self.field) if self.per_pixel else 1
         return self.weight * tree.safe_sqrt(x.flatten(1).square().sum(1)).sum() / area
 
 
@@ -314,9 +324,12 @@ class GroupConsistency(Prior):
     per_pixel: bool = False
     field: str = "x"
 
+    def refuses(self, task: Task) -> str:
+        return needs_images(task, "it shifts images to their consensus") if self.register else ""
+
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         x = batch[self.field]
-        area = x.shape[-1] * x.shape[-2] if self.per_pixel else 1
+        area = _area(x, scene, self.field) if self.per_pixel else 1
         gap = tree.safe_sqrt((x - scene.shared["consensus"]).flatten(1).square().sum(1)).sum() / area
         return self.weight * gap * (now.step >= self.start).to(x.dtype) * scene.shared["several"]
 
@@ -349,11 +362,16 @@ def _shifted_to(x: Tensor, reference: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelDistance(Prior):
-    """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; inferred label, never true logits)."""
+    """weight * sum over examples of ||softmax(F(x)) - onehot(y)||^2 (CPL; inferred label, never true logits).
+
+    For a target that is no class index the term is zero.
+    """
 
     weight: float
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
+        if not scene.task.class_index:
+            return scene.like.new_zeros(())
         # Copies: BatchNorm in training mode writes into the buffers it is given.
         call = scene.task.call(scene.weights, {name: value.clone() for name, value in (scene.buffers or {}).items()})
         probabilities = call(batch["x"]).softmax(-1)
@@ -372,14 +390,14 @@ class FeatureDistance(Prior):
     """weight * mean (h(x) - h)^2, h the classifier's input, read off the classifier's gradient (B = 1).
 
     h = sum_r d_r G_r / sum_r d_r^2 with G, d the gradients of weight and bias: exact for one example. For more, means
-    over the batch are compared. For a classifier without a bias the term is zero.
+    over the batch are compared. Without a classifier that has a bias the term is zero.
     """
 
     weight: float
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
-        layer = scene.task.classifier
-        if layer.bias is None:
+        layer = scene.task.last_layer
+        if layer is None or layer.bias is None:
             return scene.like.new_zeros(())
         observed = gradient(scene)
         rows, deltas = observed[layer.weight], observed[layer.bias]

@@ -19,6 +19,7 @@ from gradleak.core import tree
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.kinds import Image
 from gradleak.scenario.task import Batch, Task
 
 Needs: TypeAlias = frozenset[str]
@@ -32,12 +33,27 @@ class Part:
     def needs(self) -> Needs:
         return NOTHING
 
+    def refuses(self, task: Task) -> str:
+        """Why it cannot be used on this task, in words that follow "unsupported: "; empty if it can."""
+        return ""
+
+
+def needs_images(task: Task, why: str) -> str:
+    """Why a part that is made for images refuses a task of something else; empty if its examples are images."""
+    field = task.fields.get("x")
+    return "" if field is None or isinstance(field.kind, Image) else f"{why}, and x holds {field.kind.noun[1]}"
+
 
 class Space(Part):
     """Where the unknowns live, and how they become fields of a batch.
 
     `before`: the unknowns at the end of the last stage, and what its space left; None in the first stage.
     """
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        """The names of the fields that `decode` gives."""
+        return NOTHING
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         """The unknowns at the start of a lane."""
@@ -184,6 +200,10 @@ class Prior(Part):
 
 class FieldRule(Part):
     """Reads fields off the observation, such as labels, once for each target."""
+
+    def reads(self, task: Task) -> frozenset[str]:
+        """The names of the fields that it can read off updates of this task."""
+        return NOTHING
 
     def __call__(self, scene: TargetView) -> Batch:
         raise NotImplementedError

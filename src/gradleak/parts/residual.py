@@ -64,6 +64,10 @@ class NoisedResidual(Space):
     begin: Space | None = None
 
     @property
+    def decoded(self) -> frozenset[str]:
+        return self.steps.decoded | {"x", "noise"}
+
+    @property
     def needs(self) -> Needs:
         return self.steps.needs | (NOTHING if self.begin is None else self.begin.needs)
 

@@ -1,4 +1,4 @@
-"""Where the unknowns live: pixels from some start, soft labels, or several spaces at once."""
+"""Where the unknowns live: the example from some start, other fields by their kind, or several spaces at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def as_given(scene: TargetView, draws: Draws, name: str) -> Tensor:
 
 def unknowns_of(task: Task, examples: int, given: Collection[str] = ()) -> int:
     """Entries of all continuous fields of a batch but those that are given."""
-    wanted = (field for name, field in task.fields.items() if field.classes is None and name not in given)
+    wanted = (field for name, field in task.fields.items() if field.continuous and name not in given)
     return examples * sum(math.prod(field.shape) for field in wanted)
 
 
@@ -54,7 +54,7 @@ def _shape(scene: TargetView, name: str) -> tuple[int, ...]:
 
 def from_unit(scene: TargetView, name: str, picture: Tensor) -> Tensor:
     """A picture in [0, 1], in the units of the field's model input."""
-    low, high = scene.limits[name]
+    low, high = scene.extent(name)
     return low + picture * (high - low)
 
 
@@ -98,10 +98,11 @@ class Solid(Start):
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
         shape = _shape(scene, name)
-        colours = self.colour if isinstance(self.colour, tuple) else (self.colour,) * shape[1]
-        if len(colours) != shape[1]:
-            raise ValueError(f"Solid has {len(colours)} colours for {shape[1]} channels.")
-        planes = [torch.full(shape[:1] + shape[2:], value, device=low.device, dtype=low.dtype) for value in colours]
+        if not isinstance(self.colour, tuple):
+            return from_unit(scene, name, torch.full(shape, self.colour, device=low.device, dtype=low.dtype))
+        if len(self.colour) != shape[1]:
+            raise ValueError(f"Solid has {len(self.colour)} colours for {shape[1]} channels.")
+        planes = [torch.full(shape[:1] + shape[2:], value, device=low.device, dtype=low.dtype) for value in self.colour]
         return from_unit(scene, name, torch.stack(planes, dim=1))
 
 
@@ -109,7 +110,8 @@ class Solid(Start):
 class Tiled(Start):
     """A random tile repeated over the image. Its side: 1 / `fraction` of the image's (CPL: 2), or `width` pixels.
 
-    U[0, 1] pixels, or N(0, 1) in model-input space (`normal`).
+    U[0, 1] pixels, or N(0, 1) in model-input space (`normal`). A series is tiled along time; where no axis has
+    neighbours, as in a table, the start is random.
     """
 
     fraction: int = 2
@@ -118,11 +120,12 @@ class Tiled(Start):
 
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
-        examples, channels, height, width = _shape(scene, name)
-        tile = [self.width or -(-side // self.fraction) for side in (height, width)]
+        shape, tile = _shape(scene, name), list(_shape(scene, name))
+        for axis in scene.axes(name):
+            tile[axis] = self.width or -(-shape[axis] // self.fraction)
         law = draws.normal if self.normal else draws.uniform
-        small = law((examples, channels, *tile), dtype=low.dtype)
-        whole = small.repeat(1, 1, -(-height // tile[0]), -(-width // tile[1]))[..., :height, :width]
+        copies = [-(-side // small) for side, small in zip(shape, tile, strict=True)]
+        whole = law(tuple(tile), dtype=low.dtype).repeat(copies)[tuple(map(slice, shape))]
         return whole if self.normal else from_unit(scene, name, whole)
 
 
@@ -134,10 +137,13 @@ class Mosaic(Start):
 
     def __call__(self, scene: TargetView, draws: Draws, name: str) -> Tensor:
         low, _ = scene.limits[name]
-        examples, channels, height, width = _shape(scene, name)
-        coarse = draws.uniform((examples, channels, -(-height // self.block), -(-width // self.block)), dtype=low.dtype)
-        fine = coarse.repeat_interleave(self.block, dim=2).repeat_interleave(self.block, dim=3)
-        return from_unit(scene, name, fine[..., :height, :width])
+        shape, coarse = _shape(scene, name), list(_shape(scene, name))
+        for axis in scene.axes(name):
+            coarse[axis] = -(-shape[axis] // self.block)
+        fine = draws.uniform(tuple(coarse), dtype=low.dtype)
+        for axis in scene.axes(name):
+            fine = fine.repeat_interleave(self.block, dim=axis)
+        return from_unit(scene, name, fine[tuple(map(slice, shape))])
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,11 +161,21 @@ class Surrogate(Start):
 
 @dataclass(frozen=True)
 class Pixels(Space):
-    """The image itself, in model-input space. `boxed`: clamped to the field's bounds after every step."""
+    """The example itself, in model-input space. `boxed`: clamped to the field's bounds after every step."""
 
     start: AnyStart = Normal()
     boxed: bool = False
     field: str = "x"
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({self.field})
+
+    def refuses(self, task: Task) -> str:
+        field = task.fields.get(self.field)
+        if field is None or field.continuous:
+            return ""
+        return f"it moves numbers, and {self.field} holds {field.kind.noun[1]} of {field.classes} discrete values"
 
     def entries(self, task: Task) -> int:
         return entries_of(self.start, task)
@@ -180,62 +196,80 @@ class Pixels(Space):
 
 
 @dataclass(frozen=True)
-class _Categories(Space):
-    """A categorical field as unknowns, one for each class of each example.
-
-    If the threat model gives the field, there are no unknowns.
-    """
+class _Unknown(Space):
+    """One field as unknowns, in the form that its kind gives. If the threat model gives the field, there are none."""
 
     field: str = "y"
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({self.field})
+
+    def refuses(self, task: Task) -> str:
+        kind = task.fields[self.field].kind if self.field in task.fields else None
+        if kind is None or kind.continuous or kind.soft:
+            return ""
+        return f"{self.field} holds {kind.noun[1]}, whose discrete values no gradient moves"
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:
             return {self.field: before[self.field]}
-        return {} if self.field in scene.knows.given else {self.field: self.start(scene, draws)}
+        return {} if self._unneeded(scene) else {self.field: self.start(scene, draws)}
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         raise NotImplementedError
 
-    def shares(self, v: Tensor) -> Tensor:
-        """What the loss takes: a share of every class."""
+    def value(self, v: Tensor, scene: TargetView) -> Tensor:
+        """What the loss takes."""
         raise NotImplementedError
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
-        return {} if self.field in scene.knows.given else {self.field: self.shares(v[self.field])}
+        return {} if self._unneeded(scene) else {self.field: self.value(v[self.field], scene)}
 
-    def _classes(self, scene: TargetView) -> int:
-        classes = scene.task.fields[self.field].classes
-        assert classes is not None
-        return classes
+    def _unneeded(self, scene: TargetView) -> bool:
+        return self.field in scene.knows.given or self.field not in scene.task.fields
 
-
-@dataclass(frozen=True)
-class SoftCategories(_Categories):
-    """A categorical field as free logits, whose softmax is the label (DLG's jointly optimised label)."""
-
-    def start(self, scene: TargetView, draws: Draws) -> Tensor:
-        shape = (scene.num_examples, *scene.task.fields[self.field].shape, self._classes(scene))
-        dtype = scene.like.dtype
-        return _own_stream(scene, draws, self.field).normal(shape, dtype=dtype)
-
-    def shares(self, v: Tensor) -> Tensor:
-        return v.softmax(dim=-1)
+    def _relaxed(self, scene: TargetView) -> tuple[int, ...]:
+        """The shape of the unknowns, examples first."""
+        field = scene.task.fields[self.field]
+        return (scene.num_examples, *field.kind.relaxed(field))
 
 
 @dataclass(frozen=True)
-class FreeCategories(_Categories):
-    """A categorical field as free shares of the classes, which need not be positive or sum to one.
+class SoftField(_Unknown):
+    """A field in the free form of its kind, from N(0, 1): numbers as they are, classes as logits.
 
-    The gradient of cross-entropy is linear in them, so least squares finds a label as easily as a pixel; a softmax
-    would have to reach infinity. It starts at the mean of the label that was read off and equal shares.
+    For a class this is DLG's jointly optimised label, the softmax of the logits.
     """
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
-        classes = self._classes(scene)
-        label = one_hot(scene.fields[self.field], classes, scene.like.dtype)
+        return _own_stream(scene, draws, self.field).normal(self._relaxed(scene), dtype=scene.like.dtype)
+
+    def value(self, v: Tensor, scene: TargetView) -> Tensor:
+        field = scene.task.fields[self.field]
+        return field.kind.decode(v, field)
+
+
+@dataclass(frozen=True)
+class FreeField(_Unknown):
+    """A field as the numbers that the loss takes: free values, or free shares of classes, positive or not.
+
+    The gradient of cross-entropy, and of squared error, is linear in them, so least squares finds a label as easily as
+    a pixel; a softmax would have to reach infinity. Classes start at the mean of the label that was read off, where
+    one was, and equal shares; anything else starts in the middle of its bounds.
+    """
+
+    def start(self, scene: TargetView, draws: Draws) -> Tensor:
+        classes, like = scene.task.fields[self.field].classes, scene.like
+        if classes is None:
+            low, high = scene.extent(self.field)
+            return ((low + high) / 2).expand(self._relaxed(scene)).clone()
+        if self.field not in scene.fields:
+            return torch.full(self._relaxed(scene), 1 / classes, device=like.device, dtype=like.dtype)
+        label = one_hot(scene.fields[self.field], classes, like.dtype)
         return 0.5 * label + 0.5 / classes
 
-    def shares(self, v: Tensor) -> Tensor:
+    def value(self, v: Tensor, scene: TargetView) -> Tensor:
         return v
 
 
@@ -244,6 +278,13 @@ class JointSpace(Space):
     """Several spaces at once: each adds its variables and its fields of the batch."""
 
     spaces: tuple[Space, ...]
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return NOTHING.union(*(space.decoded for space in self.spaces))
+
+    def refuses(self, task: Task) -> str:
+        return next((reason for space in self.spaces if (reason := space.refuses(task))), "")
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {name: v for space in self.spaces for name, v in space.variables(scene, draws, before).items()}

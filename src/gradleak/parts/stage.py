@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradleak.parts.protocols import NOTHING, Match, Needs, Optimiser, Prediction, Prior, Space
+from gradleak.parts.protocols import NOTHING, Match, Needs, Optimiser, Part, Prediction, Prior, Space
 from gradleak.parts.view import TargetView
 
 
@@ -36,10 +36,14 @@ class Stage:
             demand_part("priors", prior, Prior)
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts of the search."""
+        return (self.space, self.predict, self.match, self.optimiser, *self.priors)
+
+    @property
     def needs(self) -> Needs:
         """The knowledge that this search needs (`Knowledge.grants`)."""
-        parts = (self.space, self.predict, self.match, self.optimiser, *self.priors)
-        needs = NOTHING.union(*(part.needs for part in parts))
+        needs = NOTHING.union(*(part.needs for part in self.parts))
         # An update is lr times a gradient: a match that sees the scale fails silently with the wrong one.
         return needs if self.match.scale_free else needs | self.predict.needs_for_scale
 

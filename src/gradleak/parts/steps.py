@@ -19,7 +19,7 @@ from gradleak.core.tree import Tree
 from gradleak.diffusion import Denoising
 from gradleak.parts.fields import Nothing, RuleDoesNotApply
 from gradleak.parts.predictions import gradient
-from gradleak.parts.protocols import FieldRule, Needs, Space
+from gradleak.parts.protocols import FieldRule, Needs, Space, delegates
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -48,6 +48,7 @@ def step_count(task: Task) -> int:
 # --- read off ---------------------------------------------------------------------------------------------------------
 
 
+@delegates("rule")
 @dataclass(frozen=True)
 class Granted(FieldRule):
     """Another rule for a search that needs more knowledge than its parts say (`more`)."""
@@ -76,6 +77,9 @@ class ReadSteps(FieldRule):
 
     Steps that appear twice lower the rank of G; the lengths of their deltas then say which ones those are.
     """
+
+    def reads(self, task: Task) -> frozenset[str]:
+        return frozenset({"t"})
 
     def __call__(self, scene: TargetView) -> Batch:
         if "t" in scene.fields:
@@ -194,6 +198,10 @@ class _Scores(Space):
 
     speed: float = 10.0
 
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"t"})
+
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         steps = step_count(scene.task)
         if "t" in scene.fields:
@@ -260,6 +268,10 @@ class Drawn(Space):
     """
 
     field: str
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({self.field})
 
     def constants(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         known, like = scene.task.fields[self.field], scene.like

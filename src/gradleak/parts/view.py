@@ -115,6 +115,18 @@ class TargetView:
             earlier=tuple(each.to(dtype) for each in self.earlier),
         )
 
+    def extent(self, name: str) -> tuple[Tensor, Tensor]:
+        """The box where values of a field are to be expected: its limits or, without them, two units of the input."""
+        low, high = self.limits[name]
+        if self.task.fields[name].bounded:
+            return low, high
+        return torch.where(low.isfinite(), low, -2.0), torch.where(high.isfinite(), high, 2.0)
+
+    def axes(self, name: str) -> tuple[int, ...]:
+        """The axes of a field, counted from the last, along which neighbours resemble each other."""
+        field = self.task.fields[name]
+        return field.kind.axes(field.shape)
+
     @property
     def like(self) -> Tensor:
         """A tensor of the device and the type that everything is computed in."""

@@ -22,6 +22,10 @@ class TaskError(ValueError):
     """The model, the shapes or the bounds do not fit together."""
 
 
+class UnsupportedTask(TaskError):
+    """No attack, or not this one, can attack the task. The message starts with "unsupported: "."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One private tensor: its shape without the batch axis, the values it can take, and its kind.

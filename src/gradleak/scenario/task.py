@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from gradleak.core import tree
 from gradleak.core.tree import Params
 from gradleak.scenario.fields import Field, TaskError
+from gradleak.scenario.kinds import Category
 
 if TYPE_CHECKING:
     from gradleak.core.random import Draws
@@ -253,6 +254,19 @@ class Task:
         name = names[layers[-1]]
         prefix = f"{name}." if name else ""
         return Classifier(name, f"{prefix}weight", None if layers[-1].bias is None else f"{prefix}bias")
+
+    @property
+    def class_index(self) -> bool:
+        """Is the target y one class index for each example? Rules that read labels hold for nothing else."""
+        return "y" in self.fields and type(self.fields["y"].kind) is Category
+
+    @cached_property
+    def last_layer(self) -> Classifier | None:
+        """`classifier`; None where there is none."""
+        try:
+            return self.classifier
+        except TaskError:
+            return None
 
     def check(self, batch: Batch | None = None) -> list[Problem]:
         """Every problem at once, each with a fix. With a batch (the auditor's own) its ranges are checked too."""

@@ -21,11 +21,11 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params, Tree
 from gradleak.generators import Generator, with_weights
 from gradleak.parts.frozen import State, aside, frozen, graph_entries, state_of
-from gradleak.parts.protocols import Needs, Space
+from gradleak.parts.protocols import Needs, Space, needs_images
 from gradleak.parts.spaces import from_unit
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import MissingKnowledge
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
 Trained: TypeAlias = Any  # an nn.Module that follows `Generator`; no type says both
 CARRIED = "carried"  # in `before`: the input of a block, under the number of the block
@@ -45,6 +45,13 @@ class Generated(Space):
     @property
     def needs(self) -> Needs:
         return frozenset({"generator"})
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({self.field})
+
+    def refuses(self, task: Task) -> str:
+        return needs_images(task, "a generator makes images")
 
     def generator(self, scene: TargetView) -> Trained:
         """The generator, frozen, on the device and in the type of the search."""

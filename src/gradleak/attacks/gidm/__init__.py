@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any
 
@@ -333,6 +333,9 @@ class StepSearch:
     @property
     def needs(self) -> Needs:
         return self.whole.needs - {"t"}
+
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        return self.whole.refuses(task, {*given, "t"})
 
     def run(
         self,

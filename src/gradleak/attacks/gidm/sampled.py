@@ -45,6 +45,10 @@ class Sampled(Space):
         if self.steps < 1:
             raise ValueError(f"A sampler needs at least one step; given {self.steps}.")
 
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"x"})
+
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         _prior(scene)
         if before is not None and "z" in before:

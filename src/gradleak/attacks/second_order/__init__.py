@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 import torch
 
-from gradleak.attack import Composed, Reconstruction, require
+from gradleak.attack import Composed, Reconstruction, missing_fields, require, supported
 from gradleak.attack.cascade import given_of, matches, part, taken, unsolved
 from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
 from gradleak.attacks.second_order.peeling import Peeled, applies
@@ -28,12 +28,13 @@ from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import NaturalImage, Smoothness
 from gradleak.parts.protocols import FieldRule, Needs, Space
 from gradleak.parts.residual import FreeNoise
-from gradleak.parts.spaces import FreeCategories, JointSpace, Normal, Pixels
+from gradleak.parts.spaces import FreeField, JointSpace, Normal, Pixels
 from gradleak.parts.stage import Stage
 from gradleak.parts.steps import ReadSteps
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import Order
 from gradleak.scenario.defence import overrides
+from gradleak.scenario.kinds import Image
 from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Task
 
@@ -110,6 +111,16 @@ class SecondOrder:
             return self.search_needs | registry.parse("attack", self.after).needs
         return self.search_needs | label_rule(self.labels).needs
 
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        diffusion = isinstance(task.objective, Denoising)
+        space: Space = JointSpace((Pixels(GREY), FreeNoise())) if diffusion else Pixels(GREY)
+        stage = Stage(space, Replay(), Relative(), (NaturalImage(),), LevenbergMarquardt())
+        return self._attack([stage], self._rule(task)).refuses(task, given)
+
+    def _rule(self, task: Task) -> FieldRule:
+        """What is read off before the search: the steps of a denoiser, or labels."""
+        return ReadSteps() if isinstance(task.objective, Denoising) else Labels(label_rule(self.labels))
+
     def run(
         self,
         task: Task,
@@ -121,6 +132,7 @@ class SecondOrder:
         progress: Share | None = None,
     ) -> Reconstruction:
         """Attack every target in every order its client may have used, keep the lowest match, and certify it."""
+        supported(self, task, knows)
         require(self, knows)
         engine = replace(engine or Engine(), precision="double")
         targets = as_targets(seen)
@@ -188,8 +200,11 @@ class SecondOrder:
         match = Sketched(every, rows) if large and small else every
         diffusion = isinstance(task.objective, Denoising)
         free = diffusion and "noise" not in knows.given
-        space: Space = JointSpace((Pixels(NOISY), FreeNoise())) if free else Pixels(GREY)
-        fields: FieldRule = ReadSteps() if diffusion else Labels(label_rule(self.labels))
+        fields = self._rule(task)
+        # What no rule reads: as free numbers, in which least squares is linear.
+        unread = missing_fields(task, fields.reads(task) | knows.given.keys() | {"x"})
+        others = tuple(FreeField(name) for name in unread)
+        space: Space = JointSpace((Pixels(NOISY), FreeNoise())) if free else _joined(Pixels(GREY), others)
         stage = Stage(space, Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
@@ -202,11 +217,12 @@ class SecondOrder:
         if not small:
             return [self._attack(self._matrix_free(polish, task), fields)]
         bent, chain = kinked(task), not diffusion and applies(task, knows, largest.num_examples)
-        peeled = replace(polish, space=Pixels(Peeled(GREY)), optimiser=replace(bare, only_if_solved=SOLVED))
+        peeling = _joined(Pixels(Peeled(GREY)), others)
+        peeled = replace(polish, space=peeling, optimiser=replace(bare, only_if_solved=SOLVED))
         # Without the prior, to the last digit, if there is no noise to fit.
         sharpened = replace(polish, optimiser=replace(bare, steps=10, only_if_solved=SOLVED))
         if self._joint(task, knows, targets):
-            both = JointSpace((stage.space, FreeCategories()))
+            both = JointSpace((stage.space, FreeField()))
             stage, sharpened = replace(stage, space=both), replace(sharpened, space=both)
         smooth = [stage, sharpened]
         if large and room(equations):
@@ -219,7 +235,8 @@ class SecondOrder:
         if chain:
             ways.append(self._attack([peeled], fields))
         if bent:
-            ways.append(self._attack([*self._path(stage, dense, task), sharpened], fields, several))
+            noisy = replace(stage, space=_joined(Pixels(NOISY), others))
+            ways.append(self._attack([*self._path(noisy, dense, task), sharpened], fields, several))
         return ways
 
     def _joint(self, task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:
@@ -231,7 +248,7 @@ class SecondOrder:
         if (
             self.labels != "auto"
             or self.after
-            or "y" not in task.fields
+            or not task.class_index
             or "y" in knows.given
             or training is None
             or kinked(task)
@@ -248,8 +265,8 @@ class SecondOrder:
         """Less and less smooth networks, each solved as far as it can explain the update, and the real one."""
         # Plain smoothness: of 12 restarts on four 8 x 8 images and one small ReLU ResNet 10 converged, with the
         # roughness of photographs 4. It is made for images; other fields keep the roughness.
-        image = len(task.fields["x"].shape) == 3
-        stage = replace(stage, space=Pixels(NOISY), priors=(Smoothness(),) if image else stage.priors)
+        image = isinstance(task.fields["x"].kind, Image)
+        stage = replace(stage, priors=(Smoothness(),) if image else stage.priors)
         brief = replace(dense, steps=12, homotopy=Homotopy(start=1e-2, fall=0.3))
         for sharpness in SHARPER:
             yield replace(stage, optimiser=brief, view=Smoothed(sharpness))
@@ -265,6 +282,11 @@ class SecondOrder:
 
     def _krylov(self, iterations: int) -> GaussNewtonKrylov:
         return GaussNewtonKrylov(steps=max(1, iterations) * self.vectors, vectors=self.vectors)
+
+
+def _joined(first: Space, others: tuple[Space, ...]) -> Space:
+    """The space, with the unknowns of the others."""
+    return JointSpace((first, *others)) if others else first
 
 
 def _noisy(task: Task, knows: Knowledge, targets: Sequence[Track]) -> bool:

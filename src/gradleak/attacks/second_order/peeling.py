@@ -137,10 +137,10 @@ class Peeled(Start):
             return other
         chain = chain_of(scene.task)
         assert chain is not None
-        low, high = scene.limits[name]
+        (low, high), box = scene.extent(name), scene.limits[name]
         best, least = other, _misfit(scene, chain, other)
         for candidate in _Peeling(scene, chain, name, self.tolerance, self.rounds).images():
-            image = (low + (high - low) * candidate.reshape(other.shape)).clamp(low, high)
+            image = (low + (high - low) * candidate.reshape(other.shape)).clamp(*box)
             misfit = _misfit(scene, chain, image)
             best, least = torch.where(misfit < least, image, best), torch.minimum(misfit, least)
         return best
@@ -240,7 +240,7 @@ class _Peeling:
         state = {**(self.scene.buffers or {}), **self.scene.weights}
         if block is not self.chain.blocks[0]:
             return lambda weights, a: block({**state, **weights}, a)
-        low, high = self.scene.limits[self.name]
+        low, high = self.scene.extent(self.name)
 
         def from_unit(weights: Params, a: Tensor) -> Tensor:
             return block({**state, **weights}, low + (high - low) * a.reshape(block.inputs))
@@ -488,6 +488,7 @@ def _columns(function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
 
 def _roughness(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The quadratic form of `roughness` on one flat image, plus a small multiple of the identity."""
+    axes = range(-1, -len(shape), -1)  # feature maps, too, are smooth along all axes but the channels'
     zero = like.new_zeros(math.prod(shape))
-    terms = _columns(lambda x: roughness(x.reshape(1, *shape)), zero)
+    terms = _columns(lambda x: roughness(x.reshape(1, *shape), axes), zero)
     return gram(terms) + ANCHOR * torch.eye(len(zero), device=like.device, dtype=like.dtype)

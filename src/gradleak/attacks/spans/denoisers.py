@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +45,10 @@ class NoiseBehind(Space):
     """
 
     power: float = 0.4
+
+    @property
+    def decoded(self) -> frozenset[str]:
+        return frozenset({"x", "noise"})
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         assert before is not None  # there is no such search without an x_t
@@ -128,6 +132,9 @@ class SpanDM:
     @property
     def needs(self) -> Needs:
         return self._behind().needs
+
+    def refuses(self, task: Task, given: Collection[str] = ()) -> str:
+        return self._behind().refuses(task, {*given, "t"})
 
     def run(
         self,
