@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from gradleak.attack import Composed, Reconstruction, require
+from gradleak.attack import Composed, Reconstruction, require, supported
 from gradleak.core import assignment
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -81,6 +81,7 @@ class Analytic:
         progress: Share | None = None,
     ) -> Reconstruction:
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
+        supported(self, task, knows)
         require(self, knows)
         labels, counts = Labels(label_rule(self.labels)), {"exact": list[int](), "padded": list[int]()}
 

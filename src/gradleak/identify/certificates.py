@@ -223,7 +223,8 @@ class Identifiability:
 
 def _share(pixels: Params, fixed: Tensor) -> float:
     """Share of the variance about each image's own mean that lies in the span of `fixed` (rank, n)."""
-    about = tree.flatten(tree.map(lambda p: p.flatten(1) - p.flatten(1).mean(1, keepdim=True), pixels))
+    rows = {name: value.reshape(len(value), -1) for name, value in pixels.items()}
+    about = tree.flatten(tree.map(lambda p: p - p.mean(1, keepdim=True), rows))
     total = float(about.square().sum())
     if total == 0:  # constant images have no variance: take the share of directions
         return fixed.shape[0] / fixed.shape[1]

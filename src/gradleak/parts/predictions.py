@@ -16,7 +16,7 @@ from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining, Order
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.rules import SGD
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,11 @@ class Representation(Prediction):
     """
 
     signed: bool = True
+
+    def refuses(self, task: Task) -> str:
+        if task.class_index and task.last_layer is not None:
+            return ""
+        return "it reads features off the rows of a classifier, and no linear layer of this model predicts a class"
 
     def target(self, scene: TargetView) -> Params:
         y = scene.fields["y"]

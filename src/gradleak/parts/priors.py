@@ -372,9 +372,7 @@ class LabelDistance(Prior):
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         if not scene.task.class_index:
             return scene.like.new_zeros(())
-        # Copies: BatchNorm in training mode writes into the buffers it is given.
-        call = scene.task.call(scene.weights, {name: value.clone() for name, value in (scene.buffers or {}).items()})
-        probabilities = call(batch["x"]).softmax(-1)
+        probabilities = scene.task.output(scene.weights, batch, scene.buffers).softmax(-1)
         y = batch["y"]
         wanted = y if y.is_floating_point() else one_hot(y, probabilities.shape[-1], probabilities.dtype)
         return self.weight * (probabilities - wanted).square().sum()

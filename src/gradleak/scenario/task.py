@@ -145,6 +145,19 @@ class Task:
         after = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
         return self.objective(self.call(weights, after), batch), after
 
+    def output(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Any:
+        """What the model gives for a batch, as the objective calls it; of several calls the last."""
+        # Copies: BatchNorm in training mode writes into the buffers it is given.
+        copies = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
+        model, outputs = self.call(weights, copies), list[Any]()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs.append(model(*args, **kwargs))
+            return outputs[-1]
+
+        self.objective(call, batch)
+        return outputs[-1]
+
     def gradient(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Params:
         """The gradient of the objective with respect to the weights; differentiable again."""
         return self.gradient_and_buffers(weights, batch, buffers)[0]

@@ -31,12 +31,12 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay, all_rounds
 from gradleak.parts.priors import stacked
-from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prediction, Prior, delegates
+from gradleak.parts.protocols import FieldRule, Footprint, Needs, Prediction, Prior, delegates, needs_images
 from gradleak.parts.spaces import Pixels
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD
-from gradleak.scenario.task import Batch, Field
+from gradleak.scenario.task import Batch, Field, Task
 
 # --- the simulated steps --------------------------------------------------------------------------------------------
 
@@ -291,6 +291,9 @@ class OrderInvariance(Prior):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, known))}; given {getattr(self, name)!r}.")
+
+    def refuses(self, task: Task) -> str:
+        return needs_images(task, "its prior convolves images; of='pixels' does not") if self.of == "features" else ""
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Tensor:
         shape = scene.task.fields[self.field].shape
