@@ -658,15 +658,6 @@ def test_progress_rises_to_one(double: Engine) -> None:
 # --- models that vmap rejects, settings -------------------------------------------------------------------------------
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.cell(x.squeeze(1))[0][:, -1])
-
-
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -676,13 +667,10 @@ class Branch(nn.Module):
         return self.head(x.flatten(1) if x.sum() > 0 else -x.flatten(1))
 
 
-@pytest.mark.parametrize("model", [Recurrent, Branch])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_model_that_vmap_rejects_is_an_error_with_advice_and_runs_lane_after_lane(
-    model: type[nn.Module], double: Engine
-) -> None:
+def test_a_model_that_vmap_rejects_is_an_error_with_advice_and_runs_lane_after_lane(double: Engine) -> None:
     like = (torch.zeros(1, *SHAPE), torch.zeros(1).long())
-    task = gl.Task.supervised(model().double(), cross_entropy, like=like)
+    task = gl.Task.supervised(Branch().double(), cross_entropy, like=like)
     seen = gl.observe(task, private(1), TRAINING)
     attack = attack_of(stage_of(optimiser=Adam(steps=3)), restarts=2)
     with pytest.raises(EngineError, match=r"vmap.*task\.check\(\).*batched=False"):

@@ -135,7 +135,7 @@ def test_the_gauss_newton_matrix_is_that_of_the_softmax_and_has_no_negative_eige
 
 
 def test_squared_errors_have_both_matrices() -> None:
-    """Their backward pass has no forward mode in torch: the order of differentiation is swapped."""
+    """Torch's mse_loss has no forward mode over its gradient; the plain form has."""
     task, batch = tiny(), {**private(4), "y": normal(4, 3)}
     task = gl.Task(task.model, lambda call, held: mse_loss(call(held["x"]), held["y"]), {"x": task.fields["x"]})
     like = task.weights()

@@ -394,7 +394,7 @@ def _reverse_over_forward(function: Scalar, x: Tensor, v: Tensor) -> Tensor:
 
 
 def _workable(function: Scalar, x: Tensor) -> Slope:
-    """The first of the two orders that torch supports here: mse_loss, for one, has a backward without forward mode."""
+    """The first of the two orders that torch supports here: grid_sample, for one, has no forward mode."""
     refused: list[RuntimeError] = []
     for order in (_forward_over_reverse, _reverse_over_forward):
         try:

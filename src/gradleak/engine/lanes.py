@@ -28,8 +28,9 @@ from gradleak.parts.protocols import Scored
 from gradleak.parts.spaces import unknowns_of
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
+from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.observation import stack
-from gradleak.scenario.task import Batch, Task, double_backward_safe, float32_products
+from gradleak.scenario.task import Batch, Task, float32_products
 
 __all__ = ["Engine", "EngineError", "Search", "Solved", "chunk_size", "lanes_of", "solve"]
 
@@ -82,7 +83,7 @@ class Engine:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Sets the precision and the attention kernels; restores the user's settings afterwards."""
+        """Sets the precision and what computes each function; restores the user's settings afterwards."""
         # On a GPU convolutions as matrix products are several times faster; a CPU runs grouped ones well enough.
         layers = LaneLayers() if self.batched and self.where.type == "cuda" else nullcontext()
         with float32_products(fast=self.precision == "fast"), double_backward_safe(), layers:

@@ -37,6 +37,7 @@ from gradleak.flower.records import (
 )
 from gradleak.scenario.client import ClientState, LocalTraining, fitting
 from gradleak.scenario.defence import Client, Defence, Upload, overrides
+from gradleak.scenario.derivatives import PlainForms
 from gradleak.scenario.guarantee import Exposure
 from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
@@ -86,7 +87,7 @@ def train(
         key=key,
     )
     loss, _ = measured(evaluating(task), Snapshot(weights, {**task.buffers(), **buffers}), batch, Draws(key))
-    with torch.no_grad(), float32_products():
+    with torch.no_grad(), float32_products(), PlainForms():
         upload, after = training.run(task, weights, batch, defence, state, order=training.order(count, shuffle))
     _keep(context, after.memory)
     arrays = answered(record, sent, weights, upload, buffers, task)

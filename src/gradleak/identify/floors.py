@@ -18,9 +18,10 @@ from gradleak.identify.rounding import Rounding
 from gradleak.parts.predictions import Replay
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import Order
+from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Observation
-from gradleak.scenario.task import Batch, Field, Task, TaskError, double_backward_safe, float32_products
+from gradleak.scenario.task import Batch, Field, Task, TaskError, float32_products
 
 SHARE = 0.5  # of the memory that a Jacobian may take
 PIXEL_STD = 0.25  # of a pixel in [0, 1] under the prior, where nothing else is given

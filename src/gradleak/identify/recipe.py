@@ -50,6 +50,7 @@ from gradleak.parts.surrogates import gauss_legendre
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining, Order
 from gradleak.scenario.defence import Defence
+from gradleak.scenario.derivatives import PlainForms
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.rules import SGD, Rule, Schedule, constant
@@ -128,7 +129,7 @@ def replay_error(
     fits(task, [seen])
     scene, batch = _doubled(task, seen, batch, Knowledge(training=training, defence=defence))
     predict = Replay(training, order)
-    with float32_products(), torch.no_grad():
+    with float32_products(), PlainForms(), torch.no_grad():
         predicted = predict(batch, {}, scene, Step(torch.zeros(()), 1))
         return _apart(predicted, predict.target(scene))
 
@@ -317,7 +318,7 @@ def walk(task: Task, seen: Observation, batch: Batch, training: LocalTraining) -
     plan = training.order(seen.num_examples)
     state, weights, moved = ClientState(buffers=scene.buffers), scene.weights, tree.zeros_like(scene.update)
     rows, total = [], 0.0
-    with float32_products(), torch.no_grad():
+    with float32_products(), PlainForms(), torch.no_grad():
         for step, some in enumerate(plan):
             rate = float(training.lr) * training.schedule(step, len(plan))
             one = LocalTraining(lr=rate, optimiser=training.optimiser) if rate > 0 else None
@@ -441,5 +442,6 @@ def _along(scene: TargetView, points: Tensor, images: Tensor) -> tuple[Tensor, T
         logits = linear(features, weights[layer.weight], bias)
         return logits.softmax(-1).mean(0), features.sum(-1).mean()
 
-    predicted, sums = vmap(at, chunk_size=1)(points)  # one after another: every point holds all activations
+    with PlainForms():
+        predicted, sums = vmap(at, chunk_size=1)(points)  # one after another: every point holds all activations
     return predicted, sums

@@ -16,6 +16,7 @@ from gradleak.core.random import Draws
 from gradleak.core.settings import takes
 from gradleak.core.tree import Params, Tree
 from gradleak.scenario.defence import Client, Defence, Upload
+from gradleak.scenario.derivatives import PlainForms
 from gradleak.scenario.dropout import Dropping
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.rules import SGD, Rule, Schedule, constant
@@ -206,7 +207,7 @@ def observe(
     # reach the task that attackers get, the server's message, or the truth that reconstructions are scored by.
     client = ClientState(memory=client_round.memory or {}, extras=tree.detach(extras), key=key.to(device))
     shuffle, copies = torch.Generator().manual_seed(int(key[0])), (tree.detach(weights), tree.detach(batch))
-    with float32_products():
+    with float32_products(), PlainForms():
         upload, _ = training.run(task.copied(), *copies, defence, client, order=training.order(examples, shuffle))
     update = tree.detach(defence.reveal([upload], [upload.num_examples]))
     if client_round.wire == "weights":

@@ -20,6 +20,13 @@ from gradleak.core.random import Draws
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
+def drops(module: nn.Module) -> bool:
+    """Does this layer drop at random in the mode it is in? Recurrent layers do so between their layers."""
+    if isinstance(module, nn.RNNBase):
+        return module.training and module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, DROPOUT) and module.training and module.p > 0
+
+
 class Dropping(TorchFunctionMode):
     """While active, every call of dropout drops, whatever mode the model is in, and each call has its own mask.
 

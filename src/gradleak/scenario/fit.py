@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gradleak.scenario.dropout import DROPOUT
+from gradleak.scenario.dropout import drops
 from gradleak.scenario.observation import MissingKnowledge, Observation
 from gradleak.scenario.task import Task, TaskError
 
@@ -14,7 +14,7 @@ MOST_ENTRIES = 10**8  # unknowns of one target; 224 x 224 colour images reach it
 
 def fits(task: Task, targets: Sequence[Observation]) -> None:
     """The observation must be of this model: same names, same shapes, and few enough examples to hold in memory."""
-    dropout = [name for name, m in task.model.named_modules() if isinstance(m, DROPOUT) and m.training and m.p > 0]
+    dropout = [name for name, m in task.model.named_modules() if drops(m)]
     if dropout:
         raise TaskError(
             f"Dropout is active ({', '.join(dropout[:3])}): the client's masks are its own secret, and a replay with "

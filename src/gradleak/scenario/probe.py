@@ -19,6 +19,7 @@ from torch import Tensor
 from gradleak.core import random as randomness
 from gradleak.core.configuration import digest
 from gradleak.core.tree import Params
+from gradleak.scenario.derivatives import PlainForms
 from gradleak.scenario.task import Batch, Field, Task, float32_products
 
 EXAMPLES = 2  # BatchNorm cannot train on one
@@ -39,7 +40,7 @@ def gradient_of(task: Task) -> str:
 
 def _gradient(task: Task, dtype: torch.dtype) -> Params:
     batch: Batch = {name: _example(name, field, dtype) for name, field in task.fields.items()}
-    with float32_products(), torch.random.fork_rng(devices=[]):
+    with float32_products(), PlainForms(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # dropout
         return task.gradient(task.weights(), batch)
 

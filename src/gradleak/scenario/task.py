@@ -323,18 +323,3 @@ def float32_products(fast: bool = False) -> Iterator[None]:
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
-
-
-@contextmanager
-def double_backward_safe() -> Iterator[None]:
-    """Fused attention has no double backward and no forward mode: use the math kernel and the plain layer path."""
-    from torch.backends import mha
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    before = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        mha.set_fastpath_enabled(before)

@@ -30,6 +30,7 @@ from gradleak.core.settings import takes
 from gradleak.core.tree import Params, Tree
 from gradleak.scenario.client import ClientState, LocalTraining
 from gradleak.scenario.defence import Defence, Upload
+from gradleak.scenario.derivatives import PlainForms
 from gradleak.scenario.observation import Observation, stack
 from gradleak.scenario.task import Batch, Task, float32_products
 from gradleak.secure.client import Client, Member
@@ -354,7 +355,7 @@ def cohort(run: CohortRound) -> Cohort:
     before: Tree = {}
     if run.memories and run.memories[0]:
         before = tree.map(lambda *values: torch.stack(values), *run.memories)
-    with float32_products(), torch.no_grad():
+    with float32_products(), PlainForms(), torch.no_grad():
         keys = run.keys().to(tree.like(weights).device)
         sent, after = vmap(one)(stack(list(run.batches)), keys, before)
     each = [tree.map(lambda value, i=i: value[i], {"sent": sent, "after": after}) for i in range(len(run.batches))]

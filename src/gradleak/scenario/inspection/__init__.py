@@ -12,10 +12,11 @@ from dataclasses import replace
 
 import torch
 
+from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.inspection import batch as data
 from gradleak.scenario.inspection import model, objective
 from gradleak.scenario.inspection.subject import Check, Subject, device_of, first_line
-from gradleak.scenario.task import Batch, Problem, Task, double_backward_safe
+from gradleak.scenario.task import Batch, Problem, Task
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 
@@ -29,10 +30,11 @@ CHECKS: tuple[Check, ...] = (
     objective.fields_are_images,
     objective.outputs_and_classes,
     model.dropout_is_off,
-    model.recurrent_layers,
     objective.second_derivative,
     model.batch_norm_mode,
     objective.soft_labels,
+    model.exact_formulas,
+    model.recurrent_layers,
     model.fused_attention,
     model.in_place_operations,
     model.kinks,

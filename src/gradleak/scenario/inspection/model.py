@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from gradleak.core import tree
-from gradleak.scenario.dropout import DROPOUT
+from gradleak.scenario.derivatives import WITHOUT
+from gradleak.scenario.dropout import drops
 from gradleak.scenario.inspection.subject import Failed, Pass, Subject, examples_in, some
+from gradleak.scenario.recurrence import RECURRENT_FORMS
 from gradleak.scenario.task import Problem
 
-RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PIECEWISE_LINEAR = ("relu", "relu_", "relu6", "leaky_relu", "prelu", "rrelu", "hardtanh", "threshold")
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "_transformer_encoder_layer_fwd")
@@ -99,7 +100,7 @@ def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
 
 def dropout_is_off(subject: Subject) -> Iterator[Problem]:
     """Masks are the client's own draws: with active dropout no replay matches."""
-    active = subject.named(DROPOUT, lambda module: module.training and module.p > 0)
+    active = subject.named((nn.Module,), drops)
     if not active and isinstance(subject.forward, Pass):
         active = sorted(subject.forward.calls.dropout)  # called as a function
     if active:
@@ -111,23 +112,44 @@ def dropout_is_off(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def recurrent_layers(subject: Subject) -> Iterator[Problem]:
-    """vmap may reject them, and cuDNN has no double backward for them."""
-    layers = subject.named(RECURRENT)
-    if layers and subject.scalar:
-        rejected = isinstance(subject.lanes, Failed)
+def exact_formulas(subject: Subject) -> Iterator[Problem]:
+    """Functions that torch cannot differentiate as attacks need it."""
+    for missing, forms in WITHOUT.items():
+        used = {function.__name__ for function in forms} & _called(subject)
+        if not used:
+            continue
+        kinds = {name.replace("_", "") for name in used}  # nn.Hardsigmoid calls hardsigmoid, and so on
+        calling = tuple(kind for kind in map(type, subject.modules.values()) if kind.__name__.lower() in kinds)
+        layers = subject.named(calling)
         yield Problem(
-            "error" if rejected else "note",
-            f"recurrent layers ({some(layers)}): vmap {'rejects' if rejected else 'takes'} them on this machine, "
-            "and on CUDA the cuDNN kernels have no double backward",
-            "Engine(batched=False) attacks lane after lane; on CUDA also torch.backends.cudnn.enabled = False",
+            "note",
+            f"{some(used)}{f' in {some(layers)}' if layers else ''}: torch has no {missing} of it, so attacks use an "
+            "exact formula with the same values",
+            "nothing to do",
         )
+
+
+def recurrent_layers(subject: Subject) -> Iterator[Problem]:
+    """The fused kernels fail under vmap, and those of cuDNN have no double backward."""
+    called = {function.__name__ for function in RECURRENT_FORMS} & _called(subject)
+    if called:
+        layers = subject.named((nn.RNNBase, nn.RNNCellBase))
+        yield Problem(
+            "note",
+            f"recurrent layers ({some(layers or called)}): the fused kernels fail under vmap or have no second "
+            "derivative, so clients and attacks run them by their plain form, step by step: slower on CUDA",
+            "nothing to do; the time grows with the length of the sequence",
+        )
+
+
+def _called(subject: Subject) -> set[str]:
+    return subject.forward.calls.names if isinstance(subject.forward, Pass) else set()
 
 
 def fused_attention(subject: Subject) -> Iterator[Problem]:
     """Fused kernels have no double backward."""
     layers = subject.named((nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
-    called = isinstance(subject.forward, Pass) and any(name in subject.forward.calls.names for name in _ATTENTION)
+    called = not _called(subject).isdisjoint(_ATTENTION)
     if layers or called:
         yield Problem(
             "note",
@@ -150,8 +172,7 @@ def in_place_operations(subject: Subject) -> Iterator[Problem]:
 
 def kinks(subject: Subject) -> Iterator[Problem]:
     """Piecewise linear layers stop second-order searches; that looks like safety, but is not."""
-    names = subject.forward.calls.names if isinstance(subject.forward, Pass) else set()
-    flat = sorted(name for name in names if "max_pool" in name or name in _PIECEWISE_LINEAR)
+    flat = sorted(name for name in _called(subject) if "max_pool" in name or name in _PIECEWISE_LINEAR)
     if flat:
         yield Problem(
             "note",

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradleak.scenario.inspection.model import RECURRENT
 from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, one_hot
 from gradleak.scenario.task import Problem
 
@@ -108,7 +107,7 @@ def soft_labels(subject: Subject) -> Iterator[Problem]:
 
 
 def second_derivative(subject: Subject) -> Iterator[Problem]:
-    """Really take it, two lanes at once. Recurrent layers are reported by their own check."""
+    """Really take it, two lanes at once."""
     if not subject.scalar or not continuous(subject.task):
         return
     lanes = subject.lanes
@@ -125,7 +124,7 @@ def second_derivative(subject: Subject) -> Iterator[Problem]:
             f"the gradient cannot be differentiated again: {subject.one_by_one.why}",
             "replace the operation that has no double backward (a custom autograd.Function, a fused kernel)",
         )
-    elif not subject.named(RECURRENT):
+    else:
         yield Problem(
             "error",
             f"vmap rejects the second derivative: {lanes.why}",

@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
 from gradleak.core import tree
-from gradleak.scenario.dropout import DROPOUT
+from gradleak.scenario.dropout import drops
 from gradleak.scenario.task import Batch, Field, Problem, Task
 
 
@@ -144,7 +144,7 @@ class Subject:
         """The gradient, by the unknowns, of the gradient's squared norm. Dropout has a check of its own: off here."""
         model = copy.deepcopy(self.task.model)
         for module in model.modules():
-            if isinstance(module, DROPOUT):
+            if drops(module):
                 module.eval()
         task = replace(self.task, model=model)
         weights, buffers = task.weights(), task.buffers()
