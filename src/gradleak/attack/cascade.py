@@ -50,6 +50,10 @@ class EscalatingRestarts:
     def search_needs(self) -> Needs:
         return self.attack.search_needs
 
+    @property
+    def work(self) -> int | None:
+        return None  # as many waves as it takes
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self.attack.refuses(task, given)
 

@@ -51,6 +51,11 @@ class Attack(Protocol):
         """What `Knowledge` must grant."""
         ...
 
+    @property
+    def work(self) -> int | None:
+        """Gradient evaluations of a target, in all restarts; 0: a closed form, None: not known beforehand."""
+        ...
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """Why it cannot attack this task, in words that follow "unsupported: "; empty if it can.
 
@@ -165,6 +170,10 @@ class Composed:
     def evaluations(self) -> int:
         """Gradient evaluations of a lane, in all stages."""
         return sum(stage.optimiser.evaluations for stage in self.stages)
+
+    @property
+    def work(self) -> int:
+        return self.evaluations * self.restarts
 
     def run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,10 @@ class Analytic:
     @property
     def needs(self) -> Needs:
         return label_rule(self.labels).needs
+
+    @property
+    def work(self) -> int | None:
+        return 0
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):
@@ -127,10 +132,15 @@ class Analytic:
 def input_layer(task: Task) -> str:
     """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example."""
     modules, weights = dict(task.model.named_modules()), task.weights()
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and module.bias is not None]
+    entries = math.prod(task.fields["x"].shape)
+    linear = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and module.bias is not None and module.in_features == entries
+    ]
     batch = task.blank(2)
     batch["x"] = batch["x"] + Draws(randomness.key("analytic")).uniform(tuple(batch["x"].shape)).to(batch["x"])
-    for name, inputs in task.inputs_of(linear, weights, batch).items():
+    for name, inputs in (task.inputs_of(linear, weights, batch) if linear else {}).items():
         prefix = f"{name}." if name else ""
         if {f"{prefix}weight", f"{prefix}bias"} <= weights.keys() and torch.equal(inputs, batch["x"].flatten(1)):
             return prefix

@@ -51,6 +51,10 @@ class TokenRows:
     def needs(self) -> Needs:
         return label_rule(self.labels).needs
 
+    @property
+    def work(self) -> int | None:
+        return 0
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if not _is_tokens(task):
             return f"it reads token ids, and x holds {task.fields['x'].kind.noun[1]}"
@@ -103,9 +107,9 @@ class TokenRows:
         """The ids (examples, length), and the share of the gradient's energy in rows that are not among them."""
         field, embedding = scene.task.fields["x"], embedding_of(scene.task)
         energy = gradient(scene)[f"{embedding}.weight"].detach().double().cpu().square().sum(1)
-        padding = scene.task.model.get_submodule(str(embedding)).padding_idx
-        if padding is not None:
-            energy[padding] = 0
+        layer = scene.task.model.get_submodule(str(embedding))
+        if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+            energy[layer.padding_idx] = 0
         places = scene.num_examples * field.shape[0]
         order = energy.argsort(descending=True, stable=True)[:places]
         order = order[energy[order] > self.least**2 * energy.max()]

@@ -126,11 +126,19 @@ class Auto:
         """Nothing: members that need more than is granted are left out. Only tuning needs public data."""
         return frozenset({"public"} if self.tune else ())
 
+    @property
+    def work(self) -> int | None:
+        return None
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """It can attack what any of its members can."""
-        attacks = [member.make({}) for member in MEMBERS if member.attack != POLISH]
-        reasons = [attack.refuses(task, given) for attack in attacks]
-        return "" if "" in reasons else f"none of its members can; the first says: {reasons[0]}"
+        first = ""
+        for member in MEMBERS:
+            reason = "" if member.attack == POLISH else member.make({}).refuses(task, given)
+            if member.attack != POLISH and not reason:
+                return ""
+            first = first or reason
+        return f"none of its members can; the first says: {first}"
 
     def run(
         self,

@@ -1,28 +1,60 @@
-"""`gradleak check`: can this model be attacked as it stands?"""
+"""`gradleak check`: can this model be attacked as it stands, and by which attacks?"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradleak.cli.formatting import counted
 from gradleak.cli.root import CROSSED
 
+if TYPE_CHECKING:
+    from gradleak.audit.preflight import Preflight
+    from gradleak.scenario.task import Task
+
 
 def check(
     reference: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Task; FILE.py alone means FILE.py:task.")],
-    data: Annotated[str, typer.Option(help="Check these too: images by name, an .npz, a folder or FILE.py:NAME.")] = "",
+    data: Annotated[str, typer.Option(help="Check these too: data by name, a file, a folder or FILE.py:NAME.")] = "",
 ) -> None:
-    """Can this model be attacked as it stands? Every problem at once, each with a fix; exit code 1 on errors."""
+    """Can this model be attacked as it stands? Every problem with a fix, and every attack; exit code 1 if refused."""
+    from gradleak.audit.preflight import preflight
     from gradleak.cli import loading
 
     task = loading.task(reference)
-    problems = task.check(loading.few_examples(task, data) if data else None)
-    for problem in problems:
-        typer.echo(f"{problem.severity:8}{problem.what}\n{'':8}-> {problem.fix}")
-    errors = sum(problem.severity == "error" for problem in problems)
-    summary = f"{counted(len(problems), 'finding')}, {counted(errors, 'error')}"
-    typer.echo(f"{reference}: {summary if problems else 'no problems found'}.")
-    if errors:
+    result = preflight(task, batch=loading.few_examples(task, data) if data else None)
+    for line in (*_fields(task), "", *_problems(result), *_attacks(result)):
+        typer.echo(line)
+    errors, findings = len(result.errors), len(result.examination.problems)
+    summary = f"{counted(findings, 'finding')}, {counted(errors, 'error')}"
+    typer.echo(f"{reference}: {summary if findings else 'no problems found'}.")
+    if not result.passed:
         raise typer.Exit(CROSSED)
+
+
+def _fields(task: Task) -> list[str]:
+    """What clients hold, a line for each field."""
+    lines = []
+    for name, field in task.fields.items():
+        values = f"{field.classes} values" if field.classes is not None else _bounds(field.bounds, field.bounded)
+        known = ", known to the server" if field.public else ""
+        lines.append(f"{name:8}{field.kind.name} {field.shape or 'of one number'}, {values}{known}")
+    return lines
+
+
+def _bounds(bounds: tuple[Any, ...], bounded: bool) -> str:
+    return f"bounds {bounds}" if bounded and len(bounds) == 2 else "bounds by column" if bounded else "unbounded"
+
+
+def _problems(result: Preflight) -> list[str]:
+    return [f"{each.severity:8}{each.what}\n{'':8}-> {each.fix}" for each in result.examination.problems]
+
+
+def _attacks(result: Preflight) -> list[str]:
+    """A line for each attack, those that run first."""
+    if not result.lines:
+        return []
+    order = sorted(result.lines, key=lambda line: ("runs", "needs", "unsupported").index(line.status))
+    width = max(len(line.attack) for line in order) + 2
+    return ["", *(f"{line.attack:<{width}}{line}" for line in order), ""]

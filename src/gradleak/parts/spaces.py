@@ -15,6 +15,7 @@ from gradleak.core.tree import Tree
 from gradleak.parts.priors import one_hot
 from gradleak.parts.protocols import NOTHING, Needs, Space
 from gradleak.parts.view import Step, TargetView
+from gradleak.scenario.inspection.subject import hard_targets
 from gradleak.scenario.task import Batch, Task
 
 
@@ -207,9 +208,9 @@ class _Unknown(Space):
 
     def refuses(self, task: Task) -> str:
         kind = task.fields[self.field].kind if self.field in task.fields else None
-        if kind is None or kind.continuous or kind.soft:
+        if kind is None or kind.continuous:
             return ""
-        return f"{self.field} holds {kind.noun[1]}, whose discrete values no gradient moves"
+        return hard_targets(task) if kind.soft else f"{self.field} holds {kind.noun[1]}: no gradient moves discrete ids"
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         if before is not None and self.field in before:

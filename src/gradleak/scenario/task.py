@@ -285,7 +285,7 @@ class Task:
         """Every problem at once, each with a fix. With a batch (the auditor's own) its ranges are checked too."""
         from gradleak.scenario.inspection import inspect  # long and rarely needed
 
-        return inspect(self, batch)
+        return list(inspect(self, batch).problems)
 
 
 def _output(model: nn.Module, shape: tuple[int, ...]) -> Tensor:

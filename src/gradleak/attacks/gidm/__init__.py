@@ -334,6 +334,10 @@ class StepSearch:
     def needs(self) -> Needs:
         return self.whole.needs - {"t"}
 
+    @property
+    def work(self) -> int | None:
+        return None
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self.whole.refuses(task, {*given, "t"})
 

@@ -111,6 +111,10 @@ class SecondOrder:
             return self.search_needs | registry.parse("attack", self.after).needs
         return self.search_needs | label_rule(self.labels).needs
 
+    @property
+    def work(self) -> int | None:
+        return None
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         diffusion = isinstance(task.objective, Denoising)
         space: Space = JointSpace((Pixels(GREY), FreeNoise())) if diffusion else Pixels(GREY)

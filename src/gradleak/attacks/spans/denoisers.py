@@ -133,6 +133,10 @@ class SpanDM:
     def needs(self) -> Needs:
         return self._behind().needs
 
+    @property
+    def work(self) -> int | None:
+        return None
+
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self._behind().refuses(task, {*given, "t"})
 

@@ -8,7 +8,7 @@ recorded pass of the objective over a blank batch, and one real attempt at what 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,6 @@ CHECKS: tuple[Check, ...] = (
     objective.model_accepts_the_shapes,
     objective.objective_is_scalar,
     objective.other_precisions,
-    objective.fields_are_images,
     objective.outputs_and_classes,
     model.dropout_is_off,
     objective.second_derivative,
@@ -44,20 +43,41 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def inspect(task: Task, batch: Batch | None = None) -> list[Problem]:
+@dataclass(frozen=True)
+class Examination:
+    """What was found, errors first.
+
+    batched   lanes can be solved together; else attacks take one after the other
+    seconds   one evaluation of a gradient-matching objective took, for one lane and two examples; None: not timed
+    """
+
+    problems: tuple[Problem, ...]
+    batched: bool = True
+    seconds: float | None = None
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """What makes attacks fail."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+
+def inspect(task: Task, batch: Batch | None = None) -> Examination:
     """Every problem at once, errors first. `batch` (the auditor's own data) is checked against the declared fields."""
     try:
         copied = replace(task, model=copy.deepcopy(task.model))
     except Exception as problem:  # whatever a user's own __deepcopy__ raises
-        return [
-            Problem(
-                "error",
-                f"the model cannot be copied ({first_line(problem)}), and attacks work on a copy",
-                "make copy.deepcopy(model) work: no tensors with a history as attributes, no open files",
+        return Examination(
+            (
+                Problem(
+                    "error",
+                    f"the model cannot be copied ({first_line(problem)}), and attacks work on a copy",
+                    "make copy.deepcopy(model) work: no tensors with a history as attributes, no open files",
+                ),
             )
-        ]
+        )
     device = device_of(copied)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), double_backward_safe():
         subject = Subject(copied, batch)
         problems = [problem for check in CHECKS for problem in check(subject)]
-    return sorted(problems, key=lambda problem: _ORDER[problem.severity])
+    problems.sort(key=lambda problem: _ORDER[problem.severity])
+    return Examination(tuple(problems), subject.batched, subject.seconds)

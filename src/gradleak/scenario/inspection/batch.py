@@ -10,6 +10,8 @@ from torch import Tensor
 from gradleak.scenario.inspection.subject import Subject, declared, is_simplex, some
 from gradleak.scenario.task import Field, Problem
 
+SLACK = 1e-3  # of the width of the bounds: rounding of the client's own normalisation
+
 
 def batch_has_the_fields(subject: Subject) -> Iterator[Problem]:
     """The batch must name the fields of the task, all with as many examples."""
@@ -39,8 +41,11 @@ def continuous_values(subject: Subject) -> Iterator[Problem]:
             continue
         if not value.isfinite().all():
             yield Problem("error", f"batch[{name!r}] holds NaN or infinity", "remove these examples")
-        elif tuple(value.shape[1:]) == kind.shape and value.numel() and kind.bounded:
-            yield from _range(name, value, kind)
+        elif tuple(value.shape[1:]) == kind.shape and value.numel():
+            if reason := kind.kind.allowed(value, kind):
+                yield Problem("error", f"batch[{name!r}]: {reason}", "encode it as the task's columns say")
+            if kind.bounded:
+                yield from _range(name, value, kind)
 
 
 def labels(subject: Subject) -> Iterator[Problem]:
@@ -68,11 +73,10 @@ def labels(subject: Subject) -> Iterator[Problem]:
                 f"batch[{name!r}] has shape {tuple(value.shape)}; the task declares (examples, *{kind.shape})",
                 "squeeze an extra axis, or declare the shape in the Field",
             )
-        elif value.numel() and not (int(value.min()) >= 0 and int(value.max()) < kind.classes):
+        elif reason := kind.kind.allowed(value, kind):
             yield Problem(
                 "error",
-                f"labels run from {int(value.min())} to {int(value.max())}; the task declares {kind.classes} classes, "
-                f"0 to {kind.classes - 1}",
+                f"batch[{name!r}]: {reason}",
                 "count labels from 0, or declare more classes (and as many outputs of the model)",
             )
 
@@ -114,8 +118,8 @@ def _range(name: str, value: Tensor, kind: Field) -> Iterator[Problem]:
     low, high = float(unit.min()), float(unit.max())
     plain = set(kind.mean) == {0.0} and set(kind.std) == {1.0}
     extent = f"batch[{name!r}] runs from {float(value.min()):.4g} to {float(value.max()):.4g}"
-    if low < -0.01 or high > 1.01:
-        share = float(((unit < -0.01) | (unit > 1.01)).double().mean())
+    if low < -SLACK or high > 1 + SLACK:
+        share = float(((unit < -SLACK) | (unit > 1 + SLACK)).double().mean())
         what = f"{extent}; {share:.0%} of it lies outside the declared bounds {kind.bounds}"
         what += f" (mean {kind.mean}, std {kind.std})" if not plain else ""
         if plain and kind.bounds == (0.0, 1.0) and value.min() >= 0 and value.max() > 2:
@@ -127,7 +131,7 @@ def _range(name: str, value: Tensor, kind: Field) -> Iterator[Problem]:
             )
         else:
             fix = "correct bounds, mean and std: boxed attacks cannot leave the bounds, and metrics scale by them"
-        yield Problem("warning", what, fix)
+        yield Problem("error", what, fix)
     elif high - low < 0.02:
         yield Problem(
             "warning",

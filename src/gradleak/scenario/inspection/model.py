@@ -10,11 +10,10 @@ from torch import nn
 from gradleak.core import tree
 from gradleak.scenario.derivatives import WITHOUT
 from gradleak.scenario.dropout import drops
-from gradleak.scenario.inspection.subject import Failed, Pass, Subject, examples_in, some
+from gradleak.scenario.inspection.subject import BATCH_NORM, Failed, Pass, Subject, examples_in, some
 from gradleak.scenario.recurrence import RECURRENT_FORMS
 from gradleak.scenario.task import Problem
 
-_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PIECEWISE_LINEAR = ("relu", "relu_", "relu6", "leaky_relu", "prelu", "rrelu", "hardtanh", "threshold")
 _ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward", "_transformer_encoder_layer_fwd")
 
@@ -77,7 +76,7 @@ def parameters_are_floats(subject: Subject) -> Iterator[Problem]:
 
 def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
     """BatchNorm in training mode couples the examples of a batch: results of the two modes do not compare."""
-    live = subject.named(_BATCH_NORM, lambda module: module.training or module.running_mean is None)
+    live = subject.named(BATCH_NORM, lambda module: module.training or module.running_mean is None)
     if not live:
         return
     yield Problem(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, one_hot
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, hard_targets
 from gradleak.scenario.task import Problem
 
 
@@ -56,27 +55,15 @@ def other_precisions(subject: Subject) -> Iterator[Problem]:
             )
 
 
-def fields_are_images(subject: Subject) -> Iterator[Problem]:
-    """Image priors mean nothing on other shapes."""
-    flat = {name: f.shape for name in continuous(subject.task) if len((f := subject.task.fields[name]).shape) != 3}
-    if flat:
-        yield Problem(
-            "warning",
-            f"fields that are not images (channels, height, width): {flat}. Image priors and tiled starts (ig, gi, "
-            "cpl) mean nothing there: such attacks diverge at once or refuse",
-            "use dlg, idlg or representation, or a composition without them; reshape what is an image",
-        )
-
-
 def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
     """The model must have an output for every declared class."""
     task = subject.task
-    labels = [(name, f.classes) for name, f in task.fields.items() if f.classes is not None and name not in task.drawn]
+    labels = [("y", task.fields["y"].classes)] if task.class_index else []
     outputs = subject.forward.outputs[-1] if isinstance(subject.forward, Pass) and subject.forward.outputs else None
     if len(labels) != 1 or not isinstance(outputs, Tensor) or outputs.dim() < 2:
         return
     name, classes = labels[0]
-    if classes in (outputs.shape[1], outputs.shape[-1]):
+    if classes is None or classes in (outputs.shape[1], outputs.shape[-1]):
         return
     yield Problem(
         "error" if outputs.shape[-1] < classes else "warning",
@@ -87,23 +74,13 @@ def outputs_and_classes(subject: Subject) -> Iterator[Problem]:
 
 def soft_labels(subject: Subject) -> Iterator[Problem]:
     """Attacks that search for labels need a loss that takes probabilities."""
-    names = [name for name, f in subject.task.fields.items() if f.classes is not None]
-    if not names or not subject.scalar:
-        return
-    soft = {name: one_hot(subject.blank[name], subject.task.fields[name], subject.blank) for name in names}
-    quiet = copy.deepcopy(subject.task.model).eval()  # so that two passes differ by the label alone
-    hard, passed = subject.run(subject.blank, quiet), subject.run({**subject.blank, **soft}, quiet)
-    if isinstance(passed, Failed):
-        what = f"the loss refuses soft labels ({passed.why})"
-    elif isinstance(hard, Pass) and not torch.allclose(torch.as_tensor(passed.value), hard.value, rtol=1e-3):
-        what = "the loss gives another value for a one-hot label than for its index"
-    else:
-        return
-    yield Problem(
-        "note",
-        f"{what}, so attacks that optimise the label with the image (dlg) cannot run",
-        "use attacks that read the label off the update (idlg, ig), or a loss that takes probabilities (cross_entropy)",
-    )
+    if subject.scalar and (why := hard_targets(subject.task)):
+        yield Problem(
+            "note",
+            f"{why}, so attacks that optimise the label with the example (dlg) cannot run",
+            "use attacks that read the label off the update (idlg, ig), or a loss that takes probabilities "
+            "(cross_entropy)",
+        )
 
 
 def second_derivative(subject: Subject) -> Iterator[Problem]:
@@ -126,8 +103,8 @@ def second_derivative(subject: Subject) -> Iterator[Problem]:
         )
     else:
         yield Problem(
-            "error",
-            f"vmap rejects the second derivative: {lanes.why}",
-            "Engine(batched=False) attacks lane after lane; to keep the speed, remove .item(), branches on values, "
-            "random layers and in-place writes into tensors made inside forward",
+            "warning",
+            f"vmap rejects the second derivative: {lanes.why}. Audits attack lane after lane, which is slower",
+            "to keep the speed, remove .item(), branches on values, random layers and in-place writes into tensors "
+            "made inside forward; in Python pass Engine(batched=False)",
         )

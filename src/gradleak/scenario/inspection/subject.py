@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 from gradleak.core import tree
 from gradleak.scenario.dropout import drops
 from gradleak.scenario.task import Batch, Field, Problem, Task
+
+BRIEF = 0.5  # seconds
+BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,26 @@ class Subject:
     @cached_property
     def lanes(self) -> Tensor | Failed:
         """Two lanes of the second derivative under vmap, as the engine takes it."""
-        return self._attempt(batched=True)
+        return self._timed[0]
+
+    @property
+    def batched(self) -> bool:
+        """Can lanes be solved together? True where there is nothing to differentiate."""
+        return not (self.scalar and continuous(self.task)) or isinstance(self.lanes, Tensor)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one second derivative of one lane, if it was taken."""
+        return self._timed[1] if self.scalar and continuous(self.task) else None
+
+    @cached_property
+    def _timed(self) -> tuple[Tensor | Failed, float]:
+        """The attempt, and its time for one lane. A fast one is repeated: the first is mostly preparation."""
+        began = time.perf_counter()
+        attempt, ended = self._attempt(batched=True), time.perf_counter()
+        if ended - began < BRIEF and isinstance(attempt, Tensor):
+            began, _, ended = ended, self._attempt(batched=True), time.perf_counter()
+        return attempt, (ended - began) / 2
 
     @cached_property
     def one_by_one(self) -> Tensor | Failed:
@@ -148,10 +171,12 @@ class Subject:
                 module.eval()
         task = replace(self.task, model=model)
         weights, buffers = task.weights(), task.buffers()
-        unknown = {name: self.blank[name] for name in continuous(task)}
+        # One example is enough, and half the work, unless BatchNorm in training mode needs two.
+        blank = self.blank if any(norm.training for norm in batch_norms(model)) else task.blank(1)
+        unknown = {name: blank[name] for name in continuous(task)}
 
         def match(guess: Batch, buffers: tree.Params) -> Tensor:
-            return tree.squared_norm(task.gradient(weights, {**self.blank, **guess}, buffers))
+            return tree.squared_norm(task.gradient(weights, {**blank, **guess}, buffers))
 
         try:
             if not batched:
@@ -167,8 +192,31 @@ Check: TypeAlias = Callable[[Subject], Iterable[Problem]]
 
 
 def continuous(task: Task) -> list[str]:
-    """The names of the fields that are no classes."""
-    return [name for name, f in task.fields.items() if f.classes is None]
+    """The names of the fields whose values a gradient moves."""
+    return [name for name, f in task.fields.items() if f.continuous]
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Its BatchNorm layers."""
+    return [module for module in model.modules() if isinstance(module, BATCH_NORM)]
+
+
+def hard_targets(task: Task) -> str:
+    """Why the loss takes no class probabilities in place of a class, so that no search can move them; empty: it does.
+
+    Two passes in evaluation mode: with class indices, and with the same classes as probabilities.
+    """
+    names = [name for name, f in task.fields.items() if f.classes is not None and f.kind.soft and not f.public]
+    if not names:
+        return ""
+    subject = Subject(replace(task, model=copy.deepcopy(task.model).eval()))
+    soft = {name: one_hot(subject.blank[name], task.fields[name], subject.blank) for name in names}
+    hard, passed = subject.forward, subject.run({**subject.blank, **soft})
+    if isinstance(passed, Failed):
+        return f"the loss refuses soft labels ({passed.why})"
+    if isinstance(hard, Pass) and not torch.allclose(torch.as_tensor(passed.value), hard.value, rtol=1e-3):
+        return "the loss gives another value for a one-hot label than for its index"
+    return ""
 
 
 def declared(subject: Subject) -> Iterator[tuple[str, Tensor, Field]]:
