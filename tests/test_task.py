@@ -280,8 +280,8 @@ PROBLEMS: dict[str, tuple[Callable[[], gl.Task], str, str, str]] = {
         "another value for a one-hot",
         "idlg",
     ),
-    "branch": (lambda: task_of(Forward(doubled_if_bright)), "error", "vmap rejects.*control flow", "batched=False"),
-    "write": (lambda: task_of(Forward(written_into_zeros)), "error", "vmap rejects", "in-place"),
+    "branch": (lambda: task_of(Forward(doubled_if_bright)), "warning", "vmap rejects.*control flow", "batched=False"),
+    "write": (lambda: task_of(Forward(written_into_zeros)), "warning", "vmap rejects.*lane after lane", "in-place"),
     "no double backward": (lambda: task_of(Forward(NoDouble.apply)), "error", "cannot be differentiated", "replace"),
     "sqrt at zero": (
         lambda: task_of(Forward(lambda x: (x - 0.5).square().sqrt())),
@@ -294,12 +294,6 @@ PROBLEMS: dict[str, tuple[Callable[[], gl.Task], str, str, str]] = {
         "warning",
         "convert the model to torch.float64: RuntimeError",
         "w.to(out)",
-    ),
-    "not an image": (
-        lambda: gl.Task.supervised(nn.Linear(5, CLASSES), F.cross_entropy, like=(torch.zeros(1, 5), LIKE[1])),
-        "warning",
-        r"not images.*{'x': \(5,\)}",
-        "idlg",
     ),
     "relu": (lambda: task_of(layers(nn.ReLU())), "note", "second derivative is zero.*L-BFGS", "strongest"),
     "max pool": (
@@ -352,15 +346,15 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 X, Y = private(2)["x"], private(2)["y"]
 BATCHES: dict[str, tuple[Batch, str, str, str]] = {
     "bytes": ({"x": (X * 255).byte(), "y": Y}, "error", "uint8.*raw image bytes", "/ 255"),
-    "0-255": ({"x": X * 255, "y": Y}, "warning", "looks like 0-255", "bounds=(0, 255)"),
-    "normalised": ({"x": (X - 0.5) / 0.2, "y": Y}, "warning", "looks normalised", "mean= and std="),
+    "0-255": ({"x": X * 255, "y": Y}, "error", "looks like 0-255", "bounds=(0, 255)"),
+    "normalised": ({"x": (X - 0.5) / 0.2, "y": Y}, "error", "looks normalised", "mean= and std="),
     "single precision": ({"x": X.float(), "y": Y}, "error", "float32, the model torch.float64", ".to(torch.float64)"),
     "narrow": ({"x": X / 255, "y": Y}, "warning", "less than 2%", "bounds"),
     "nan": ({"x": X / 0, "y": Y}, "error", "NaN or infinity", "remove"),
     "wrong size": ({"x": zeros(2, 1, 8, 8), "y": Y}, "error", r"shape \(2, 1, 8, 8\)", "like="),
     "channels last": ({"x": zeros(2, 4, 4, 1) + 0.5, "y": Y}, "error", r"shape \(2, 4, 4, 1\)", "permute(0, 3, 1, 2)"),
-    "label too large": ({"x": X, "y": Y + 2}, "error", "labels run from 2 to 3.*0 to 2", "from 0"),
-    "negative label": ({"x": X, "y": Y - 1}, "error", "labels run from -1", "from 0"),
+    "label too large": ({"x": X, "y": Y + 2}, "error", "holds 2 to 3.*0 to 2", "from 0"),
+    "negative label": ({"x": X, "y": Y - 1}, "error", "holds -1 to", "from 0"),
     "label type": ({"x": X, "y": Y.int()}, "error", "int32", "long()"),
     "label shape": ({"x": X, "y": Y[:, None]}, "error", r"shape \(2, 1\)", "squeeze"),
     "float label": ({"x": X, "y": Y.double()}, "error", "neither class indices nor probabilities", "int64"),
@@ -383,7 +377,7 @@ def test_a_simplex_is_a_sound_label() -> None:
 def test_declared_statistics_make_normalised_data_sound() -> None:
     task = tiny(mean=0.5, std=0.2)
     assert task.check({"x": (X - 0.5) / 0.2, "y": Y}) == []
-    assert found(task.check({"x": X * 9, "y": Y}), "warning", "outside the declared bounds", "correct")
+    assert found(task.check({"x": X * 9, "y": Y}), "error", "outside the declared bounds", "correct")
 
 
 def test_one_example_is_an_error_where_the_batch_has_one() -> None:

@@ -19,6 +19,11 @@ TOLERANCE = 0.319
 """A number is right within this many standard deviations of its column (TabLeak: Vero et al., ICML 2023)."""
 
 
+def flat(values: Tensor) -> Tensor:
+    """One row for each example, (N, entries)."""
+    return values.reshape(len(values), -1)
+
+
 @dataclass(frozen=True)
 class Measure:
     """A score of one example: its name in rows, its label in tables, and how it is printed.
@@ -148,7 +153,7 @@ class Kind:
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
         """Of every pair, (n, m): by it reconstructions are matched to private examples."""
-        return pairwise_mse(first, second)
+        return pairwise_mse(flat(first), flat(second))
 
     def look_up(self, first: Tensor, second: Tensor) -> Tensor:
         """Of every pair, (n, m): by it a reconstruction is looked up among real examples."""
@@ -156,7 +161,7 @@ class Kind:
 
     def same(self, first: Tensor, second: Tensor) -> Tensor:
         """Which pairs are copies of each other, (n, m)."""
-        return pairwise_mse(first.double(), second.double()) < EXACT
+        return pairwise_mse(flat(first).double(), flat(second).double()) < EXACT
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
         """Every measure of matched pairs (N, ...), each (N,)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from gradleak.scenario.kinds.base import Cell, Exhibit, Kind, Measure, Threshold
+from gradleak.scenario.kinds.base import Cell, Exhibit, Kind, Measure, Threshold, flat
 
 if TYPE_CHECKING:
     from gradleak.scenario.fields import Field
@@ -48,10 +48,10 @@ class Category(Kind):
         return value.argmax(-1).masked_fill(value.isnan().any(-1), -1)
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
-        return (first.flatten(1)[:, None] != second.flatten(1)).double().mean(-1)
+        return (flat(first)[:, None] != flat(second)).double().mean(-1)
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        return {"right": (found == truth).reshape(len(truth), -1).double().mean(1)}
+        return {"right": flat(found == truth).double().mean(1)}
 
     def guesses(self, truth: Tensor, others: Tensor | None) -> dict[str, Tensor]:
         return {} if others is None else {"most frequent": others.mode(0).values.expand_as(truth)}
@@ -107,7 +107,7 @@ class MultiLabel(Kind):
         return (super().comparable(value, field) > 0.5).double()
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        return {"right": (found == truth).reshape(len(truth), -1).double().mean(1)}
+        return {"right": flat(found == truth).double().mean(1)}
 
     def guesses(self, truth: Tensor, others: Tensor | None) -> dict[str, Tensor]:
         return {} if others is None else {"most frequent": (others.mean(0) > 0.5).to(truth).expand_as(truth)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from gradleak.scenario.kinds.base import TOLERANCE, Cell, Exhibit, Kind, Measure, Threshold
+from gradleak.scenario.kinds.base import TOLERANCE, Cell, Exhibit, Kind, Measure, Threshold, flat
 
 if TYPE_CHECKING:
     from gradleak.scenario.fields import Field
@@ -41,7 +41,7 @@ class Numbers(Kind):
         return (high - low) / math.sqrt(12)
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        apart = (found - truth).flatten(1)
+        apart = flat(found - truth)
         return {
             "right": (apart.abs() < TOLERANCE).double().mean(1),
             "rmse": apart.square().mean(1).sqrt(),
@@ -98,7 +98,7 @@ class Series(Numbers):
         return (-2,) if self.time_first and len(shape) > 1 else (-1,)
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        guess, real = (value.flatten(1) - value.flatten(1).mean(1, keepdim=True) for value in (found, truth))
+        guess, real = (flat(value) - flat(value).mean(1, keepdim=True) for value in (found, truth))
         return {"correlation": torch.cosine_similarity(guess, real), **super().scores(found, truth)}
 
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
