@@ -18,10 +18,10 @@ from gradleak.core import tree
 from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.scenario.fields import Field, TaskError
+from gradleak.scenario.inputs import Reading
 from gradleak.scenario.kinds import Category
 from gradleak.scenario.objectives import ModelLoss
 from gradleak.scenario.objectives import Supervised as Supervised
-from gradleak.scenario.reading import Reading
 from gradleak.scenario.reading import from_batch as read_batch
 from gradleak.scenario.reading import supervised as read_supervised
 
