@@ -80,6 +80,20 @@ class Two(nn.Module):
         return self.head(torch.tanh(self.first(features) + self.second(place)))
 
 
+class Columns(nn.Module):
+    """Embedded columns. `offset`: one embedding for all."""
+
+    def __init__(self, *sizes: int, offset: bool = False) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(size, 4) for size in ((sum(sizes),) if offset else sizes))
+        self.offset, self.head = torch.tensor([0, sizes[0]]) if offset else None, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.offset is not None:
+            return self.head(self.embeddings[0](x + self.offset).flatten(1))
+        return self.head(torch.cat([layer(x[:, n]) for n, layer in enumerate(self.embeddings)], 1))
+
+
 def rows(count: int = 4) -> Tensor:
     return torch.randn(B, count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -153,7 +167,8 @@ SOUND: dict[str, Sound] = {
     "weighted": Sound(lambda: flat(48, 3), nn.CrossEntropyLoss(weight=WEIGHT), images(), FEW, "category", 3),
     "smoothed": Sound(lambda: flat(48, 3), nn.CrossEntropyLoss(label_smoothing=0.1), images(), FEW, "category", 3),
     "partial": Sound(
-        lambda: flat(4, 3), partial(partial(F.cross_entropy, weight=WEIGHT), reduction="sum"), rows(), FEW, "category", 3
+        lambda: flat(4, 3), partial(partial(F.cross_entropy, weight=WEIGHT), reduction="sum"),
+        rows(), FEW, "category", 3,
     ),
     "soft classes": Sound(lambda: flat(4, 3), F.cross_entropy, rows(), numbers(B, 3).softmax(1), "category", 3),
     "nll": Sound(
@@ -186,21 +201,24 @@ SOUND: dict[str, Sound] = {
         lambda: flat(4, 3), nn.BCEWithLogitsLoss(pos_weight=WEIGHT), rows(), numbers(B, 3).gt(0).double(), "multi-label"
     ),
     "labels, whole": Sound(
-        lambda: flat(4, 3), BINARY, rows(), numbers(B, 3).gt(0).long(), "multi-label", None, lambda s, y: BINARY(s, y.double())
+        lambda: flat(4, 3), BINARY, rows(), numbers(B, 3).gt(0).long(), "multi-label", None,
+        lambda s, y: BINARY(s, y.double()),
     ),
     "probabilities": Sound(
         lambda: seeded(lambda: nn.Sequential(nn.Linear(4, 2), nn.Sigmoid())),
         nn.BCELoss(), rows(), numbers(B, 2).gt(0).double(), "multi-label",
     ),
     "yes or no": Sound(
-        lambda: flat(4, 1), BINARY, rows(), numbers(B).gt(0).double(), "multi-label", None, lambda s, y: BINARY(s[:, 0], y)
-    ),
-    "mask": Sound(
-        lambda: seeded(lambda: nn.Conv2d(3, 1, 1)), BINARY, images(), numbers(B, 4, 4).gt(0).double(), "multi-label", None,
+        lambda: flat(4, 1), BINARY, rows(), numbers(B).gt(0).double(), "multi-label", None,
         lambda s, y: BINARY(s[:, 0], y),
     ),
+    "mask": Sound(
+        lambda: seeded(lambda: nn.Conv2d(3, 1, 1)), BINARY, images(), numbers(B, 4, 4).gt(0).double(),
+        "multi-label", None, lambda s, y: BINARY(s[:, 0], y),
+    ),
     "own loss, said": Sound(
-        lambda: flat(4, 2), lambda s, y: (s - y).pow(4).mean(), rows(), numbers(B, 2), "value", settings={"target": "value"}
+        lambda: flat(4, 2), lambda s, y: (s - y).pow(4).mean(), rows(), numbers(B, 2), "value",
+        settings={"target": "value"},
     ),
     "own loss, said labels": Sound(
         lambda: flat(4, 2), lambda s, y: (s.sigmoid() - y).pow(2).mean(), rows(), numbers(B, 2).gt(0).double(),
@@ -281,7 +299,7 @@ def test_no_example_is_compared_with_another() -> None:
     """(B, 1) beside (B,) would broadcast to (B, B)."""
     model, x, y = flat(4, 1), rows(), numbers(B)
     task = gl.Task.supervised(model, F.mse_loss, like=(x, y))
-    assert float(task.objective(model, {"x": x, "y": y})) == pytest.approx(float((model(x)[:, 0] - y).square().mean()))
+    torch.testing.assert_close(task.objective(model, {"x": x, "y": y}), (model(x)[:, 0] - y).square().mean())
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHT.float()), partial(F.cross_entropy, weight=WEIGHT)])
@@ -303,8 +321,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "whole numbers or labels": (lambda: flat(4, 2), my_loss, (rows(), ids(B, 2)), "multi-label.*or.*'value'"),
     "numbers, one output": (lambda: flat(4, 1), my_loss, (rows(), numbers(B)), "multi-label.*or.*'value'"),
     "whole, one output": (lambda: flat(4, 1), my_loss, (rows(), FEW), "yes-or-no.*or a regression"),
-    "whole, one output, lambda": (lambda: flat(4, 1), lambda s, y: 0 * s, (rows(), FEW), "lambda.*yes-or-no.*regression"),
-    "module of the user's": (lambda: flat(4, 2), nn.PairwiseDistance(), (rows(), numbers(B, 2)), "PairwiseDistance.*two"),
+    "whole, one output, lambda": (lambda: flat(4, 1), lambda s, y: 0 * s, (rows(), FEW), "lambda.*yes-or-no.*regress"),
+    "module": (lambda: flat(4, 2), nn.PairwiseDistance(), (rows(), numbers(B, 2)), "PairwiseDistance.*two readings"),
     "one class": (lambda: flat(4, 1), F.cross_entropy, (rows(), FEW), "one class.*binary_cross.*mse_loss"),
     "float classes": (lambda: flat(4, 3), F.cross_entropy, (rows(), numbers(B)), r"y\.long\(\)"),
     "column of classes": (lambda: flat(4, 3), F.cross_entropy, (rows(), FEW[:, None]), r"y\.squeeze\(\)"),
@@ -315,12 +333,17 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "two labels in a dict": (lambda: flat(4, 3), F.cross_entropy, {"input": rows(), "y": FEW, "label": FEW}, "several"),
     "ids without embedding": (lambda: flat(4, 3), F.cross_entropy, (ids(B, 4), FEW), "does not accept|nn.Embedding"),
     "several tensors": (
-        lambda: Convert(flat(4, 3), lambda s: {"a": s, "b": s}), F.cross_entropy, (rows(), FEW), "a dict of a, b.*from_batch",
+        lambda: Convert(flat(4, 3), lambda s: {"a": s, "b": s}), F.cross_entropy, (rows(), FEW),
+        "a dict of a, b.*from_batch",
     ),
     "no tensor": (lambda: Convert(flat(4, 3), lambda s: "no"), F.cross_entropy, (rows(), FEW), "returns str"),
     "next token or own text": (
         lambda: seeded(lambda: Text(causal=True)), F.cross_entropy, (ids(), ids()), "next-token.*or.*target='tokens'",
     ),
+    "next token or own text, in a dict": (
+        lambda: seeded(lambda: Text(causal=True)), F.cross_entropy, {"input_ids": ids(), "y": ids()}, "two readings",
+    ),
+    "columns of several sizes": (lambda: seeded(lambda: Columns(5, 6)), F.cross_entropy, (ids(B, 2), FEW), r"\[5, 6\]"),
     "encoder without target": (lambda: seeded(lambda: Text()), F.cross_entropy, (ids(),), "no target"),
     "no batch axis": (lambda: flat(4, 3), F.cross_entropy, (torch.tensor(1.0), FEW), "batch axis"),
 }  # fmt: skip
@@ -388,6 +411,12 @@ def test_ids_have_the_vocabulary_and_the_padding_of_their_embedding() -> None:
     assert (task.classifier.module, task.target) == ("head", "y")
     named = gl.Task.supervised(task.model, F.cross_entropy, like=(ids(), FEW), kind=Tokens(words=("a",)))
     assert named.fields["x"].kind == Tokens(padding=0, words=("a",))
+
+
+def test_embedded_columns_have_the_vocabulary_of_their_embedding() -> None:
+    for model, classes in ((Columns(7, 7), 7), (Columns(3, 4, offset=True), 7)):
+        task = gl.Task.supervised(model, F.cross_entropy, like=(ids(B, 2), FEW))
+        assert task.fields["x"].classes == classes
 
 
 def test_a_batch_with_ids_out_of_the_vocabulary_is_refused() -> None:

@@ -30,6 +30,7 @@ from gradleak.scenario.objectives import (
 
 LABELS = ("y", "label", "labels", "target")
 """Names of the target in a batch that is a dict."""
+SHIFTED = "labels"
 NEXT_TOKEN = "next-token"
 
 
@@ -40,7 +41,7 @@ class Case:
     output      shape of one prediction; None: the model was not asked, since the classes are given
     is_causal   does no place look at later ones?
     said        what the caller says of the target
-    labelled    the batch is a dict with labels: the convention of Hugging Face, whose models shift them themselves
+    shifts_labels   the target is called as Hugging Face calls it, whose models move it by one place themselves
     """
 
     loss: Any
@@ -50,7 +51,7 @@ class Case:
     is_causal: Callable[[], bool | None] | None = None
     said: Kind | str | None = None
     classes: int | None = None
-    labelled: bool = False
+    shifts_labels: bool = False
 
     @property
     def known(self) -> bool:
@@ -167,7 +168,7 @@ def read_language(case: Case) -> Read:
             f"the target is: target={NEXT_TOKEN!r} (each place predicts the token after it; only x is private), or "
             "target='tokens' (each place predicts its own entry of y)."
         )
-    if causal and (case.y is None or case.labelled):
+    if causal and (case.y is None or case.shifts_labels):
         return read_next_token(case)
     if causal:
         raise TaskError(
@@ -298,7 +299,7 @@ def supervised(model: nn.Module, loss: Any, like: Any, reading: Reading) -> tupl
         None if trial is None else trial.is_causal,
         reading.target,
         classes=reading.classes,
-        labelled=label is not None,
+        shifts_labels=label == SHIFTED,
     )
     read = reader_of(case)(case)
     objective = Supervised(
