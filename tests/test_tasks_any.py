@@ -81,17 +81,18 @@ class Two(nn.Module):
 
 
 class Columns(nn.Module):
-    """Embedded columns. `offset`: one embedding for all."""
+    """Embedded columns. `before` changes the ids first."""
 
-    def __init__(self, *sizes: int, offset: bool = False) -> None:
+    def __init__(self, *sizes: int, before: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.embeddings = nn.ModuleList(nn.Embedding(size, 4) for size in ((sum(sizes),) if offset else sizes))
-        self.offset, self.head = torch.tensor([0, sizes[0]]) if offset else None, nn.Linear(8, 3)
+        self.embeddings = nn.ModuleList(nn.Embedding(size, 4) for size in sizes)
+        self.before, self.head = before, nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.offset is not None:
-            return self.head(self.embeddings[0](x + self.offset).flatten(1))
-        return self.head(torch.cat([layer(x[:, n]) for n, layer in enumerate(self.embeddings)], 1))
+        ids = self.before(x)
+        if len(self.embeddings) == 1:
+            return self.head(self.embeddings[0](ids).flatten(1))
+        return self.head(torch.cat([layer(ids[:, n]) for n, layer in enumerate(self.embeddings)], 1))
 
 
 def rows(count: int = 4) -> Tensor:
@@ -414,9 +415,13 @@ def test_ids_have_the_vocabulary_and_the_padding_of_their_embedding() -> None:
 
 
 def test_embedded_columns_have_the_vocabulary_of_their_embedding() -> None:
-    for model, classes in ((Columns(7, 7), 7), (Columns(3, 4, offset=True), 7)):
+    for model in (Columns(7, 7), Columns(7), Columns(7, before=lambda x: x.int())):
         task = gl.Task.supervised(model, F.cross_entropy, like=(ids(B, 2), FEW))
-        assert task.fields["x"].classes == classes
+        assert task.fields["x"].classes == 7
+    with pytest.raises(TaskError, match="no nn.Embedding of the model takes it"):  # each column has its own range
+        gl.Task.supervised(
+            Columns(7, before=lambda x: x + torch.tensor([0, 3])), F.cross_entropy, like=(ids(B, 2), FEW)
+        )
 
 
 def test_a_batch_with_ids_out_of_the_vocabulary_is_refused() -> None:

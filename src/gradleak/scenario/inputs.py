@@ -218,9 +218,9 @@ class Trial:
                 others.append((vocabulary, value))
             else:
                 reached[field].add(vocabulary)
-        for field, found in reached.items():
-            # Ids that were moved first, such as by an offset for each column, have their shape still.
-            sizes = found or {vocabulary for vocabulary, value in others if value.shape == ids[field].shape}
+        for field, direct in reached.items():
+            # A copy, such as of another type, is equal to them; ids with an offset are not, and stay unknown.
+            sizes = direct or {vocabulary for vocabulary, value in others if torch.equal(value, ids[field].to(value))}
             if len({each.rows for each in sizes}) > 1:
                 raise TaskError(
                     f"Input {field!r} reaches embeddings of {sorted(each.rows for each in sizes)} rows: its columns "
