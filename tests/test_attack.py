@@ -162,7 +162,7 @@ def test_buffers_of_another_model_are_refused() -> None:
     [
         ({"x": torch.zeros(1, *SHAPE)}, "has fields x; the task has x, y"),
         ({"x": torch.zeros(1, 9, 4, 4), "y": torch.zeros(1).long()}, "examples of shape \\(9, 4, 4\\)"),
-        ({"x": torch.zeros(1, *SHAPE), "y": torch.tensor([CLASSES])}, "the model has classes 0 to"),
+        ({"x": torch.zeros(1, *SHAPE), "y": torch.tensor([CLASSES])}, "the classes are 0 to"),
         ({"x": torch.zeros(2, *SHAPE), "y": torch.zeros(1).long()}, "same number of examples"),
     ],
 )

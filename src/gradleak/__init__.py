@@ -28,8 +28,8 @@ __all__ = [
     "Audit", "AuditResult", "Federation", "Study", "StudyResult",
     # modules
     "adapters", "assignment", "attacks", "audit", "auto", "checks", "curvature", "data", "defences", "federation",
-    "flower", "gate", "generators", "identify", "metrics", "models", "parts", "ray", "registry", "report", "rules",
-    "secure", "tree",
+    "flower", "gate", "generators", "identify", "kinds", "metrics", "models", "parts", "ray", "registry", "report",
+    "rules", "secure", "tree",
 ]  # fmt: skip
 
 # Where each name lives. A module that is not here is a folder or file of the package itself.
@@ -47,7 +47,7 @@ _homes = {
     "federation": ("Federation",),
     "curvature.study": ("Study", "StudyResult"),
     "core": ("assignment", "registry", "tree"),
-    "scenario": ("rules",),
+    "scenario": ("rules", "kinds"),
 }
 _home = {name: home for home, names in _homes.items() for name in names}
 

@@ -33,6 +33,7 @@ from gradleak.engine import Engine as Engine
 from gradleak.federation import Federation as Federation
 from gradleak.parts.stage import Stage as Stage
 from gradleak.parts.view import TargetView as TargetView
+from gradleak.scenario import kinds as kinds
 from gradleak.scenario import rules as rules
 from gradleak.scenario.client import ClientState as ClientState
 from gradleak.scenario.client import LocalTraining as LocalTraining

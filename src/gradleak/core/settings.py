@@ -49,7 +49,10 @@ def takes(settings: type[Settings]) -> Callable[[Callable[..., Result]], Callabl
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         *others, last = inspect.signature(function).parameters.values()
-        hints = get_type_hints(function)
+        try:
+            hints = get_type_hints(function)
+        except NameError:  # a method that returns its own class, which is still being defined
+            hints = dict(function.__annotations__)
         # The place of a setting means nothing to a reader where groups are flattened or other arguments come first.
         kind = last.KEYWORD_ONLY if grouped or last.kind is last.KEYWORD_ONLY else None
         parameters = [

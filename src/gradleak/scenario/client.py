@@ -235,15 +235,13 @@ def fitting(task: Task, batch: Batch) -> None:
     for name, field_ in task.fields.items():
         if name not in batch:  # the client draws it
             continue
-        value, soft = batch[name], field_.classes is not None and batch[name].is_floating_point()
+        value = batch[name]
+        soft = field_.classes is not None and field_.kind.soft and value.is_floating_point()
         wanted = (*field_.shape, field_.classes) if soft else field_.shape
         if tuple(value.shape[1:]) != wanted:
             raise TaskError(f"Field {name!r} has examples of shape {tuple(value.shape[1:])}; the task has {wanted}.")
-        if field_.classes is not None and not soft and not 0 <= int(value.min()) <= int(value.max()) < field_.classes:
-            raise TaskError(
-                f"Field {name!r} holds {int(value.min())} to {int(value.max())}; the model has classes 0 to "
-                f"{field_.classes - 1}."
-            )
+        if problem := field_.kind.allowed(value, field_):
+            raise TaskError(f"Field {name!r} does not fit the task: {problem}.")
 
 
 def _completed(

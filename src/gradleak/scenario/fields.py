@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradleak.scenario.kinds import Kind, Table, natural_kind
 
-Bounds: TypeAlias = "tuple[float, float] | tuple[tuple[float, float], ...]"
+Bounds: TypeAlias = tuple[float, float] | tuple[tuple[float, float], ...]
 """(low, high) of all values, or one pair for each channel."""
 
 UNBOUNDED = (-math.inf, math.inf)

@@ -21,7 +21,7 @@ def fits(task: Task, targets: Sequence[Observation]) -> None:
             "others matches nothing. Put the model, and so the attacker's replay, in evaluation mode: model.eval(). A "
             "client that trains with dropout is LocalTraining(dropout=True)."
         )
-    entries = sum(math.prod(field.shape) for field in task.fields.values() if field.classes is None)
+    entries = sum(math.prod(field.shape) for field in task.fields.values() if field.continuous and not field.public)
     buffers = {name: tuple(b.shape) for name, b in task.buffers().items()}
     expected = {name: tuple(p.shape) for name, p in task.model.named_parameters() if p.requires_grad}
     for target in targets:

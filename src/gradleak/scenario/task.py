@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,9 +15,15 @@ from torch.func import functional_call, grad
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak.core import tree
+from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.scenario.fields import Field, TaskError
+from gradleak.scenario.inputs import Reading
 from gradleak.scenario.kinds import Category
+from gradleak.scenario.objectives import ModelLoss, prediction_of
+from gradleak.scenario.objectives import Supervised as Supervised
+from gradleak.scenario.reading import from_batch as read_batch
+from gradleak.scenario.reading import supervised as read_supervised
 
 if TYPE_CHECKING:
     from gradleak.core.random import Draws
@@ -54,21 +60,6 @@ class Classifier:
 
 
 @dataclass(frozen=True, eq=False)
-class Supervised:
-    """The objective loss(model(x), y). A loss that is a module (weighted cross-entropy) travels with the task."""
-
-    loss: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(self, call: Callable[..., Any], batch: Batch) -> Tensor:
-        return self.loss(call(batch["x"]), batch["y"])
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Supervised:
-        if not isinstance(self.loss, nn.Module):
-            return self
-        return Supervised(copy.deepcopy(self.loss).to(device=device, dtype=dtype))
-
-
-@dataclass(frozen=True, eq=False)
 class Task:
     """A model, `objective(model call, batch) -> scalar`, and the private fields."""
 
@@ -77,36 +68,55 @@ class Task:
     fields: dict[str, Field]
 
     @staticmethod
-    def supervised(
-        model: nn.Module,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        *,
-        like: tuple[Tensor, Tensor],
-        bounds: tuple[float, float] = (0.0, 1.0),
-        classes: int | None = None,
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
-    ) -> Task:
-        """A classification task. `like=(x, y)` gives SHAPES, nothing else; classes come from the model's output.
+    @takes(Reading)
+    def supervised(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], *, like: Any, reading: Reading) -> Task:
+        """A task loss(model(x), y), read off loss, output and target: the other keywords are the fields of `Reading`.
 
-        `bounds` are those of the raw pixels, `mean` and `std` what the client's pipeline subtracts and divides by.
+            Task.supervised(model, F.cross_entropy, like=(images, labels), mean=0.5, std=0.2)
+            Task.supervised(model, nn.MSELoss(), like=(rows, values), kind=Table(columns))
+            Task.supervised(model, F.cross_entropy, like={"input_ids": ids, "attention_mask": mask, "labels": labels})
+
+        `like` is a batch of the client's own form, and gives SHAPES and dtypes, nothing else: (inputs, target), where
+        inputs are a tensor, a tuple (fields x, x2, x3) or a dict by argument of the model; or one dict with a target.
         """
-        x, y = like
-        if x.dim() < 2:
-            raise TaskError(f"like=(x, y) needs x with a batch axis; given shape {tuple(x.shape)}.")
-        as_tuple = lambda value: tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),)  # noqa: E731
-        shape = tuple(x.shape[1:])
-        image = Field(shape, bounds, as_tuple(mean), as_tuple(std))
-        if classes is None:
-            outputs = _output(model, shape)
-            if outputs.dim() != 2:
-                raise TaskError(
-                    f"The model maps one example of shape {shape} to {tuple(outputs.shape)}, not to (1, classes): "
-                    "pass classes=, or build Task(model, objective, fields) by hand."
-                )
-            classes = outputs.shape[1]
-        label = Field(tuple(y.shape[1:]) if not y.is_floating_point() else (), classes=classes)
-        return Task(model, Supervised(loss), {"x": image, "y": label})
+        objective, fields = read_supervised(model, loss, like, reading)
+        return Task(model, objective, fields)
+
+    @staticmethod
+    def from_batch(
+        model: nn.Module,
+        loss: Callable[[Any, Batch], Tensor] | None,
+        batch: Batch,
+        *,
+        fields: Mapping[str, Field] | None = None,
+        public: Sequence[str] = (),
+    ) -> Task:
+        """A task of any other form: loss(the model's output, batch), or None for the model's own loss.
+
+        `batch` gives SHAPES and dtypes, nothing else. The model gets the entries that it has arguments for, by name
+        (x alone, by position, if it has none); with its own loss it gets all. Numbers become fields by their shape;
+        ids need a number of classes, from an embedding, the output's classes, or `fields={name: Field(...)}`.
+        """
+        objective, read = read_batch(model, loss, batch, fields or {}, public)
+        return Task(model, objective, read)
+
+    def as_batch(self, batch: Any) -> Batch:
+        """A batch of the client's own form, as in `like`, by the names of the fields: "input_ids" becomes "x"."""
+        if isinstance(self.objective, ModelLoss):
+            return self.objective.as_batch(batch, tuple(self.fields))
+        return dict(batch)
+
+    @property
+    def target(self) -> str | None:
+        """The field that the model is trained to predict: "y", else the one class index; None if there is none."""
+        if "y" in self.fields:
+            return "y"
+        others = (name for name in self.fields if name != "x" and name not in self.drawn)
+        return next((name for name in others if self._is_class_index(name)), None)
+
+    def _is_class_index(self, name: str) -> bool:
+        field = self.fields[name]
+        return isinstance(field.kind, Category) and not field.shape and not field.public
 
     @property
     def drawn(self) -> frozenset[str]:
@@ -145,8 +155,8 @@ class Task:
         after = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
         return self.objective(self.call(weights, after), batch), after
 
-    def output(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Any:
-        """What the model gives for a batch, as the objective calls it; of several calls the last."""
+    def output(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Tensor:
+        """What the model predicts for a batch, as the objective calls it; of several calls the last."""
         # Copies: BatchNorm in training mode writes into the buffers it is given.
         copies = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
         model, outputs = self.call(weights, copies), list[Any]()
@@ -156,7 +166,7 @@ class Task:
             return outputs[-1]
 
         self.objective(call, batch)
-        return outputs[-1]
+        return prediction_of(outputs[-1])
 
     def gradient(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Params:
         """The gradient of the objective with respect to the weights; differentiable again."""
@@ -191,8 +201,8 @@ class Task:
 
         try:
             for name in modules:
-                hook = lambda _, args, name=name: catch(name, args[0])  # noqa: E731
-                handles.append(self.model.get_submodule(name).register_forward_pre_hook(hook))
+                hook = lambda _, args, named, name=name: catch(name, (*args, *named.values())[0])  # noqa: E731
+                handles.append(self.model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
             self.loss(weights, batch, buffers)
         except _AllCaught:
             pass
@@ -206,7 +216,7 @@ class Task:
 
         Models and losses may store activations or counters as attributes: after a private batch, private ones.
         """
-        stateful = isinstance(self.objective, nn.Module | Supervised)
+        stateful = isinstance(self.objective, nn.Module | ModelLoss)
         try:
             model, objective = copy.deepcopy((self.model, self.objective if stateful else None))
         except RuntimeError as problem:  # torch copies no tensor that belongs to a graph
@@ -228,7 +238,8 @@ class Task:
         batch: Batch = {}
         for name, field in self.fields.items():
             if field.classes is not None:
-                batch[name] = torch.zeros((examples, *field.shape), dtype=torch.long, device=like.device)
+                filler = field.kind.blank()
+                batch[name] = torch.full((examples, *field.shape), filler, dtype=torch.long, device=like.device)
             elif not field.bounded:
                 batch[name] = torch.zeros((examples, *field.shape), device=like.device, dtype=like.dtype)
             else:
@@ -240,13 +251,20 @@ class Task:
     def classifier(self) -> Classifier:
         """The linear layer that produces the logits, found by running the model once on a blank example."""
         names = {module: name for name, module in self.model.named_modules()}
-        labels = (field.classes for name, field in self.fields.items() if name not in self.drawn)
-        classes = next((count for count in labels if count is not None), None)
-        if classes is None:
+        target = self.target
+        if target is None:
             raise TaskError(
                 f"The task has no labels, and so no classifier: its fields are {', '.join(self.fields)}. Attacks that "
                 "read labels or features off a last layer do not apply; for a denoiser there are dlg-dm, invg-dm, gidm."
             )
+        if not self._is_class_index(target):
+            kind = self.fields[target].kind
+            raise TaskError(
+                f"The target {target!r} ({kind.name}: {kind.noun[1]}) is not one class index for each example, so no "
+                "classifier can be read for it. Attacks that read labels off a last layer do not apply; use one that "
+                "searches the target (dlg), or give it in Knowledge(given={...})."
+            )
+        classes = self.fields[target].classes
         layers: list[nn.Linear] = []
 
         def note(module: nn.Module, _: Any, output: Any) -> None:
@@ -271,7 +289,7 @@ class Task:
     @property
     def class_index(self) -> bool:
         """Is the target y one class index for each example? Rules that read labels hold for nothing else."""
-        return "y" in self.fields and type(self.fields["y"].kind) is Category
+        return "y" in self.fields and self._is_class_index("y")
 
     @cached_property
     def last_layer(self) -> Classifier | None:
@@ -286,26 +304,6 @@ class Task:
         from gradleak.scenario.inspection import inspect  # long and rarely needed
 
         return list(inspect(self, batch).problems)
-
-
-def _output(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """The model's output for two blank examples, on a copy in evaluation mode."""
-    trial = copy.deepcopy(model).eval()
-    like = next((p for p in trial.parameters()), torch.zeros(()))
-    try:
-        with torch.no_grad():
-            output = trial(torch.zeros((2, *shape), device=like.device, dtype=like.dtype))
-    except (RuntimeError, ValueError, TypeError, IndexError) as problem:
-        raise TaskError(
-            f"The model does not accept a batch of shape (2, {', '.join(map(str, shape))}) as read off like=(x, y): "
-            f"{problem}. Check channels and size, and that `like` has a batch axis."
-        ) from problem
-    if not isinstance(output, Tensor):
-        raise TaskError(
-            f"The model returns {type(output).__name__}, not a tensor: build Task(model, objective, fields) by hand, "
-            "with an objective that picks the logits."
-        )
-    return output
 
 
 @contextmanager

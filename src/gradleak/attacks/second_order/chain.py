@@ -75,7 +75,7 @@ def chain_of(task: Task) -> Chain | None:
 
     One run shows it: every layer must receive the very tensor that the layer before returned.
     """
-    if not isinstance(task.objective, Supervised) or task.fields.keys() != {"x", "y"}:
+    if not isinstance(task.objective, Supervised) or task.fields.keys() != {"x", "y"} or not task.class_index:
         return None
     names = {module: name for name, module in task.model.named_modules()}
     calls: list[tuple[str, nn.Module, Tensor, Any]] = []

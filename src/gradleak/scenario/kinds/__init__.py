@@ -8,17 +8,29 @@ Attacks, metrics, audits and reports ask the kind, and never the rank of a tenso
 from __future__ import annotations
 
 from gradleak.scenario.kinds.base import TOLERANCE, Cell, Exhibit, Kind, Measure, Threshold
-from gradleak.scenario.kinds.classes import Category, ClassMap, MultiLabel
+from gradleak.scenario.kinds.classes import Category, ClassMap, Mask, MultiLabel
 from gradleak.scenario.kinds.images import Image
 from gradleak.scenario.kinds.numbers import Series, Value, Vector
 from gradleak.scenario.kinds.tables import Column, Table
 from gradleak.scenario.kinds.tokens import Tokens
 
-__all__ = ["KINDS", "TOLERANCE", "Category", "Cell", "ClassMap", "Column", "Exhibit", "Image", "Kind", "Measure"]
+__all__ = [
+    "KINDS",
+    "TOLERANCE",
+    "Category",
+    "Cell",
+    "ClassMap",
+    "Column",
+    "Exhibit",
+    "Image",
+    "Kind",
+    "Mask",
+    "Measure",
+]
 __all__ += ["MultiLabel", "Series", "Table", "Threshold", "Tokens", "Value", "Vector", "natural_kind"]
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Image, Vector, Table, Series, Tokens, Category, MultiLabel, ClassMap, Value)
+    kind.name: kind for kind in (Image, Vector, Table, Series, Tokens, Category, MultiLabel, ClassMap, Mask, Value)
 }
 """By the names that files and options use."""
 

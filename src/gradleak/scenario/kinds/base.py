@@ -142,6 +142,10 @@ class Kind:
     def decode(self, v: Tensor, field: Field) -> Tensor:
         return v
 
+    def blank(self) -> int:
+        """The class or id that fills a blank example of a categorical field."""
+        return 0
+
     def allowed(self, value: Tensor, field: Field) -> str:
         """What is wrong with values (N, *shape) of a client; empty if nothing is."""
         return ""

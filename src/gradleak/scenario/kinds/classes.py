@@ -89,6 +89,16 @@ class ClassMap(Category):
 
 
 @dataclass(frozen=True)
+class Mask(ClassMap):
+    """Which places of an example count: 1, and 0 for padding. A blank one counts them all."""
+
+    name: ClassVar = "mask"
+
+    def blank(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
 class MultiLabel(Kind):
     """Several labels at once, each 0 or 1, as binary cross-entropy takes them. Searched for as logits."""
 

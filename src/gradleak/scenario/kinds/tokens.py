@@ -49,6 +49,9 @@ class Tokens(Kind):
     def settings(self) -> dict[str, object]:
         return {name: value for name, value in super().settings().items() if value is not None and name != "words"}
 
+    def blank(self) -> int:
+        return 1 if self.padding == 0 else 0
+
     def allowed(self, value: Tensor, field: Field) -> str:
         assert field.classes is not None
         ids = value if self.ignored is None else value[value != self.ignored]
