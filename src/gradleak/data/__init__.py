@@ -37,8 +37,8 @@ from gradleak.data.tables import (
 )
 
 __all__ = ["SOURCES", "DataError", "Images", "Listing", "Source", "Writers", "available", "cache_folder", "enhanced"]
-__all__ += ["from_dataset", "from_huggingface", "from_loader", "from_torchvision", "get", "load", "load_images"]
-__all__ += ["TABLES", "Records", "TableSource", "TableSpec", "fields_of", "pseudo_writers", "writers"]
+__all__ += ["from_dataset", "from_huggingface", "from_loader", "from_torchvision", "get", "is_huggingface", "load"]
+__all__ += ["TABLES", "Records", "TableSource", "TableSpec", "fields_of", "load_images", "pseudo_writers", "writers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +162,15 @@ def load(
     return images if table.count is None else _with_classes(images, table.count)
 
 
-def load_images(name_or_path: str | os.PathLike[str], *, split: str | None = None, size: Size | None = None) -> Images:
+def load_images(
+    name_or_path: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    size: Size | None = None,
+    limit: int | None = None,
+) -> Images:
     """`load`, where only images will do."""
-    loaded = load(name_or_path, split=split, size=size)
+    loaded = load(name_or_path, split=split, size=size, limit=limit)
     if isinstance(loaded, Images):
         return loaded
     raise DataError(f"{os.fspath(name_or_path)} is a table; images are wanted here.")
@@ -195,8 +201,7 @@ def _load_images(name: str, split: str | None, size: Size | None, limit: int | N
 def _raw_table(name: str, path: Path, table: TableSpec) -> tuple[RawTable, str]:
     """A named table or a file, and its origin in words."""
     if name in TABLES:
-        place = _place(name, TABLES[name])
-        return TABLES[name].open(place), f"{name}: {TABLES[name].description}"
+        return TABLES[name].open(_place(name, TABLES[name])), name
     if path.suffix.lower() in PARQUET_FILES:
         return open_parquet(path, _dropped(table)), name
     return open_csv(path), name
@@ -219,7 +224,9 @@ def _limited(records: Records, split: str | None, limit: int | None) -> Records:
         raise DataError(f"{records.source} holds no rows{f' in split {split!r}' if split else ''}.")
     if limit is None:
         return records
-    return records[:limit] if records.classes is None else records[torch.from_numpy(_in_turn(records.y.numpy())[:limit])]
+    return (
+        records[:limit] if records.classes is None else records[torch.from_numpy(_in_turn(records.y.numpy())[:limit])]
+    )
 
 
 def _with_classes(images: Images, count: int) -> Images:
@@ -261,9 +268,14 @@ def from_torchvision(dataset: Any, *, size: Size | None = None, limit: int | Non
     return from_dataset(dataset, source=f"torchvision {type(dataset).__name__}", size=size, limit=limit)
 
 
+_LISTS = {"Sequence", "List", "LargeList", "Array2D", "Array3D", "Array4D"}
+_FEATURES = {"Value", "ClassLabel", "Image", *_LISTS}
+
+
 def is_huggingface(dataset: Any) -> bool:
-    """Is this one split of a Hugging Face data set?"""
-    return isinstance(getattr(dataset, "features", None), Mapping) and hasattr(dataset, "__getitem__")
+    """Is this one split of a Hugging Face data set? Told by the types of its features: nothing is imported."""
+    features = getattr(dataset, "features", None)
+    return isinstance(features, Mapping) and any(type(each).__name__ in _FEATURES for each in features.values())
 
 
 @takes(TableSpec)
@@ -278,8 +290,8 @@ def from_huggingface(
 ) -> Images | Records | dict[str, Tensor]:
     """One split of a Hugging Face data set: images; rows of numbers and text as `Records`; token ids as tensors.
 
-    Columns are found by type, or named by the caller: image and label; for rows what `TableSpec` says. A split with
-    `input_ids` was tokenised: its tensors are returned by field, as by `from_loader`.
+    Columns are found by type, or named by the caller: image and label; for rows what `TableSpec` says. A split
+    with columns of lists, such as `input_ids`, gives tensors by field, as `from_loader` does.
     """
     if not is_huggingface(dataset):
         raise DataError(f"{type(dataset).__name__} has no features. Give one split, as in load_dataset(name)['train'].")
@@ -289,7 +301,7 @@ def from_huggingface(
     try:
         if image is not None or "Image" in types:
             return _hugging_images(dataset, (image, label), source, size, limit)
-        if "input_ids" in features:
+        if types & _LISTS:
             return _hugging_tensors(dataset, source, limit)
         table = replace(table, target=label or table.target)
         raw = open_huggingface(dataset, label, source, _dropped(table))
