@@ -21,6 +21,7 @@ from gradleak.audit.private import AuditError, PrivateSide, Read, Stored, exampl
 from gradleak.cli import app
 from gradleak.cli.loading import squared_error, task_for
 from gradleak.cli.options import DataOptions
+from gradleak.core import registry
 from gradleak.data import DataError, Records, TableSpec, from_loader, load
 from gradleak.federation import Federation, FederationError
 from gradleak.scenario.fields import Field
@@ -195,7 +196,7 @@ def test_other_delimiters_a_bom_and_line_ends(tmp_path: Path, name: str, delimit
     content = "\ufeff" + "\r\n".join(lines).replace(",", delimiter)
     records = load(write(tmp_path, content, name))
     assert [column.name for column in records.columns] == ["a", "b"]
-    assert records.decoded(records.x)["a"] == pytest.approx([1.5, 2.5, -1e-3], rel=1e-5)
+    assert records.decoded(records.x)["a"] == pytest.approx([1.5, 2.5, -1e-3], abs=1e-6)
     assert records.classes is None
     assert [records.target.raw(value) for value in records.y.tolist()] == pytest.approx([2.25, 3.5, 4.75])
 
@@ -486,10 +487,9 @@ def test_what_a_data_set_lacks_is_named() -> None:
     with pytest.raises(AuditError, match="gives a dict of pixel_values, name; wanted") as refusal:
         examples_of(Unlabelled(), image_task()).batch(torch.tensor([0]))
     assert "secret" not in str(refusal.value)
+    loader = DataLoader(TensorDataset(Dicts().x), collate_fn=lambda items: {"x": items[0][0][None]})
     with pytest.raises(AuditError, match="the task needs y too"):
-        examples_of(
-            DataLoader(TensorDataset(Dicts().x), collate_fn=lambda items: {"x": items[0][0]}), image_task()
-        ).batch(torch.tensor([0]))
+        examples_of(loader, image_task()).batch(torch.tensor([0]))
     side = PrivateSide(image_task(), Stored({"x": Dicts().x}), targets=1, unrelated=0)
     with pytest.raises(AuditError, match="data has x; the task needs y too"):
         side.truth(Federation(clients=1, examples=1))
@@ -568,12 +568,12 @@ def test_splits_by_class_need_classes() -> None:
     records = numbers()
     stored = examples_of(records, regression_task(records))
     assert stored.labels is None
-    by_class = Federation(clients=2, examples=1, split=gl.federation.DirichletByClass(0.5))
+    by_class = Federation(clients=2, examples=1, split=registry.parse("partition", "dir_class:alpha=0.5"))
     with pytest.raises(FederationError, match="needs one class index y per example. Use split='iid'"):
-        by_class.shares(stored)
+        by_class.partition(stored)
     reader = Read(TensorDataset(records.x, records.y), regression_task(records).fields, records.x)
     with pytest.raises(FederationError, match="one class index"):
-        by_class.shares(reader)
+        by_class.partition(reader)
 
 
 # --- tasks and options -----------------------------------------------------------------------------------------------
