@@ -97,7 +97,7 @@ def defences(scale: Scale) -> list[str]:
 def audits(name: str, chosen: Sequence[str]) -> tuple[gl.Audit, gl.Audit]:
     """`auto` with all it may know, and the single attacks in every form; of the same clients."""
     scale = SCALES[name]
-    images = gl.data.load(scale.data)
+    images = gl.data.load_images(scale.data)
     model = network(name, images.x.shape[1:], images.classes)
     task = gl.Task.supervised(model, nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
     federation = gl.Federation(examples=1, training=gl.LocalTraining(lr=scale.lr))

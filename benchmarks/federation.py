@@ -42,7 +42,7 @@ def options() -> argparse.Namespace:
 
 def images(given: argparse.Namespace, split: str, count: int) -> gl.data.Images:
     if given.data != "random":
-        return gl.data.load(given.data, split=split, limit=count)
+        return gl.data.load_images(given.data, split=split, limit=count)
     source = torch.Generator().manual_seed(len(split))
     x, y = torch.rand(count, 3, 32, 32, generator=source), torch.randint(10, (count,), generator=source)
     return gl.data.Images(x, y, 10, tuple("0123456789"), "random noise")

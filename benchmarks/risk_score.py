@@ -44,7 +44,7 @@ def network(shape: gl.models.Shape, classes: int) -> torch.nn.Module:
 
 
 def measure(targets: int, attack: str) -> list[dict[str, Any]]:
-    images = gl.data.load("digits")
+    images = gl.data.load_images("digits")
     channels, height, width = images.x.shape[1:]
     task = gl.Task.supervised(
         network((channels, height, width), images.classes),

@@ -303,7 +303,7 @@ class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
     ("changes", "message"),
     [
         ({"data": (2 * private()[0], private()[1])}, "leaves the bounds"),
-        ({"data": (private()[0], private()[1] + 1)}, "3 classes"),
+        ({"data": (private()[0], private()[1] + 1)}, "the classes are 0 to 2"),
         ({"data": (torch.rand(9, 3, 6, 6), torch.zeros(9).long())}, "the task wants"),
         ({"data": {"x": private()[0], "y": private()[1][:3]}}, "as many of every field"),
         ({"data": 3}, "give Images"),

@@ -643,7 +643,7 @@ def test_a_model_by_name_for_any_images() -> None:
     answer = Answer("audit", "mlp", "--data", "digits", "--attack", "ig", "--quick", "-o", "run")
     assert answer.code == 0, answer
     assert Answer("audit", "--config", "run/run.toml", "-o", "again").code == 0
-    assert "Say which images lenet5 is trained on" in refused("audit", "lenet5")
+    assert "Say which data lenet5 is trained on" in refused("audit", "lenet5")
     assert "Did you mean 'lenet5'" in refused("audit", "lennet5", "--data", "digits")
 
 
@@ -908,7 +908,7 @@ def test_a_model_by_name_is_trained_and_tested_on_the_test_part() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("train.py:task",), "Say which images train.py:task is trained on"),
+        (("train.py:task",), "Say which data train.py:task is trained on"),
         (("--per-round", 2, "--poisson", 0.5), "both say who takes part"),
         (("--holdout", 0.2, "--test-data", "digits"), "both say what is tested on"),
         (("--partition", "dirichlet"), "Unknown partition 'dirichlet'"),

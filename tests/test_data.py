@@ -177,7 +177,7 @@ def _with_source() -> dict[str, str]:
 
 def test_available_lists_every_name_and_says_what_to_do(places: SimpleNamespace) -> None:
     lines = {line.name: line for line in data.available()}
-    assert set(lines) == set(data.SOURCES)
+    assert set(lines) == {*data.SOURCES, *data.TABLES}
     assert not lines["cifar10"].present
     assert "gradleak data get cifar10" in lines["cifar10"].advice
     assert "houses64.npz" in lines["houses"].advice

@@ -6,29 +6,31 @@ Private tensors leave it in two ways only: as `Observation`s for the attacker, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from gradleak.audit.rows import Trained
 from gradleak.core import random as randomness
 from gradleak.core import tree
-from gradleak.core.assignment import pairwise_mse
 from gradleak.core.configuration import digest
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
-from gradleak.data import Images, load
+from gradleak.data import DataError, Images, Records, fields_of, from_huggingface, from_loader, is_huggingface, load
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Remembered, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
-from gradleak.metrics import EXACT
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Defence
+from gradleak.scenario.fields import Field
 from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.kinds import Category
 from gradleak.scenario.observation import Observation, Track, stack
 from gradleak.scenario.task import Batch, Task
 
@@ -58,7 +60,9 @@ class Stored:
 
     @property
     def labels(self) -> Tensor | None:
-        return self.tensors.get("y", self.marks)
+        """The class of every example; None where targets are no class indices."""
+        y = self.tensors.get("y", self.marks)
+        return y if y is not None and y.dim() == 1 and not y.is_floating_point() else None
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Stored:
         moved = {
@@ -73,30 +77,47 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Examples that a dataset reads when they are needed, after its own transforms: (x, y), or the task's fields.
+    """Examples that a dataset reads when they are needed, after its own transforms: tuples of the task's fields, or
+    dicts (`gradleak.data.fields_of`).
 
     If the client draws all other fields of the task, items are x alone, or (x, ...) whose rest is ignored.
+    `collate`: of a DataLoader, makes a batch of several items.
     """
 
     dataset: Any
-    names: tuple[str, ...]
+    fields: Mapping[str, Field]  # those that the data have to give
     like: Tensor
+    collate: Callable[[list[Any]], Any] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batch(self, rows: Tensor) -> Batch:
         items = [self.dataset[int(row)] for row in rows]
-        if self.names == ("x",):
-            items = [tuple(item[:1]) if isinstance(item, (tuple, list)) else (item,) for item in items]
-        for item in items:
-            if not isinstance(item, (tuple, list)) or len(item) != len(self.names) or not isinstance(item[0], Tensor):
-                raise AuditError(
-                    f"The data set gives {item!r:.60}; wanted ({', '.join(self.names)}) with x a tensor. For pictures "
-                    "use gradleak.data.from_dataset(data)."
-                )
-        columns = {name: torch.stack([torch.as_tensor(item[i]) for item in items]) for i, name in enumerate(self.names)}
-        return {name: _placed(value, self.like) for name, value in columns.items()}
+        if self.collate is not None:
+            return self._placed(fields_of(self.collate(items), tuple(self.fields)))
+        examples = [self._example(item) for item in items]
+        return self._placed({name: _stacked(name, [each[name] for each in examples]) for name in self.fields})
+
+    def _example(self, item: Any) -> dict[str, Any]:
+        names = tuple(self.fields)
+        try:
+            example = fields_of(item, names)
+        except DataError:
+            example = {}
+        if not isinstance(example.get("x"), Tensor | np.ndarray) or not set(names) <= example.keys():
+            entries = f"a dict of {', '.join(item)}" if isinstance(item, Mapping) else f"{item!r:.60}"
+            raise AuditError(
+                f"The data set gives {entries}; wanted ({', '.join(names)}) with x a tensor. For pictures "
+                "use gradleak.data.from_dataset(data)."
+            )
+        return example
+
+    def _placed(self, batch: Mapping[str, Any]) -> Batch:
+        lacking = [name for name in self.fields if name not in batch]
+        if lacking:
+            raise AuditError(f"The data give {', '.join(batch)}; the task needs {lacking[0]} too.")
+        return {name: _placed(torch.as_tensor(batch[name]), self.like, field) for name, field in self.fields.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -108,58 +129,103 @@ class Read:
 def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     """Data in any of the accepted forms, in model-input space, on the device and in the type of the model.
 
-    `Images` hold pixels in [0, 1] and are normalised here. Tensors and datasets are taken as the client's pipeline
-    gives them; their range shows if the task lacks its mean and std. Fields that a client draws itself (the step and
-    the noise of a denoiser) may be missing.
+    `Images` hold pixels in [0, 1] and are normalised here; `Records` are rows of a table. Tensors, datasets and
+    loaders are taken as the client's pipeline gives them; their range shows if the task lacks its mean and std. Fields
+    that a client draws itself (the step and the noise of a denoiser) may be missing.
     """
     like = tree.like(task.weights())
-    names = tuple(name for name in task.fields if name not in task.drawn)
+    fields = {name: each for name, each in task.fields.items() if name not in task.drawn}
+    if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset):
+        data = from_loader(data, names=tuple(fields))
+    elif isinstance(data, DataLoader):  # by rows: a loader may shuffle, and targets are the same in every run
+        return Read(data.dataset, fields, like, data.collate_fn)
+    elif is_huggingface(data):
+        data = from_huggingface(data)
     if isinstance(data, Images):
-        _demand_shape(data.x, task, what)
+        _demand_shape("x", data.x, task, what)
         x = {"x": task.fields["x"].model(_placed(data.x, like))}
         return Stored({**x, "y": data.y.to(like.device)}) if "y" in task.fields else Stored(x, data.y)
+    if isinstance(data, Records):
+        data = {"x": data.x, "y": data.y}
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
-        data = dict(zip(names, data, strict=False))
+        data = dict(zip(fields, data, strict=False))
     if isinstance(data, Mapping):
-        tensors = {name: _placed(value, like) for name, value in data.items()}
-        if "x" not in tensors or len({len(value) for value in tensors.values()}) != 1:
-            shapes = {name: tuple(value.shape) for name, value in tensors.items()}
-            raise AuditError(f"{what} needs x, and as many of every field; given {shapes}.")
-        _demand_shape(tensors["x"], task, what)
-        marks = None if "y" in task.fields else tensors.pop("y", None)
-        return Stored(tensors, marks)
+        return _stored(fields_of(data, tuple(fields)), task, what, like)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return Read(data, names, like)
+        return Read(data, fields, like)
     raise AuditError(
-        f"{what} is {type(data).__name__}; give Images, {{'x': tensor, 'y': tensor}}, (x, y) or a Dataset."
+        f"{what} is {type(data).__name__}; give Images, Records, {{'x': tensor, 'y': tensor}}, (x, y), a Dataset or a "
+        "DataLoader."
     )
 
 
-def _placed(value: Tensor, like: Tensor) -> Tensor:
-    return value.detach().to(like.device, like.dtype if value.is_floating_point() else None)
+def _stored(batch: Mapping[str, Any], task: Task, what: str, like: Tensor) -> Stored:
+    """Tensors by field; y of a task without labels marks the classes, for splits by class."""
+    tensors = {name: _placed(value, like, task.fields.get(name)) for name, value in batch.items()}
+    if "x" not in tensors or len({len(value) for value in tensors.values()}) != 1:
+        shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+        raise AuditError(f"{what} needs x, and as many of every field; given {shapes}.")
+    marks = None if "y" in task.fields else tensors.pop("y", None)
+    for name in tensors.keys() & task.fields.keys():
+        _demand_shape(name, tensors[name], task, what)
+    return Stored(tensors, marks)
 
 
-def _demand_shape(x: Tensor, task: Task, what: str) -> None:
-    shape = task.fields["x"].shape
-    if tuple(x.shape[1:]) != shape:
-        raise AuditError(f"{what} has examples of shape {tuple(x.shape[1:])}; the task wants {shape}.")
+def _placed(value: Tensor, like: Tensor, field: Field | None = None) -> Tensor:
+    """On the device of the model; numbers, and whole numbers where the field is a number, in its type."""
+    number = value.is_floating_point() or (field is not None and field.continuous)
+    return value.detach().to(like.device, like.dtype if number else None)
+
+
+def _stacked(name: str, values: list[Any]) -> Tensor:
+    tensors = [torch.as_tensor(value) for value in values]
+    shapes = {tuple(value.shape) for value in tensors}
+    if len(shapes) > 1:
+        some = ", ".join(map(str, sorted(shapes)[:4]))
+        raise AuditError(f"Examples of {name} differ in shape ({some}). Resize, cut or pad them to one shape.")
+    return torch.stack(tensors)
+
+
+def _demand_shape(name: str, value: Tensor, task: Task, what: str) -> None:
+    """A class may be given as its probabilities too."""
+    wanted, classes = task.fields[name].shape, task.fields[name].classes
+    shapes = [wanted, *([(*wanted, classes)] if classes is not None and value.is_floating_point() else [])]
+    if tuple(value.shape[1:]) not in shapes:
+        examples = "examples" if name == "x" else f"examples of {name}"
+        raise AuditError(f"{what} has {examples} of shape {tuple(value.shape[1:])}; the task wants {wanted}.")
 
 
 def _demand_range(batch: Batch, task: Task, what: str) -> None:
     """Checked before the first cell, since every cell would fail or mislead."""
-    _demand_shape(batch["x"], task, what)
-    for name, classes in ((name, each.classes) for name, each in task.fields.items()):
-        if classes is not None and name in batch and not batch[name].is_floating_point():
-            least, most = int(batch[name].min()), int(batch[name].max())
-            if least < 0 or most >= classes:
-                raise AuditError(f"{what}: {name} runs from {least} to {most}; the task has {classes} classes.")
-    unit = task.fields["x"].unit(batch["x"])
-    low, high = float(unit.min()), float(unit.max())
-    if not (low > -1e-3 and high < 1 + 1e-3):
+    for name, each in task.fields.items():
+        if name not in batch:
+            continue
+        _demand_shape(name, batch[name], task, what)
+        _demand_values(batch[name], each, f"{what}: {name}" if name != "x" else what)
+
+
+def _demand_values(value: Tensor, field: Field, what: str) -> None:
+    if field.classes is not None and value.is_floating_point() and tuple(value.shape[1:]) == field.shape:
+        raise AuditError(f"{what} holds numbers with a fraction; the task has {field.classes} classes.")
+    if wrong := field.kind.allowed(value, field):
+        raise AuditError(f"{what} does not fit the task: {wrong}.")
+    if not field.continuous:
+        return
+    low, high = field.limits(value)
+    slack = torch.where((high - low).isfinite(), 1e-3 * (high - low), 0.0)
+    if bool(((value > low - slack) & (value < high + slack)).all()):
+        return
+    if field.bounded:
+        unit = field.unit(value)
         raise AuditError(
-            f"{what} leaves the bounds of the task: in units of those bounds it runs from {low:.3g} to {high:.3g}. "
-            "Give Task.supervised the mean, std and bounds of the client's input pipeline, or give Images in [0, 1]."
+            f"{what} leaves the bounds of the task: in units of those bounds it runs from {float(unit.min()):.3g} to "
+            f"{float(unit.max()):.3g}. Give Task.supervised the mean, std and bounds of the client's input pipeline, "
+            "or give Images in [0, 1]."
         )
+    raise AuditError(
+        f"{what} leaves the bounds of the task, or is not finite: entries run from {float(value.min()):.3g} to "
+        f"{float(value.max()):.3g}. Load the data as the client's pipeline does, or give the field wider bounds."
+    )
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -212,6 +278,9 @@ class PrivateSide:
         _size(federation)
         rows = torch.stack([federation.target(self.data, index).rows for index in range(self.targets)])
         flat = self.data.batch(rows.flatten())
+        lacking = [name for name in self.task.fields if name not in flat and name not in self.task.drawn]
+        if lacking:
+            raise AuditError(f"data has {', '.join(flat)}; the task needs {lacking[0]} too.")
         _demand_range(flat, self.task, "data")
         whole = {name: value.reshape(*rows.shape, *value.shape[1:]) for name, value in flat.items()}
         each = [{name: value[index] for name, value in whole.items()} for index in range(self.targets)]
@@ -231,7 +300,7 @@ class PrivateSide:
         return rows[torch.randperm(len(rows), generator=_generator("rest"))]
 
     def gallery(self, federations: Iterable[Federation]) -> Batch:
-        """Real images that are not the clients', for re-identification: the given ones, else the rest of the data."""
+        """Real examples that are not the clients', for re-identification: the given ones, else the rest of the data."""
         federations = list(federations)
         truths = [self.truth(federation) for federation in federations]
         if self.given_gallery is not None:
@@ -241,7 +310,7 @@ class PrivateSide:
         if not batch:
             raise AuditError(
                 f"All {len(self.data)} examples are targets, so none is left for the gallery. Pass gallery= (real "
-                "images that are not the clients'), or fewer targets."
+                f"{self._noun} that are not the clients'), or fewer targets."
             )
         _demand_range({"x": batch["x"]}, self.task, "gallery")
         for federation, truth in zip(federations, truths, strict=True):
@@ -370,32 +439,45 @@ class PrivateSide:
             self._trained[key] = federation.weights_at(task, self.data, rounds, defence, self.engine)
         return self._trained[key]
 
+    @property
+    def _noun(self) -> str:
+        return self.task.fields["x"].kind.noun[1]
+
     def _unrelated(self, federation: Federation, truth: Batch) -> list[Batch]:
-        """Batches of images that are nobody's target: reconstructions from them owe nothing to the targets."""
+        """Batches of examples that are nobody's target: reconstructions from them owe nothing to the targets."""
         if not self.unrelated:
             return []
         size, pool = _size(federation), self._pool(federation, truth)
         count = min(self.unrelated, len(pool) // size)
         if not count:
             raise AuditError(
-                f"The no-gradient baseline needs {size} images that are not targets; there are {len(pool)}. Pass a "
-                "larger gallery=, more data, or unrelated=0 to go without the baseline."
+                f"The no-gradient baseline needs {size} {self._noun} that are not targets; there are {len(pool)}. Pass "
+                "a larger gallery=, more data, or unrelated=0 to go without the baseline."
             )
         batches = [pool.batch(torch.arange(i * size, (i + 1) * size)) for i in range(count)]
         return [self._sealed(batch, federation, "unrelated", i) for i, batch in enumerate(batches)]
 
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
         rows, size = self.rest([federation]), _size(federation)
-        named = set(self.task.fields) - self.task.drawn
-        if len(rows) >= size or self.given_gallery is None or not named <= {"x", "y"}:
+        wanted = [name for name in self.task.fields if name not in self.task.drawn]
+        batch = {} if self.given_gallery is None else self.given_gallery.batch(torch.arange(len(self.given_gallery)))
+        # All data are targets: use the gallery. Its classes may differ, so draw labels.
+        label = self.task.fields.get("y")
+        drawn = {"y"} if label is not None and isinstance(label.kind, Category) and not label.shape else set()
+        if len(rows) >= size or not set(wanted) - drawn <= batch.keys():
             return Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
-        # All data are targets: use the gallery without copies of them. Its classes may differ, so draw labels.
-        x = self.given_gallery.batch(torch.arange(len(self.given_gallery)))["x"]
-        x = x[pairwise_mse(x, truth["x"].flatten(0, 1)).amin(1) > EXACT]
-        if "y" not in named:
-            return Stored({"x": x})
-        y = torch.randint(self.task.fields["y"].classes or 1, (len(x),), generator=_generator("unrelated labels"))
-        return Stored({"x": x, "y": y.to(x.device)})
+        apart = ~self._copies(batch["x"], truth["x"].flatten(0, 1))
+        others = {name: batch[name][apart] for name in wanted if name not in drawn}
+        if drawn and label is not None:
+            y = torch.randint(label.classes or 1, (int(apart.sum()),), generator=_generator("unrelated labels"))
+            others["y"] = y.to(batch["x"].device)
+        return Stored(others)
+
+    def _copies(self, x: Tensor, truth: Tensor) -> Tensor:
+        """Which examples are copies of one of the targets."""
+        each = self.task.fields["x"]
+        first, second = (each.kind.comparable(value, each, x) for value in (x, truth))
+        return each.kind.same(first, second).any(1)
 
 
 def _size(federation: Federation) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradleak.cli.formatting import sentence
-from gradleak.cli.options import DataName, EngineOptions, Output, Recipe
+from gradleak.cli.options import DataOptions, EngineOptions, Output, Recipe
 from gradleak.cli.references import stem
 from gradleak.cli.root import CROSSED, LoadError, log, on_interrupt, spare_a_core
 from gradleak.core.registry import pieces
@@ -94,7 +94,7 @@ class AuditOptions:
     given: Annotated[
         str, typer.Option(help="Fields that the attacker knows: y; for clients of a denoiser t,noise.")
     ] = ""
-    data: DataName = ""
+    data: DataOptions = DataOptions()
     clients: Annotated[int | None, typer.Option(min=1, help="Clients that share the data.")] = None
     examples: Annotated[int | None, typer.Option(min=1, help="Examples of a client in a round.")] = None
     recipe: Recipe = Recipe()

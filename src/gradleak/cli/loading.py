@@ -14,18 +14,22 @@ import torch
 from gradleak import data
 from gradleak.audit.private import examples_of
 from gradleak.cli.formatting import sentence
+from gradleak.cli.options import DataOptions
 from gradleak.cli.references import BUILTIN, is_reference, load_object
 from gradleak.cli.root import LoadError
 from gradleak.cli.tasks import is_task
 from gradleak.core import registry
 from gradleak.core.registry import BadSetting, pieces
 from gradleak.engine import Engine
+from gradleak.scenario.fields import UNBOUNDED, Field
+from gradleak.scenario.kinds import Value
 from gradleak.scenario.observation import Observation
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.task import Batch, Supervised, Task
 
 BUILTIN_MODEL = "lenet-zhu"
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
-DATA_FORMS = "--data NAME, a folder, an .npz file or FILE.py:NAME (gradleak data list shows the names)"
+TABLE_MODEL = "mlp"  # what the built-in model is for a table
+DATA_FORMS = "--data NAME, a folder, a file (.npz, .csv, .parquet) or FILE.py:NAME (gradleak data list shows the names)"
 FEW = 64  # examples that `gradleak check --data` looks at
 
 
@@ -112,42 +116,89 @@ def as_task(value: Any, reference: str) -> Task:
     )
 
 
-def task_for(name: str, images: Any) -> Task:
+def task_for(name: str, examples: Any) -> Task:
     """The Task of a reference, or a registered task or model built to fit these data: untrained, always the same."""
     if is_reference(name):
         return task(name)
-    if not isinstance(images, data.Images):
+    if isinstance(examples, data.Records):
+        return _task_of_table(name, examples)
+    if not isinstance(examples, data.Images):
         raise LoadError(
-            f"The model {name} is built to fit images; --data gives {type(images).__name__}. Name a set of images."
+            f"The model {name} is built to fit images or a table; --data gives {type(examples).__name__}. Name a set "
+            "of images or a table."
         )
     if is_task(name):
-        built: Task = registry.parse("task", name).of(images)
+        built: Task = registry.parse("task", name).of(examples)
         return built
-    network = registry.get(
-        "model",
-        BUILTIN_MODEL if name == BUILTIN else name,
-        shape=tuple(images.x.shape[1:]),
-        classes=images.classes,
-        generator=torch.Generator().manual_seed(0),
-    )
-    return Task.supervised(network, torch.nn.functional.cross_entropy, like=(images.x[:1], images.y[:1]))
+    network = _model(BUILTIN_MODEL if name == BUILTIN else name, tuple(examples.x.shape[1:]), examples.classes)
+    return Task.supervised(network, torch.nn.functional.cross_entropy, like=(examples.x[:1], examples.y[:1]))
+
+
+def _model(name: str, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    network: torch.nn.Module = registry.parse("model", name, shape=shape, classes=classes, generator=generator)
+    return network
+
+
+def _task_of_table(name: str, records: data.Records) -> Task:
+    """A model for the rows of a table: cross-entropy for classes, squared error for a regression."""
+    if is_task(name):
+        raise LoadError(f"The task {name} is for images; --data gives a table: {records.source}.")
+    name = TABLE_MODEL if name == BUILTIN else name
+    try:
+        network = _model(name, (records.kind.width,), records.classes or 1)
+    except (ValueError, IndexError, TypeError) as problem:
+        raise LoadError(
+            f"The model {name} cannot be built for rows of a table: {sentence(problem)} Name {TABLE_MODEL}, such as "
+            f"'{TABLE_MODEL}:widths=(100,100)', or your own task as FILE.py:task."
+        ) from None
+    if records.classes is None:
+        target = Field((), bounds=UNBOUNDED, kind=Value())
+        return Task(network, Supervised(squared_error), {"x": records.field, "y": target})
+    loss = Supervised(torch.nn.functional.cross_entropy)
+    return Task(network, loss, {"x": records.field, "y": Field((), classes=records.classes)})
+
+
+def squared_error(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of one output for each example."""
+    return torch.nn.functional.mse_loss(output.squeeze(-1), y)
+
+
+def examples(options: DataOptions, split: str | None = None) -> Any:
+    """Data by name or path (`gradleak.data.load`), or the object of FILE.py:NAME."""
+    how: dict[str, Any] = {name: value for name, value in options.stated.items() if name != "data"}
+    if is_reference(options.data):
+        if how:
+            name = next(iter(how))
+            raise LoadError(
+                f"--{name} is for data by name or from files; {options.data} is made in Python: set it there."
+            )
+        return load_object(options.data, "data")
+    if "bounds" in how:
+        how["bounds"] = _bounds(how["bounds"])
+    return data.load(options.data, split=split, **{**how, "size": options.size})
+
+
+def _bounds(text: str) -> bool | float:
+    words = {"yes": True, "no": False}
+    try:
+        return words[text] if text in words else float(text)
+    except ValueError:
+        raise LoadError(f"--bounds must be yes, or a share such as 0.01 for quantiles; given {text!r}.") from None
 
 
 def images(text: str, split: str | None = None, size: int | None = None) -> Any:
-    """Data by name or path (`gradleak.data.load`), or the object of FILE.py:NAME."""
-    if not is_reference(text):
-        return data.load(text, split=split, size=size)
-    if size is not None:
-        raise LoadError(f"--size is for images by name or from files; {text} is made in Python: resize them there.")
-    return load_object(text, "data")
+    """The same, with nothing stated but a name or path, and a size."""
+    return examples(DataOptions(text, size), split)
 
 
-def few_examples(task: Task, text: str) -> Batch:
+def few_examples(task: Task, text: str | DataOptions) -> Batch:
     """Some examples of the named data, in model-input space, for `Task.check`."""
     if "x" not in task.fields:
         raise LoadError(f"--data is checked against a field x; the task's fields are {', '.join(task.fields)}.")
-    examples = examples_of(images(text), task)
-    return examples.batch(torch.arange(min(FEW, len(examples))))
+    options = DataOptions(text) if isinstance(text, str) else text
+    stored = examples_of(options.load(), task)
+    return stored.batch(torch.arange(min(FEW, len(stored))))
 
 
 def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -156,12 +207,11 @@ def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
     Test data are the test part of the set that is named; if clients train on the same set, they get its training part.
     Without test data the share `holdout` is tested on, the same rows every time; a share of 0: None.
     """
-    name, test_name, share = str(origin["data"]), str(origin.get("test", "")), float(origin.get("holdout", 0.0))
-    size = int(origin["size"]) if "size" in origin else None
+    options, test_name, share = DataOptions.of(origin), str(origin.get("test", "")), float(origin.get("holdout", 0.0))
     if test_name:
-        part = "train" if test_name == name else None
-        return images(name, part, size), images(test_name, "test", size)
-    loaded = images(name, size=size)
+        part = "train" if test_name == options.data else None
+        return options.load(part), replace(options, data=test_name).load("test")
+    loaded = options.load()
     return hold_out(loaded, share) if share else (loaded, None)
 
 
@@ -176,7 +226,7 @@ def hold_out(examples: Any, share: float) -> tuple[Any, Any]:
     tested = max(1, round(share * total))
 
     def part(rows: torch.Tensor) -> Any:
-        if isinstance(examples, data.Images):
+        if isinstance(examples, (data.Images, data.Records)):
             return examples[rows]
         if isinstance(examples, Mapping):
             return {name: value[rows] for name, value in examples.items()}

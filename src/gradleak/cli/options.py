@@ -7,11 +7,11 @@ Nothing here imports torch before a command runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,7 +34,10 @@ TaskReference = Annotated[
     str, typer.Option("--task", "-t", metavar="FILE.py:NAME", help="The Task of the model that was sent.")
 ]
 DataName = Annotated[
-    str, typer.Option("--data", help="Images by name (gradleak data list), an .npz, a folder or FILE.py:NAME.")
+    str,
+    typer.Option(
+        "--data", help="A name (gradleak data list), a folder of images, an .npz, .csv or .parquet, or FILE.py:NAME."
+    ),
 ]
 Size = Annotated[
     int | None, typer.Option(min=1, help="Crop images centrally to a square, and resize them to this side.")
@@ -52,6 +55,52 @@ Plain = Annotated[
     bool,
     typer.Option("--plain", envvar="GRADLEAK_PLAIN", help="As in a pipe: lines instead of bars, the whole table."),
 ]
+
+
+@dataclass(frozen=True)
+class DataOptions(Group):
+    """Which examples are used, and how they are read. What is empty is not stated."""
+
+    data: DataName = ""
+    size: Size = None
+    target: Annotated[
+        str, typer.Option(metavar="COLUMN", help="For tables: the column that is predicted; default: the last.")
+    ] = ""
+    columns: Annotated[
+        str, typer.Option(metavar="NAME:KIND,...", help="For tables: age:number,zip:category,id:drop; others by value.")
+    ] = ""
+    classes: Annotated[
+        str, typer.Option(metavar="COUNT|regression", help="Classes of the target; default: by its values.")
+    ] = ""
+    missing: Annotated[
+        str,
+        typer.Option(metavar="category|drop", help="For tables: drop leaves out rows with a missing value."),
+    ] = ""
+    bounds: Annotated[
+        str,
+        typer.Option(metavar="yes|SHARE", help="For tables: the attacker knows the range of numbers, or quantiles."),
+    ] = ""
+
+    @property
+    def stated(self) -> dict[str, str]:
+        """Every stated option as text, for [origin] of a run; `DataOptions.of` reads it back."""
+        values = {each.name: getattr(self, each.name) for each in fields(DataOptions)}
+        return {name: str(value) for name, value in values.items() if value not in ("", None)}
+
+    @staticmethod
+    def of(origin: Mapping[str, Any]) -> DataOptions:
+        """The options that an [origin] names."""
+        named = {each.name: str(origin[each.name]) for each in fields(DataOptions) if each.name in origin}
+        size = named.pop("size", "")
+        if size and not size.isdecimal():
+            raise LoadError(f"size in [origin] must be a whole number; it is {size!r:.40}.")
+        return DataOptions(**named, size=int(size) if size else None)
+
+    def load(self, split: str | None = None) -> Any:
+        """The data: `Images`, `Records`, or the object of FILE.py:NAME."""
+        from gradleak.cli.loading import examples
+
+        return examples(self, split)
 
 
 @dataclass(frozen=True)

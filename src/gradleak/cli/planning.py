@@ -18,13 +18,13 @@ from gradleak.cli.formatting import sentence
 from gradleak.cli.loading import (
     DATA_FORMS,
     as_task,
-    images,
     methods,
     optional_numbers,
     task_for,
     training_data,
     usable,
 )
+from gradleak.cli.options import DataOptions
 from gradleak.cli.references import BUILTIN, is_reference, load_object
 from gradleak.cli.root import LoadError
 from gradleak.core import registry
@@ -80,28 +80,29 @@ def _stated(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_reference(options: AuditOptions) -> Audit:
-    """The audit of a reference or of a model's name, with the images of --data; neither: the built-in one."""
-    if not options.model and not options.data:
+    """The audit of a reference or of a model's name, with the data of --data; neither: the built-in one."""
+    data = options.data
+    if not options.model and not data.data:
         return audit.builtin(engine=_engine(options))
     if not is_reference(options.model):
         name = options.model or BUILTIN
-        if not options.data:
-            raise LoadError(f"Say which images {name} is trained on: {DATA_FORMS}.")
-        examples = images(options.data)
+        if not data.data:
+            raise LoadError(f"Say which data {name} is trained on: {DATA_FORMS}.")
+        examples = data.load()
         return _default_audit(options, task_for(name, examples), examples)
     value = load_object(options.model, "task")
     if isinstance(value, Audit):
-        return replace(value, data=images(options.data), gallery=None) if options.data else value
+        return replace(value, data=data.load(), gallery=None) if data.data else value
     task = as_task(value, options.model)
-    if not options.data:
+    if not data.data:
         raise LoadError(
             f"{options.model} is a Task, which holds no data. Say which examples its clients hold: {DATA_FORMS}."
         )
-    return _default_audit(options, task, images(options.data))
+    return _default_audit(options, task, data.load())
 
 
 def _default_audit(options: AuditOptions, task: Task, examples: Any) -> Audit:
-    origin = {"task": options.model or BUILTIN, "data": options.data}
+    origin = {"task": options.model or BUILTIN, **options.data.stated}
     attacks = audit.default_attacks(_engine(options), task, options.examples or 1, options.recipe.training())
     return Audit(task, examples, attacks, origin=origin)
 
@@ -117,8 +118,9 @@ def _from_training(options: AuditOptions, folder: Path) -> Audit:
     origin: dict[str, Any] = trained.settings.get("origin") or {}
     if options.clients is not None:
         raise LoadError(f"--from takes the clients that {folder} was trained with: leave --clients out.")
-    if options.data:
-        raise LoadError(f"--from takes the data that {folder} was trained on: leave --data out.")
+    if options.data.stated:
+        name = next(iter(options.data.stated))
+        raise LoadError(f"--from takes the data that {folder} was trained on: leave --{name} out.")
     reference = options.model or origin.get("task", "")
     if not reference or "data" not in origin:
         raise LoadError(
@@ -141,7 +143,7 @@ def _from_training(options: AuditOptions, folder: Path) -> Audit:
         federation=federation,
         rounds=tuple(trained.rounds),
         trained=trained,
-        origin={"task": reference, "data": origin["data"], "trained": str(folder)},
+        origin={"task": reference, **DataOptions.of(origin).stated, "trained": str(folder)},
     )
 
 
@@ -154,23 +156,25 @@ def _from_config(options: AuditOptions, path: Path) -> Audit:
     origin: dict[str, str] = settings.get("origin") or {}
     if not isinstance(origin, dict) or not all(isinstance(text, str) for text in origin.values()):
         raise LoadError(f"{path}: [origin] should name task and data; it is {origin!r:.80}.")
-    reference, data = options.model or origin.get("task", ""), options.data or origin.get("data", "")
-    if not reference or not data:
+    reference = options.model or origin.get("task", "")
+    data = options.data if options.data.data else DataOptions.of({**origin, **options.data.stated})
+    if not reference or not data.data:
         raise LoadError(
             f"{path} does not say where its {'data are' if reference else 'task is'} found: the run was started "
             "from Python. Give them: gradleak audit FILE.py:task --data NAME --config ..."
         )
-    examples = images(data)
-    if "trained" in origin and not options.data:
-        examples, _ = training_data(Checkpoints(Path(origin["trained"])).settings.get("origin") or {"data": data})
-    if options.data:
-        origin = {name: value for name, value in origin.items() if name != "gallery"}
+    examples = data.load()
+    if "trained" in origin and not options.data.data:
+        examples, _ = training_data(Checkpoints(Path(origin["trained"])).settings.get("origin") or data.stated)
+    if options.data.data:
+        others = {"gallery", *DataOptions.of(origin).stated}
+        origin = {name: value for name, value in origin.items() if name not in others}
     task = task_for(reference, examples)
     try:
         planned = audit.from_settings({**settings, "origin": origin}, task=task, data=examples)
     except (TypeError, AttributeError, ValueError) as problem:  # written by hand, with unknown entries
         raise LoadError(f"{path} is not the configuration of an audit: {problem}") from None
-    return replace(planned, origin={**origin, "task": reference, "data": data})
+    return replace(planned, origin={**origin, "task": reference, **data.stated})
 
 
 def _with_generator(planned: Audit, path: Path | None) -> Audit:

@@ -67,11 +67,11 @@ class RecordedRun:
     def audit(self) -> RecordedAudit:
         """The audit of the observations whose examples are known."""
         assert self.training is not None
-        gallery = loading.images(self.options.data)
+        gallery = self.options.data.load()
         planned = RecordedAudit.of(
             self.task, self.recorded, self.attacks, self.training, gallery, defence=self.defence, engine=self.engine
         )
-        origin = {"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data}
+        origin = {"task": self.options.model, "observations": str(self.folder), "gallery": self.options.data.data}
         return replace(planned, seeds=self.seeds, given=self.options.known_fields, origin=origin)
 
     def attack_without_truth(self, folder: Path, progress: Progress) -> Sequence[dict[str, Any]]:
@@ -115,7 +115,7 @@ def _check(options: AuditOptions) -> None:
         raise LoadError("--quick is for audits that make their own updates; here give attacks few steps instead.")
     if options.truth is not None and options.recipe.lr is None:
         raise LoadError("--truth needs the clients' recipe, for the replay check and the positive control: --lr.")
-    if options.truth is not None and not options.data:
+    if options.truth is not None and not options.data.data:
         raise LoadError(
             "--truth needs real images that are no client's, among which reconstructions are looked up: "
             f"{loading.DATA_FORMS}."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gradleak.cli.formatting import counted
-from gradleak.cli.options import DataName, EngineOptions, LocalSteps, Output, Size
+from gradleak.cli.options import DataOptions, EngineOptions, LocalSteps, Output
 from gradleak.cli.references import BUILTIN, stem
 from gradleak.cli.root import LoadError, log, on_interrupt, spare_a_core
 from gradleak.core.settings import Group, takes
@@ -35,8 +35,7 @@ DIGITS_LR = 0.5  # of the built-in LeNet: networks of sigmoids learn slowly
 class TrainingData(Group):
     """What clients train on, and what is tested on."""
 
-    data: DataName = ""
-    size: Size = None
+    examples: DataOptions = DataOptions()
     test_data: Annotated[str, typer.Option(help="Test on these (their test part), named as --data.")] = ""
     holdout: Annotated[
         float | None,
@@ -49,14 +48,14 @@ class TrainingData(Group):
 
         if self.test_data and self.holdout:
             raise LoadError("--test-data and --holdout both say what is tested on: give one of them.")
-        if task and not self.data:
-            raise LoadError(f"Say which images {task} is trained on: {DATA_FORMS}.")
-        origin: dict[str, Any] = {"task": task or BUILTIN, "data": self.data or BUILTIN_DATA}
+        if task and not self.examples.data:
+            raise LoadError(f"Say which data {task} is trained on: {DATA_FORMS}.")
+        origin: dict[str, Any] = {"task": task or BUILTIN, "data": BUILTIN_DATA, **self.examples.stated}
         if self.test_data:
             origin["test"] = self.test_data
         else:
             origin["holdout"] = HOLDOUT if self.holdout is None else self.holdout
-        return origin if self.size is None else {**origin, "size": self.size}
+        return origin if self.examples.size is None else {**origin, "size": self.examples.size}
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class TrainOptions:
         from gradleak.federation import Federation
 
         defaults = training_defaults(self.model)
-        if not self.model and not self.data.data:
+        if not self.model and not self.data.examples.data:
             defaults = replace(defaults, lr=DIGITS_LR)
         averaging = self.averaging or defaults.averaging
         return Federation(

@@ -152,8 +152,11 @@ def get(kind: str, name: str, **settings: Any) -> Any:
     return method.make(**settings)
 
 
-def parse(kind: str, text: str) -> Any:
-    """Make a method from the command line's spelling, `name` or `name:setting=value,setting=value`."""
+def parse(kind: str, text: str, **more: Any) -> Any:
+    """Make a method from the command line's spelling, `name` or `name:setting=value,setting=value`.
+
+    more   settings that the caller decides, whatever the text says
+    """
     name, _, rest = text.strip().partition(":")
     settings: dict[str, Any] = {}
     types = entry(kind, name).types
@@ -164,7 +167,7 @@ def parse(kind: str, text: str) -> Any:
         setting = key.strip().replace("-", "_")
         settings[setting] = _literal(value.strip(), types.get(setting, Any))
     try:
-        return get(kind, name, **settings)
+        return get(kind, name, **{**settings, **more})
     except ValueError as problem:  # the right type, but not an allowed value
         raise BadSetting(f"{kind} {name!r}: {problem}") from problem
 

@@ -1,9 +1,10 @@
-"""Real images by name, from a file, a folder or another library's data set, always in the same form: `Images`.
+"""Real data by name, from a file, a folder or another library's data set: `Images`, or the `Records` of a table.
 
 `cifar10-samples`, `faces`, `photographs`, `digits` and the like are files of an installed package (the package itself
-is not imported). Every other name is searched in `$GRADLEAK_DATA/NAME.npz`, then in the full set that `get` fetched
-into `cache_folder()`, then in `$GRADLEAK_DATA/mini/NAME_mini.npz`. `writers` gives images by writer, as the clients of
-the multi-step papers have them.
+is not imported), and so are the tables `breast-cancer`, `wine` and `diabetes`. Every other name is searched in
+`$GRADLEAK_DATA/NAME.npz`, then in the full set that `get` fetched into `cache_folder()`, then in
+`$GRADLEAK_DATA/mini/NAME_mini.npz`. `writers` gives images by writer, as the clients of the multi-step papers have
+them; `from_loader` reads a DataLoader.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ import torch
 from torch import Tensor
 
 from gradleak.core.registry import UnknownName, did_you_mean
+from gradleak.core.settings import takes
 from gradleak.data.fetch import DataError, cache_folder, get
 from gradleak.data.leaf import Writers, enhanced, is_leaf, open_leaf, pseudo_writers, writers
+from gradleak.data.loaders import fields_of, from_loader
+from gradleak.data.records import RawTable, Records, TableSpec, encode, selected
 from gradleak.data.sources import SOURCES, Array, Pool, Size, Source, class_names, open_folder, open_npz, pixels
+from gradleak.data.tables import (
+    PARQUET_FILES,
+    SUFFIXES,
+    TABLES,
+    TableSource,
+    open_csv,
+    open_huggingface,
+    open_parquet,
+)
 
 __all__ = ["SOURCES", "DataError", "Images", "Listing", "Source", "Writers", "available", "cache_folder", "enhanced"]
-__all__ += ["from_dataset", "from_huggingface", "from_torchvision", "get", "load", "pseudo_writers", "writers"]
+__all__ += ["from_dataset", "from_huggingface", "from_loader", "from_torchvision", "get", "is_huggingface", "load"]
+__all__ += ["TABLES", "Records", "TableSource", "TableSpec", "fields_of", "load_images", "pseudo_writers", "writers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +86,7 @@ class Images:
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> Images:
         """Some of the images, as `Images`; one index gives one image, still with its leading dimension."""
-        chosen = rows if isinstance(rows, slice) else torch.as_tensor(rows, device=self.x.device).reshape(-1)
-        if isinstance(chosen, Tensor) and not chosen.numel():
-            chosen = chosen.long()  # torch makes an empty list a float tensor
+        chosen = selected(rows, self.x.device)
         return replace(self, x=self.x[chosen], y=self.y[chosen])
 
     def batch(self, indices: int | slice | Sequence[int] | Tensor) -> dict[str, Tensor]:
@@ -101,39 +113,75 @@ class Listing:
 def available() -> tuple[Listing, ...]:
     """Every name that `load` knows, whether it is on this machine and, if not, how to get it."""
 
-    def listing(name: str, source: Source) -> Listing:
+    def listing(name: str, source: Source | TableSource) -> Listing:
         place = source.where()
         return Listing(name, source.description, source.licence, place, "" if place else source.needs)
 
-    return tuple(listing(name, source) for name, source in SOURCES.items())
+    return tuple(listing(name, source) for name, source in _NAMES.items())
 
 
+_NAMES: dict[str, Source | TableSource] = {**SOURCES, **TABLES}
+
+
+@takes(TableSpec)
 def load(
     name_or_path: str | os.PathLike[str],
     *,
     split: str | None = None,
     size: Size | None = None,
     limit: int | None = None,
-) -> Images:
-    """Images by name (see `available`), from a `.npz` (train_x/train_y/test_x/test_y or x/y), a folder, or LEAF files.
+    table: TableSpec,
+) -> Images | Records:
+    """Images or a table by name (see `available`) or from files.
+
+    Images: a `.npz` (train_x/train_y/test_x/test_y or x/y), a folder, or LEAF files. Tables: `.csv`, `.tsv`,
+    `.parquet`; which column is what is said by target, columns, classes, missing and bounds (`TableSpec`).
+
+        load("people.csv", target="income", columns="id:drop,zip:category")
 
     split: "train" or "test"; None: the training part if the source has parts, else everything. If the source has no
-        parts, every fifth image is "test".
+        parts, every fifth example is "test".
     size: side, or (height, width): images are cropped centrally to that shape and resized.
-    limit: the most images, taken from each class in turn, so that few images still cover many classes.
+    limit: the most examples, taken from each class in turn, so that few examples still cover many classes.
     """
     name = os.fspath(name_or_path)
     if split not in (None, "train", "test"):
         raise DataError(f"split is {split!r}. Give 'train', 'test' or None.")
-    source = SOURCES.get(name)
+    if limit is not None and limit < 1:
+        raise DataError(f"limit is {limit}. Give at least 1, or None for all.")
+    path = Path(name).expanduser()
+    if name not in SOURCES and (name in TABLES or (path.suffix.lower() in SUFFIXES and path.is_file())):
+        if size is not None:
+            raise DataError(f"{name} is a table; size (--size) is for images.")
+        raw, source = _raw_table(name, path, table)
+        return _limited(encode(raw, table, source, split), split, limit)
+    stated = [option for option in ("target", "columns") if getattr(table, option)]
+    if stated:
+        raise DataError(f"{stated[0]} (--{stated[0]}) is for tables (.csv, .parquet); {name} is none.")
+    images = _load_images(name, split, size, limit)
+    return images if table.count is None else _with_classes(images, table.count)
+
+
+def load_images(
+    name_or_path: str | os.PathLike[str],
+    *,
+    split: str | None = None,
+    size: Size | None = None,
+    limit: int | None = None,
+) -> Images:
+    """`load`, where only images will do."""
+    loaded = load(name_or_path, split=split, size=size, limit=limit)
+    if isinstance(loaded, Images):
+        return loaded
+    raise DataError(f"{os.fspath(name_or_path)} is a table; images are wanted here.")
+
+
+def _load_images(name: str, split: str | None, size: Size | None, limit: int | None) -> Images:
+    source, path = SOURCES.get(name), Path(name).expanduser()
     if source is not None:
-        place = source.where()
-        if place is None:
-            folder = os.environ.get("GRADLEAK_DATA") or "not set"
-            raise DataError(f"{name!r} is not on this machine: {source.needs}. (GRADLEAK_DATA is {folder}.)")
+        place = _place(name, source)
         provenance = f"{name}: {source.description}, from {place.parent.name}/{place.name}"
         return _images(source.open(place, split), provenance, split, source.size if size is None else size, limit)
-    path = Path(name).expanduser()
     if is_leaf(path):
         return _images(open_leaf(path, split), name, split, size, limit)
     if path.is_dir():
@@ -141,10 +189,52 @@ def load(
     if path.is_file() and path.suffix == ".npz":
         return _images(open_npz(path, split), name, split, size, limit)
     if path.exists():
-        raise DataError(f"{name} is neither a .npz file nor a folder of images. Give one of those, or a name.")
+        raise DataError(
+            f"{name} is neither a .npz file nor a folder of images, nor a table ({', '.join(SUFFIXES)}). Give one of "
+            "those, or a name."
+        )
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"There is no file or folder {name} (looked from {Path.cwd()}).")
-    raise UnknownName(f"Unknown data {name!r}: neither a name nor a path.{did_you_mean(name, SOURCES)}")
+    raise UnknownName(f"Unknown data {name!r}: neither a name nor a path.{did_you_mean(name, _NAMES)}")
+
+
+def _raw_table(name: str, path: Path, table: TableSpec) -> tuple[RawTable, str]:
+    """A named table or a file, and its origin in words."""
+    if name in TABLES:
+        return TABLES[name].open(_place(name, TABLES[name])), name
+    if path.suffix.lower() in PARQUET_FILES:
+        return open_parquet(path, _dropped(table)), name
+    return open_csv(path), name
+
+
+def _dropped(table: TableSpec) -> set[str]:
+    return {column for column, kind in table.kinds().items() if kind == "drop"}
+
+
+def _place(name: str, source: Source | TableSource) -> Path:
+    place = source.where()
+    if place is None:
+        folder = os.environ.get("GRADLEAK_DATA") or "not set"
+        raise DataError(f"{name!r} is not on this machine: {source.needs}. (GRADLEAK_DATA is {folder}.)")
+    return place
+
+
+def _limited(records: Records, split: str | None, limit: int | None) -> Records:
+    if not len(records):
+        raise DataError(f"{records.source} holds no rows{f' in split {split!r}' if split else ''}.")
+    if limit is None:
+        return records
+    return (
+        records[:limit] if records.classes is None else records[torch.from_numpy(_in_turn(records.y.numpy())[:limit])]
+    )
+
+
+def _with_classes(images: Images, count: int) -> Images:
+    """The images of a set with more classes than they show."""
+    if count < images.classes:
+        raise DataError(f"{images.source} has {images.classes} classes, more than classes={count} (--classes).")
+    names = (*images.names, *(f"class {number}" for number in range(images.classes, count)))
+    return replace(images, classes=count, names=names)
 
 
 def from_dataset(
@@ -178,6 +268,17 @@ def from_torchvision(dataset: Any, *, size: Size | None = None, limit: int | Non
     return from_dataset(dataset, source=f"torchvision {type(dataset).__name__}", size=size, limit=limit)
 
 
+_LISTS = {"Sequence", "List", "LargeList", "Array2D", "Array3D", "Array4D"}
+_FEATURES = {"Value", "ClassLabel", "Image", *_LISTS}
+
+
+def is_huggingface(dataset: Any) -> bool:
+    """Is this one split of a Hugging Face data set? Told by the types of its features: nothing is imported."""
+    features = getattr(dataset, "features", None)
+    return isinstance(features, Mapping) and any(type(each).__name__ in _FEATURES for each in features.values())
+
+
+@takes(TableSpec)
 def from_huggingface(
     dataset: Any,
     *,
@@ -185,11 +286,34 @@ def from_huggingface(
     label: str | None = None,
     size: Size | None = None,
     limit: int | None = None,
-) -> Images:
-    """Images from one split of a Hugging Face data set; columns are found by type, or named by the caller."""
-    features = getattr(dataset, "features", None)
-    if not isinstance(features, Mapping):
+    table: TableSpec,
+) -> Images | Records | dict[str, Tensor]:
+    """One split of a Hugging Face data set: images; rows of numbers and text as `Records`; token ids as tensors.
+
+    Columns are found by type, or named by the caller: image and label; for rows what `TableSpec` says. A split
+    with columns of lists, such as `input_ids`, gives tensors by field, as `from_loader` does.
+    """
+    if not is_huggingface(dataset):
         raise DataError(f"{type(dataset).__name__} has no features. Give one split, as in load_dataset(name)['train'].")
+    features: Mapping[str, Any] = dataset.features
+    source = f"Hugging Face {getattr(getattr(dataset, 'info', None), 'dataset_name', None) or type(dataset).__name__}"
+    types = {type(feature).__name__ for feature in features.values()}
+    try:
+        if image is not None or "Image" in types:
+            return _hugging_images(dataset, (image, label), source, size, limit)
+        if types & _LISTS:
+            return _hugging_tensors(dataset, source, limit)
+        table = replace(table, target=label or table.target)
+        raw = open_huggingface(dataset, label, source, _dropped(table))
+        return _limited(encode(raw, table, source), None, limit)
+    except (ImportError, RuntimeError, OSError) as problem:
+        raise DataError(f"{source} could not be read: {problem}. Columns: {', '.join(features)}.") from problem
+
+
+def _hugging_images(
+    dataset: Any, names: tuple[str | None, str | None], source: str, size: Size | None, limit: int | None
+) -> Images:
+    features: Mapping[str, Any] = dataset.features
 
     def column(wanted: str | None, kind: str) -> str:
         matching = [
@@ -200,15 +324,27 @@ def from_huggingface(
             raise DataError(f"No column {sought}. Give image= and label=. Columns: {', '.join(features)}.")
         return matching[0]
 
-    image, label = column(image, "Image"), column(label, "ClassLabel")
-    source = f"Hugging Face {getattr(getattr(dataset, 'info', None), 'dataset_name', None) or type(dataset).__name__}"
-    try:
-        labels = np.asarray(list(dataset[label]))
-        names = class_names(getattr(features[label], "names", None), labels, source)
-        pool = Pool(labels, lambda rows: [pixels(dataset[int(row)][image]) for row in rows], names)
-        return _images(pool, source, None, size, limit)
-    except (ImportError, RuntimeError, OSError) as problem:
-        raise DataError(f"{source} could not be read: {problem}. Columns: {', '.join(features)}.") from problem
+    image, label = column(names[0], "Image"), column(names[1], "ClassLabel")
+    labels = np.asarray(list(dataset[label]))
+    known = class_names(getattr(features[label], "names", None), labels, source)
+    pool = Pool(labels, lambda rows: [pixels(dataset[int(row)][image]) for row in rows], known)
+    return _images(pool, source, None, size, limit)
+
+
+def _hugging_tensors(dataset: Any, source: str, limit: int | None) -> dict[str, Tensor]:
+    """Columns of numbers and of equally long lists of numbers; text is left out."""
+    columns = {name: list(dataset[name])[:limit] for name in dataset.features}
+    tensors = {}
+    for name, values in columns.items():
+        if values and isinstance(values[0], str):
+            continue
+        try:
+            tensors[name] = torch.stack([torch.as_tensor(value) for value in values])
+        except (ValueError, TypeError, RuntimeError):
+            raise DataError(
+                f"{source}: examples of {name!r} differ in length. Tokenise with padding='max_length' and truncation."
+            ) from None
+    return fields_of(tensors)
 
 
 # ---- from a pool to Images

@@ -92,13 +92,13 @@ def writers(name_or_path: str | os.PathLike[str] = "femnist", *, split: str | No
 
     split: "train" or "test", LEAF's own; None: the training part if there are two.
     """
-    from gradleak.data import Images, load
+    from gradleak.data import Images, load_images
 
     name = os.fspath(name_or_path)
     if split not in (None, "train", "test"):
         raise DataError(f"split is {split!r}. Give 'train', 'test' or None.")
     if name == "emnist-writers":
-        return pseudo_writers(load("emnist-letters", split=split))
+        return pseudo_writers(load_images("emnist-letters", split=split))
     place = SOURCES["femnist"].where() if name == "femnist" else Path(name).expanduser()
     if place is None:
         raise DataError(f"'femnist' is not on this machine: {SOURCES['femnist'].needs}.")
@@ -260,9 +260,9 @@ def _styled(x: Tensor, slant: Tensor, size: Tensor, stroke: Tensor) -> Tensor:
 
 
 def _open_pseudo_writers(place: Path, split: str | None) -> Pool:
-    from gradleak.data import load
+    from gradleak.data import load_images
 
-    dealt = pseudo_writers(load(place, split=split)).images
+    dealt = pseudo_writers(load_images(place, split=split)).images
     return Pool(dealt.y.numpy(), lambda rows: dealt.x.numpy()[rows], dealt.names, open_npz(place, split).divided)
 
 

@@ -258,18 +258,22 @@ def _open_photographs(folder: Path, split: str | None) -> Pool:
 # ---- the names
 
 
-def _in_package(package: str, *parts: str) -> Path | None:
+def in_package(package: str, *parts: str) -> Path | None:
     """A file or folder of an installed package, found without importing the package."""
     spec = importlib.util.find_spec(package)
     place = Path(spec.origin).parent.joinpath(*parts) if spec is not None and spec.origin else None
     return place if place is not None and place.exists() else None
 
 
-def _in_pack(name: str, stem: str, mini_only: bool = False) -> Path | None:
+def pack_folder() -> Path | None:
+    """The user's folder of data, `GRADLEAK_DATA`."""
     folder = os.environ.get("GRADLEAK_DATA")
+    return Path(folder).expanduser() if folder else None
+
+
+def _in_pack(name: str, stem: str, mini_only: bool = False) -> Path | None:
     places = [] if mini_only else [cache_folder() / f"{name}.npz"]
-    if folder:
-        pack = Path(folder).expanduser()
+    if pack := pack_folder():
         places = [*([] if mini_only else [pack / f"{stem}.npz"]), *places, pack / "mini" / f"{stem}_mini.npz"]
     return next((place for place in places if place.is_file()), None)
 
@@ -279,7 +283,7 @@ def _samples(title: str, prefix: str, names: tuple[str, ...], size: Size | None 
         description=f"20 {title} images that foolbox brings",
         licence="foolbox is MIT; the images carry the terms of their data set",
         needs="pip install foolbox",
-        where=partial(_in_package, "foolbox", "data"),
+        where=partial(in_package, "foolbox", "data"),
         open=partial(_open_samples, prefix=prefix, names=names),
         size=size,
     )
@@ -332,21 +336,21 @@ SOURCES: dict[str, Source] = {
         description="100 faces and 100 other patches of LFW photographs, 25x25 grey, that scikit-image brings",
         licence="scikit-image is BSD-3; the faces are of Labeled Faces in the Wild, for research",
         needs="pip install scikit-image",
-        where=partial(_in_package, "skimage", "data", "lfw_subset.npy"),
+        where=partial(in_package, "skimage", "data", "lfw_subset.npy"),
         open=_open_faces,
     ),
     "photographs": Source(
         description="32x32 colour tiles of seven photographs that scikit-image brings, one class each",
         licence="CC0, public domain or without known restrictions, each as scikit-image states it",
         needs="pip install scikit-image",
-        where=partial(_in_package, "skimage", "data"),
+        where=partial(in_package, "skimage", "data"),
         open=_open_photographs,
     ),
     "digits": Source(
         description="1,797 handwritten digits, 8x8 grey, that scikit-learn brings",
         licence="scikit-learn is BSD-3; digits of the UCI repository (CC BY 4.0)",
         needs="pip install scikit-learn",
-        where=partial(_in_package, "sklearn", "datasets", "data", "digits.csv.gz"),
+        where=partial(in_package, "sklearn", "datasets", "data", "digits.csv.gz"),
         open=_open_digits,
     ),
     **{name: _pack(name, stem, title, licence) for name, stem, title, licence in _PACK},

@@ -275,8 +275,8 @@ def _labels(data: int | Examples, split: Partition) -> Callable[[], Tensor]:
         if y is None:
             parts = [data.batch(rows).get("y") for rows in torch.arange(len(data)).split(1024)]
             y = torch.cat([part.cpu() for part in parts if part is not None]) if parts[0] is not None else None
-        if y is None or y.dim() != 1:
-            raise FederationError(f"The split {split.name} needs one label y per example. Use split='iid'.")
+        if y is None or y.dim() != 1 or y.is_floating_point():
+            raise FederationError(f"The split {split.name} needs one class index y per example. Use split='iid'.")
         return y.cpu()
 
     return labels

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradleak.data import DataError, Images, load
+from gradleak.data import DataError, Images, load_images
 from gradleak.generators.files import fingerprints
 
 
@@ -41,7 +41,7 @@ class Split:
 
     def taken(self) -> tuple[Images, dict[str, Any]]:
         """The images, and a description of which they are, for `Card.split`."""
-        images = load(self.data, split=self.part, size=self.size)
+        images = load_images(self.data, split=self.part, size=self.size)
         chosen = range(len(images)) if self.rows is None else self.rows
         if not chosen or min(chosen) < 0 or max(chosen) >= len(images):
             raise DataError(
@@ -56,7 +56,7 @@ class Split:
             card["held_out"] = {"share": self.held_out, "seed": self.seed, "rows": unseen}
             rows = rows[shuffled[back:]].sort().values
         for name in self.exclude:
-            theirs = [load(name, split=part, size=self.size).x for part in ("train", "test")]
+            theirs = [load_images(name, split=part, size=self.size).x for part in ("train", "test")]
             same = torch.isin(fingerprints(images.x[rows]), torch.cat([fingerprints(x) for x in theirs]))
             card.setdefault("excluded", {})[name] = int(same.sum())
             rows = rows[~same]
