@@ -276,9 +276,8 @@ def test_rates_by_hand() -> None:
     similar = torch.tensor([[0.4, 0.6, 0.4, 0.9]])
     yes = torch.ones(1, 4, dtype=torch.bool)
     rank = torch.tensor([[1.0, 1.0, 1.0, 2.0]])
-    scores = metrics.Scores(
-        10 ** (-values / 10), values, similar, torch.arange(4)[None], yes, ~yes[:, 0], rank=rank, gallery_size=rank + 9
-    )
+    measured = {"mse": 10 ** (-values / 10), "psnr": values, "ssim": similar}
+    scores = metrics.Scores(measured, torch.arange(4)[None], yes, ~yes[:, 0], rank=rank, gallery_size=rank + 9)
     rates = {"ssim>0.5": 0.5, "psnr>18": 0.75, "psnr>20": 0.5, "rank1": 0.75, "recovered": 0.25}
     assert scores.summary()["rates"] == rates
     assert scores.summary()["psnr"] == pytest.approx({"mean": 20.5, "std": np.std([17, 19, 21, 25]), "median": 20.0})

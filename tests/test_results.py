@@ -28,6 +28,7 @@ from gradleak.core.configuration import from_toml, to_toml
 from gradleak.core.files import BadRun, encode, finite
 from gradleak.defences import DPFedAvg, LocalGaussian
 from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.kinds import KINDS, Image
 
 CELL = "0123456789abcdef"
 
@@ -42,8 +43,8 @@ def row(cell: int = 1, target: int = 0, **changes: Any) -> dict[str, Any]:
     rank1, blind_rank1 = changes.pop("rank1", hit), changes.pop("blind_rank1", blind)
     psnr = changes.pop("psnr", 30.0 if hit else 9.0)
     standard: dict[str, Any] = {
-        "version": 1, "cell": key(cell), "status": "done", "control": False, "attack": "ig", "defence": "none",
-        "form": "undefended", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
+        "version": 2, "cell": key(cell), "status": "done", "control": False, "attack": "ig", "defence": "none",
+        "form": "undefended", "kind": "image", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
         "observation": f"client0/round0/target{target}", "knows": "C (training details)",
         "scores": {
             "psnr": [psnr], "ssim": [0.9 if hit else 0.1], "mse": [10 ** (-psnr / 10)], "rank": [1 if rank1 else 7],
@@ -215,7 +216,7 @@ def test_a_failed_control_voids_everything(psnr: float) -> None:
     found = result(control(psnr), rows_of(ALL))
     assert found.verdict.word == "void"
     assert not found.positive_control.passed
-    assert found.positive_control.psnr == pytest.approx(psnr)
+    assert found.positive_control.value == pytest.approx(psnr)
 
 
 def test_a_control_that_did_not_run_voids_everything() -> None:
@@ -496,14 +497,14 @@ def test_comparison_by_target_where_the_examples_are_the_same() -> None:
     paired = same_examples(run(0.0)).compare(same_examples(run(1.0)))
     assert paired.paired
     [change] = paired.changes
-    assert change.psnr.value == pytest.approx(1.15)
-    assert change.psnr.low > 0.9
+    assert change.score.value == pytest.approx(1.15)
+    assert change.score.low > 0.9
     assert (change.recovered.value, change.recovered.low, change.recovered.high) == pytest.approx(
         (0, -0.6024, 0.6024), abs=1e-4
     )
     [apart] = same_examples(run(0.0)).compare(same_examples(run(1.0), "other data")).changes
-    assert apart.psnr.value == pytest.approx(1.15)
-    assert apart.psnr.low < -15
+    assert apart.score.value == pytest.approx(1.15)
+    assert apart.score.low < -15
 
 
 def test_intervals_of_differences_cover_the_truth() -> None:
@@ -533,8 +534,8 @@ def test_intervals_of_differences_in_decibels_cover_the_truth_in_any_unit(how: A
 @pytest.mark.parametrize("how", [comparison._within, comparison._welch])
 def test_no_target_in_common_is_no_difference_and_one_has_no_interval(how: Any) -> None:
     none, alone = how({}, {}), how({0: 10.0}, {0: 12.5})
-    assert (comparison.decibels(none), none.count) == ("-", 0)
-    assert (comparison.decibels(alone), alone.count) == ("+2.5 dB", 1)
+    assert (comparison.difference(none, Image().headline), none.count) == ("-", 0)
+    assert (comparison.difference(alone, Image().headline), alone.count) == ("+2.5 dB", 1)
 
 
 def test_what_is_worse() -> None:
@@ -701,7 +702,11 @@ BROKEN: list[tuple[Any, str]] = [
     ({"certificate": {k: v for k, v in CERTIFICATE.items() if k != "share"}}, r"certificate\.share"),
     (b"not json\n", "not JSON"),
     (b"[1]\n", "holds list"),
-    (b'{"version": 2}\n', "version 2"),
+    (b'{"version": 3}\n', "version 3"),
+    ({"kind": "smell"}, "kind should be one of image"),
+    ({"kind": ["image"]}, "kind is"),
+    ({"kind": "table"}, r"scores\.right"),
+    ({"kind": "tokens"}, r"scores\.bag"),
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b"\xff\xfe\n", "not JSON"),
     ({"status": "fine"}, "status"),
@@ -745,7 +750,7 @@ def test_rows_are_what_the_schema_says() -> None:
     jsonschema.Draft202012Validator.check_schema(ROW)
     for entry in held:
         jsonschema.validate(json.loads(encode(entry)), ROW)
-    wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 2}]
+    wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 3}, {"kind": "table"}]
     for change in wrong:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**row(), **change}, ROW)
@@ -775,12 +780,24 @@ def test_an_audit_writes_what_the_schema_describes() -> None:
 
 
 def test_older_rows_are_brought_up_to_date(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there had been another version, in which the attack was called method."""
-    monkeypatch.setattr(schema, "ROW_VERSION", 2)
-    monkeypatch.setitem(schema.UPGRADES, 1, lambda old: {**old, "attack": old["attack"].upper()})
+    """As if there were another version, in which attacks are written in capitals."""
+    monkeypatch.setattr(schema, "ROW_VERSION", 3)
+    monkeypatch.setitem(schema.UPGRADES, 2, lambda old: {**old, "attack": old["attack"].upper()})
     found = AuditResult.load(folder)
     assert {entry["attack"] for entry in found.rows} == {"IG"}
-    assert {entry["version"] for entry in found.rows} == {2}
+    assert {entry["version"] for entry in found.rows} == {3}
+
+
+def test_rows_of_the_first_version_are_of_images(folder: Path) -> None:
+    """Version 1 knew no kinds: the same folder, as it was written then."""
+    now, path = AuditResult.load(folder), folder / "rows.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{name: value for name, value in line.items() if name != "kind"} | {"version": 1} for line in lines]
+    path.write_bytes(b"".join(map(encode, old)))
+    before = AuditResult.load(folder)
+    assert before.rows == now.rows
+    assert before.table() == now.table()
+    assert str(before.verdict) == str(now.verdict)
 
 
 @pytest.mark.parametrize("version", [3, 0, -1, "1", True, None, 1.5])

@@ -71,8 +71,9 @@ def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
     metadata = {"format": "gradleak.reconstruction", "version": "1", "reconstruction": json.dumps(header, default=str)}
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, place, metadata)
     written = [place]
-    if "x" in result.batch and drawable(result.fields["x"].shape):
-        unit = result.fields["x"].unit
+    field = result.fields["x"]
+    if "x" in result.batch and field.kind.pictures and drawable(field.shape):
+        unit = field.unit
         rows = [(key, list(unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
         written.append(home / "reconstruction.png")
         written[-1].write_bytes(png(sheet(rows)))

@@ -148,9 +148,9 @@ def alike(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def roughness(x: Tensor, task: Task) -> float:
-    """Mean absolute difference of neighbours, in [0, 1] pixels; along every axis but the examples' and channels'."""
-    field = task.fields["x"]
-    unit = field.unit(x.double().cpu())
-    axes = range(2, unit.dim()) if len(field.shape) == 3 else range(1, unit.dim())
+    """Mean absolute difference of neighbours, in units of the bounds, along the axes on which the kind has some."""
+    field, unit = task.fields["x"], x.double().cpu()
+    unit = field.unit(unit) if field.bounded else unit
+    axes = field.kind.axes(field.shape)
     steps = [unit.diff(dim=axis).abs().mean() for axis in axes if unit.shape[axis] > 1]
     return float(torch.stack(steps).mean()) if steps else 0.0
