@@ -275,10 +275,10 @@ def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]
     figures |= {name: float(values.max()) for name, values in best.items()} | {"shown": int(recovered.sum())}
     if not bool(recovered.any()):
         return None
-    label = f" {kind.headline.label}" if kind.headline.percent else ""
+    told = kind.headline.format if kind.headline.unit else kind.headline.stated  # a unit says what is measured
     return (
         f"{int(recovered.sum())} of {recovered.numel()} {kind.noun[1]} come back from this update, the clearest with "
-        f"{kind.headline.format(figures[kind.headline.name])}{label}."
+        f"{told(figures[kind.headline.name])}."
     )
 
 

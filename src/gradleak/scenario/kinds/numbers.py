@@ -41,7 +41,7 @@ class Numbers(Kind):
         return (high - low) / math.sqrt(12)
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        apart = (found - truth).flatten(1)
+        apart = (found - truth).reshape(len(truth), -1)  # a single number has no axis of its own
         return {
             "right": (apart.abs() < TOLERANCE).double().mean(1),
             "rmse": apart.square().mean(1).sqrt(),

@@ -177,4 +177,5 @@ def _text(column: Column, entries: Tensor) -> str:
 
 
 def _stated(value: Any) -> bool:
-    return value not in ([], False) and not (isinstance(value, float) and not isfinite(value))
+    """Is it more than the default? A bound of 0.0 is: it equals False, but says something."""
+    return value != [] and value is not False and (not isinstance(value, float) or isfinite(value))
