@@ -58,7 +58,7 @@ class Policy:
     psnr, ssim   with the batch at hand: an image counts as given away above both; other kinds of data have
                  thresholds of their own (`scenario.kinds`)
     residual     without it: given away if a search leaves at most this share of the update unexplained
-    most_bits    without it: block from this risk score on (bits per pixel); None: no risk score
+    most_bits    without it: block from this risk score on (bits per pixel, column entry, ...); None: no risk score
     noise        standard deviation of the added noise, as a multiple of the update's root mean square
     preset       of `auto`
     """

@@ -39,7 +39,7 @@ def scores_of(
 ) -> list[dict[str, Any]]:
     """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
 
-    `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's images.
+    `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's data.
     Target t is compared with number t modulo their number: what the attack shows of a target without its update, by
     prior, start and luck alone.
     """
