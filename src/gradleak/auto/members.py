@@ -80,6 +80,12 @@ _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 
 MEMBERS: tuple[Member, ...] = (
     Member("analytic", lambda case: case.classifier and case.single and case.linear_first, _any(), forms=()),
+    # Rows of a table.
+    Member(
+        "tableak",
+        lambda case: case.table and (case.steps or 1) <= 8,
+        _of({"steps": 300, "restarts": 4}, {"steps": 600, "restarts": 10}, {}),
+    ),
     # Least squares, wherever a replay can follow the client.
     Member(
         "second-order",

@@ -21,6 +21,7 @@ from gradleak.scenario.client import Order
 from gradleak.scenario.defence import OnlyVisible
 from gradleak.scenario.fit import fits
 from gradleak.scenario.forms import AttackerForm, hides_entries
+from gradleak.scenario.kinds import Table
 from gradleak.scenario.observation import Knowledge, Track
 from gradleak.scenario.task import Task, TaskError
 
@@ -49,6 +50,11 @@ class Case:
     def images(self) -> bool:
         """Are examples pictures, (channels, height, width)?"""
         return "x" in self.task.fields and len(self.task.fields["x"].shape) == 3
+
+    @property
+    def table(self) -> bool:
+        """Are examples rows of a table, with labels?"""
+        return {"x", "y"} <= self.task.fields.keys() and isinstance(self.task.fields["x"].kind, Table)
 
     @property
     def classifier(self) -> bool:
