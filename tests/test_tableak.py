@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, one_hot
 import gradleak as gl
 from conftest import moment, perceptron, private, scene_of, seeded
 from gradleak.attack import lowest_match
-from gradleak.attacks.tableak import Layout, SoftRows, aligned, pooled, uncertainty, valid
+from gradleak.attacks.tableak import Layout, SoftRows, aligned, certain, pooled, uncertainty, valid
 from gradleak.core.assignment import match
 from gradleak.engine import Engine
 from gradleak.parts.matches import Cosine
@@ -38,11 +38,16 @@ LAYOUT = Layout.of(TABLE, math.inf, torch.device("cpu"), torch.float64)
 
 
 @cache
-def task(width: int = 48, classes: int = 2, dtype: torch.dtype = torch.float64) -> Task:
+def task(
+    width: int = 48,
+    classes: int = 2,
+    dtype: torch.dtype = torch.float64,
+    activation: type[nn.Module] = nn.ReLU,
+) -> Task:
     """A perceptron with two hidden layers on rows of the table."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        hidden = (nn.Linear(TABLE.width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        hidden = (nn.Linear(TABLE.width, width), activation(), nn.Linear(width, width), activation())
         model = nn.Sequential(*hidden, nn.Linear(width, classes)).to(dtype)
     fields = {"x": Field((TABLE.width,), UNBOUNDED, kind=TABLE), "y": Field((), classes=classes)}
     return Task(model, Supervised(cross_entropy), fields)
@@ -60,7 +65,7 @@ def rows(count: int, seed: int = 0) -> Batch:
 
 def attacked(batch: Batch, knows: gl.Knowledge | None = None, **settings: Any) -> gl.Reconstruction:
     seen = gl.observe(task(), batch, TRAINING)
-    attack = gl.attacks.get("tableak", **settings)
+    attack = gl.attacks.get("tableak", **{"exact": False, **settings})
     return attack.run(task(), seen, knows or gl.Knowledge(training=TRAINING), engine=Engine(device="cpu"))
 
 
@@ -300,10 +305,58 @@ def test_rows_that_are_known_are_returned_and_help_the_others() -> None:
     assert float(scores(result.batch["x"][0][rest], batch["x"][rest])["right"].mean()) == 1
 
 
+def test_rows_that_spear_is_certain_of_are_exact_and_need_no_search() -> None:
+    """Labels are read off too, in the order of its rows."""
+    wide, batch = task(96), rows(4, seed=2)
+    seen = gl.observe(wide, batch, TRAINING)
+    attack = gl.attacks.get("tableak", restarts=2, steps=200)
+    result = attack.run(wide, seen, gl.Knowledge(training=TRAINING), engine=Engine(device="cpu"))
+    assert result.settings["certain"] == [4]
+    assert result.evaluations == 1
+    x = result.batch["x"][0].double()
+    order = match(TABLE.distance(batch["x"], x))
+    assert torch.allclose(x[order], batch["x"], atol=1e-4)
+    assert torch.equal(result.batch["y"][0][order], batch["y"])
+    assert float(result.match.min()) < 1e-6
+
+
+def test_a_partly_certain_batch_is_searched_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, sure = rows(4, seed=2), torch.tensor([True, False, True, True])
+    monkeypatch.setattr("gradleak.attacks.tableak.certain", lambda table, x, agreement: sure.expand(agreement.shape))
+    seen = gl.observe(task(96), batch, TRAINING)
+    knows = gl.Knowledge(training=TRAINING, given={"y": batch["y"]})
+    attack = gl.attacks.get("tableak", restarts=2, steps=200)
+    result = attack.run(task(96), seen, knows, engine=Engine(device="cpu"))
+    assert result.settings["certain"] == [3]
+    assert result.evaluations == 200
+    assert torch.equal(result.batch["y"][0], batch["y"])
+    right = scores(result.batch["x"][0], batch["x"])["right"]
+    assert bool((right == 1).all())
+
+
+def test_where_spear_does_not_apply_the_search_is_for_all_rows() -> None:
+    smooth, batch = task(activation=nn.Sigmoid), rows(2)
+    seen = gl.observe(smooth, batch, TRAINING)
+    attack = gl.attacks.get("tableak", restarts=2, steps=3)
+    result = attack.run(smooth, seen, gl.Knowledge(training=TRAINING), engine=Engine(device="cpu"))
+    assert result.settings["certain"] == [0]
+    assert result.settings["exact"].startswith("spear does not apply: ")
+    assert result.evaluations == 3
+
+
+def test_a_mixture_of_rows_is_never_certain() -> None:
+    x = rows(2)["x"]
+    mixed = torch.stack([x[0], x.mean(0), x[1]])
+    assert certain(TABLE, mixed, torch.tensor([1.0, 1.0, 0.95])).tolist() == [True, False, True]
+    assert certain(TABLE, x, torch.tensor([0.5, torch.nan])).tolist() == [False, False]
+    numbers = Table(TABLE.columns[:1])  # no block tells a row from a mixture
+    assert certain(numbers, x[:, :1], torch.tensor([1.0, 0.95])).tolist() == [True, False]
+
+
 def test_targets_of_different_sizes_are_attacked_together() -> None:
     sizes = (1, 3)
     seen = [gl.observe(task(), rows(size, seed=size), TRAINING, key=f"client {size}") for size in sizes]
-    attack = gl.attacks.get("tableak", restarts=2, steps=3)
+    attack = gl.attacks.get("tableak", restarts=2, steps=3, exact=False)
     result = attack.run(task(), seen, gl.Knowledge(training=TRAINING), engine=Engine(device="cpu"))
     assert result.examples == sizes
     assert bool(result.batch["x"][0, 1:].isnan().all())
@@ -326,7 +379,7 @@ def test_what_is_no_table_is_refused_in_plain_words() -> None:
         gl.attacks.get("tableak").run(images, seen, gl.Knowledge(training=TRAINING))
 
 
-@pytest.mark.parametrize("setting", ["steps", "restarts", "lr", "widest"])
+@pytest.mark.parametrize("setting", ["steps", "restarts", "waves", "lr", "widest"])
 def test_settings_that_make_no_sense_are_refused(setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} must be a positive"):
         gl.attacks.get("tableak", **{setting: 0})

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradleak.attack import Attack, Composed, Reconstruction, require
 from gradleak.attacks.settings import SearchSettings
+from gradleak.attacks.spear import SHOWN, Spear
 from gradleak.core.assignment import cost_matrix, match
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
@@ -32,6 +33,7 @@ from gradleak.scenario.task import Batch, Task, TaskError
 
 PAPER = "Vero, Balunovic, Dimitrov, Vechev, TabLeak: Tabular Data Leakage in Federated Learning, ICML 2023"
 ANSWERS = ("match", "pooled")
+ONE_HOT = 0.01  # a row whose blocks are this close to one category each was not made by chance
 SMALLEST = 1e-6  # standard deviations: restarts that agree better than this agree to rounding
 
 
@@ -164,16 +166,18 @@ def uncertainty(table: Table, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TabLeakSettings(SearchSettings):
-    """The search, the widest bounds that get a sigmoid, and which rows are the answer."""
+    """The exact search before, the search itself, the widest bounds with a sigmoid, and which rows are the answer."""
 
     steps: int = 1500
     lr: float = 0.06
     restarts: int = 30
     widest: float = math.inf
     answer: str = "match"
+    exact: bool = True
+    waves: int = 4
 
     def __post_init__(self) -> None:
-        require_positive(self, whole=("steps", "restarts"), real=("lr", "widest"))
+        require_positive(self, whole=("steps", "restarts", "waves"), real=("lr", "widest"))
         if self.answer not in ANSWERS:
             raise ValueError(f"answer must be {' or '.join(map(repr, ANSWERS))}; given {self.answer!r}.")
 
@@ -188,18 +192,22 @@ def tableak(settings: TabLeakSettings) -> Attack:
     scored by the match of its nearest valid rows. All are aligned to the best by assignment on wrong columns, and their
     median, made valid, is the pooled batch.
 
+    Where the first layer is linear with a ReLU, `spear` reads rows off its gradient first. Rows that it is certain of
+    are fixed, and the search is for the others. `settings["certain"]` counts them for each target.
+
     `unknowns["uncertainty"]` of the result, (T, R, B, columns), says how unsure each entry is: see `uncertainty`. It is
     the same for all restarts. `settings["uncertainty"]` has its mean for each column by name.
 
     answer   "match": the best restart, or the pooled batch if that matches better. "pooled": always the pooled batch,
              as in the paper. On Adult the first has more rows and columns right where the search arrives (8 rows), the
              second slightly more columns where it does not (32 rows, trained networks)
+    exact    run `spear` first, if it applies, with at most so many `waves`; the paper has no such step
     widest   bounds further apart than this many standard deviations get no sigmoid: a heavy tail leaves the bulk of a
              column in a corner of it. Numbers without finite bounds never have one
 
-    Differs: the answer is chosen by match; one-hot entries are not standardised; the client's steps are replayed where
-    its recipe is known; each restart keeps its iterate with the best match; rows of different labels are never aligned;
-    only columns of whole numbers are rounded.
+    Differs: rows of `spear` first; the answer is chosen by match; one-hot entries are not standardised; the client's
+    steps are replayed where its recipe is known; each restart keeps its iterate with the best match; rows of different
+    labels are never aligned; only columns of whole numbers are rounded.
     """
     return TabLeak(settings)
 
@@ -238,13 +246,32 @@ class TabLeak:
         begin   rows that are known: "x" (targets, examples, width), and "certain" (targets, examples), which of them
         """
         require(self, knows)
-        table, engine, targets = table_of(task), engine or Engine(), as_targets(seen)
+        table, engine, targets, steps = table_of(task), engine or Engine(), as_targets(seen), self.options.steps
+        settings: dict[str, Any] = {"certain": [0] * len(targets)}
+        if begin is None and self.options.exact:
+            knows, begin, settings = self._exact(task, targets, knows, seed, engine)
+        if begin is not None and bool(begin["certain"].all()):
+            steps = 1  # nothing is left to search for
         layout = Layout.of(table, self.options.widest, engine.where, engine.dtype)
-        optimiser = SignedAdam(lr=self.options.lr, steps=self.options.steps)
-        stage = Stage(SoftRows(layout), Replay(), Cosine(), (), optimiser)
+        stage = Stage(SoftRows(layout), Replay(), Cosine(), (), SignedAdam(lr=self.options.lr, steps=steps))
         search = self.options.attack(self.name, stage)
         soft = search.run(task, targets, knows, seed, engine=engine, progress=progress, begin=begin)
-        return self._pooled(soft, table, task, targets, knows, engine)
+        result = self._pooled(soft, table, task, targets, knows, engine)
+        return replace(result, settings={**result.settings, **settings})
+
+    def _exact(
+        self, task: Task, targets: list[Track], knows: Knowledge, seed: int, engine: Engine
+    ) -> tuple[Knowledge, Batch | None, dict[str, Any]]:
+        """What `spear` is certain of: the labels in the order of its rows, the rows, and how many there are."""
+        try:
+            found = Spear(self.options.labels, self.options.waves).run(task, targets, knows, seed, engine=engine)
+        except TaskError as reason:
+            return knows, None, {"certain": [0] * len(targets), "exact": f"spear does not apply: {reason}"}
+        x, agreement = found.batch["x"], found.unknowns["agreement"][:, 0]
+        sure = certain(table_of(task), x, agreement) | agreement.isnan()  # padding has nothing to be searched for
+        settings = {"certain": (sure & ~agreement.isnan()).sum(1).tolist()}
+        rows = torch.where(sure[..., None], valid(table_of(task), x), x)
+        return replace(knows, given={**knows.given, "y": found.batch["y"]}), {"x": rows, "certain": sure}, settings
 
     def _pooled(
         self, soft: Reconstruction, table: Table, task: Task, targets: list[Track], knows: Knowledge, engine: Engine
@@ -287,6 +314,13 @@ class TabLeak:
                 "uncertainty": dict(zip(names, mean, strict=True)),
             },
         )
+
+
+def certain(table: Table, x: Tensor, agreement: Tensor) -> Tensor:
+    """Which rows of `spear` are taken as they are, (...): all zeros agree, or most do and the row is one-hot."""
+    blocks = torch.cat([torch.arange(place.start, place.stop) for place in (*table.blocks, slice(0, 0))])
+    one_hot = ((x - table.hardened(x)).abs() < ONE_HOT)[..., blocks].all(-1)
+    return one_hot & ((agreement == 1) | ((agreement >= SHOWN) & (len(blocks) > 0)))
 
 
 def table_of(task: Task) -> Table:
