@@ -7,6 +7,7 @@ was trained on. Intervals are over batches.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,13 @@ from gradleak.scenario.task import Supervised
 TRAINED = {"adult": 3000, "breast-cancer": 300}  # steps of SGD with momentum, 64 rows each
 ONE_STEP, LOCAL = gl.LocalTraining(lr=0.1), gl.LocalTraining(lr=0.1, steps=3)
 Attacks = Mapping[str, Mapping[str, Any]]  # by name in the table: "attack", and its settings
-SHORT: Attacks = {"tableak": {"attack": "tableak", "restarts": 8, "steps": 400}}
+SHORT: Attacks = {"tableak": {"attack": "tableak", "restarts": 8, "steps": 400, "exact": False}}
 PAPER: Attacks = {
-    "tableak": {"attack": "tableak"},
-    "tableak, pooled": {"attack": "tableak", "answer": "pooled"},
+    "tableak": {"attack": "tableak", "exact": False},
+    "tableak, pooled": {"attack": "tableak", "answer": "pooled", "exact": False},
 }
-SPEAR: Attacks = {"spear": {"attack": "spear"}}
+SPEAR: Attacks = {"spear": {"attack": "spear", "waves": 2}}
+AFTER: Attacks = {"spear, then tableak": {"attack": "tableak", "restarts": 4, "steps": 250, "waves": 2}}
 GENERIC: Attacks = {"analytic": {"attack": "analytic"}, "idlg": {"attack": "idlg", "steps": 500, "restarts": 2}}
 
 
@@ -64,13 +66,13 @@ class Row:
 def rows() -> dict[str, Row]:
     """Everything that is measured, by name."""
     found = [
-        Row(data, examples=examples, trained=trained, attacks={**SHORT, **SPEAR, **(GENERIC if examples == 1 else {})})
+        Row(data, examples=examples, trained=trained, attacks={**SHORT, **SPEAR, **AFTER, **_of_one(examples)})
         for data, examples, trained in product(TRAINED, (1, 8, 32), (False, True))
     ]
-    local = [replace(row, training=LOCAL, attacks=_few(4, 250)) for row in found]
+    local = [replace(row, training=LOCAL, attacks={**_few(4, 250), **AFTER}) for row in found]
     found += [replace(row, labels=False, attacks=SHORT) for row in found if row.examples > 1]  # of one row it is exact
     found += local
-    wide = Row(width=512, batches=5, attacks={**_few(4, 300), **SPEAR})
+    wide = Row(width=512, batches=5, attacks={**_few(4, 300), **SPEAR, **AFTER})
     found += [replace(wide, examples=examples) for examples in (1, 8, 32)]
     found += [replace(wide, trained=True), replace(wide, data="breast-cancer")]
     named = {row.name: row for row in found}
@@ -79,7 +81,11 @@ def rows() -> dict[str, Row]:
 
 
 def _few(restarts: int, steps: int) -> Attacks:
-    return {"tableak": {"attack": "tableak", "restarts": restarts, "steps": steps}}
+    return {"tableak": {"attack": "tableak", "restarts": restarts, "steps": steps, "exact": False}}
+
+
+def _of_one(examples: int) -> Attacks:
+    return GENERIC if examples == 1 else {}
 
 
 @cache
@@ -136,13 +142,15 @@ def measure(row: Row, options: Any) -> dict[str, Any]:
     knows = gl.Knowledge(training=row.training, given={"y": y} if row.labels else {})
     cells: dict[str, Any] = {}
     for name, settings in row.attacks.items():
-        if settings["attack"] not in gl.attacks.names():
+        if not re.search(options.attacks, name):
             continue
         given = {key: value for key, value in settings.items() if key != "attack"}
         if options.steps and "steps" in given:
             given["steps"] = options.steps
         result = gl.attacks.get(settings["attack"], **given).run(task, seen, knows, seed=options.seed)
         cells[name] = {**scores(test, result.batch["x"], x), "seconds": result.seconds}
+        if "certain" in result.settings:
+            cells[name]["certain"] = sum(result.settings["certain"]) / (count * row.examples)
         if not row.labels:
             counts = [(one.bincount(minlength=2) == true.bincount(minlength=2)).all() for one, true in zip(
                 result.batch["y"], y, strict=True
@@ -164,7 +172,7 @@ def told(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = arguments(__doc__, only="", budget=3600, batches=10, steps=0, network=0, seed=0)
+    options = arguments(__doc__, only="", attacks="", budget=3600, batches=10, steps=0, network=0, seed=0)
     figures = row_by_row(options, rows(), lambda row: measure(row, options), told)
     record(options, Path(__file__).with_name("expected.json"), figures)
 
