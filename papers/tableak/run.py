@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,10 @@ from record import arguments, record, row_by_row
 import gradleak as gl
 from gradleak.audit.intervals import rate
 from gradleak.core.assignment import match
-from gradleak.data import Records
 from gradleak.scenario.task import Supervised
+
+if TYPE_CHECKING:
+    from gradleak.data import Records
 
 TRAINED = {"adult": 3000, "breast-cancer": 300}  # steps of SGD with momentum, 64 rows each
 ONE_STEP, LOCAL = gl.LocalTraining(lr=0.1), gl.LocalTraining(lr=0.1, steps=3)
@@ -91,8 +93,7 @@ def _of_one(examples: int) -> Attacks:
 @cache
 def part(data: str, split: str) -> Records:
     """Rows of a part; those with a missing value are left out."""
-    found = gl.data.load(data, split=split, missing="drop", bounds=True)
-    assert isinstance(found, Records)
+    found: Records = gl.data.load(data, split=split, missing="drop", bounds=True)
     return found
 
 
