@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_real_rows_are_exact_in_float32(name: str, examples: int, width: int) ->
     assert found.settings["rank"] == found.settings["certain"] == [examples]
     assert found.settings["padded"] == [0]
     assert found.settings["residual"][0] < 1e-5
-    assert found.unknowns["agreement"].tolist() == [[[1.0] * examples]]
+    assert found.unknowns["agreement"].tolist() == found.unknowns["certain"].tolist() == [[[1.0] * examples]]
     assert found.match.item() < 1e-9
     assert found.checks.ok
 
@@ -141,7 +142,7 @@ def test_too_few_outputs_for_the_batch_show_in_the_record() -> None:
     x, y = normal(16, 40).float(), torch.arange(16) % 3
     found = attacked(network(40, 24, 3), x, y, waves=2)
     assert found.settings["certain"][0] + found.settings["padded"][0] <= 16
-    assert found.settings["certain"] == [int((found.unknowns["agreement"] == 1).sum())]
+    assert found.settings["certain"] == [int(found.unknowns["certain"].sum())]
     right = torch.cdist(x, found.batch["x"][0]).min(0).values < 1e-3
     assert int(right.sum()) >= found.settings["certain"][0]
     assert not found.checks.ok
@@ -162,6 +163,21 @@ def test_several_local_steps_are_a_sum_of_the_same_rank(training: LocalTraining)
     assert found.settings["rank"] == [8]
     assert gaps.min(0).values.max() < 1e-3
     assert found.unknowns["agreement"].min() > 0.95
+
+
+def test_an_example_near_the_noise_is_shown_and_not_called_certain() -> None:
+    x, y = normal(4, 30).float(), torch.tensor([0, 1, 2, 0])
+    task = Task.supervised(network(30, 200, 3), F.cross_entropy, like=(x, y), bounds=UNBOUNDED)
+    seen = observe(task, {"x": x, "y": y}, ONE_STEP)
+    noise = 1e-2 * seen.update["1.weight"].std() * normal(200, 30, seed=5).float()
+    noisy = {**seen.update, "1.weight": seen.update["1.weight"] + noise}
+    found = attacks.get("spear").run(task, replace(seen, update=noisy), Knowledge(training=ONE_STEP))
+    errors = torch.cdist(found.batch["x"][0], x).min(1).values / x.norm(dim=1).mean()
+    assert found.settings["certain"] == [int((found.unknowns["rounding"] < 1e-3).sum())]
+    assert found.settings["certain"][0] < 4
+    assert found.settings["padded"] == [0]
+    assert (errors < 0.05).all()
+    assert (found.unknowns["rounding"][0, 0] > errors / 10).all()
 
 
 def test_targets_of_unequal_size_and_given_labels() -> None:

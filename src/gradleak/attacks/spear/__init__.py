@@ -35,6 +35,8 @@ from gradleak.scenario.observation import Knowledge, Seen
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Task, TaskError
 
+PRECISE = 1e-3  # expected relative error of an example that may be called certain
+SHARES = ("certain", "agreement", "rounding")  # numbers of each example
 SHOWN = 0.9  # agreement below which an example is not shown: the zeros of chance agree in about half
 
 
@@ -43,13 +45,13 @@ class Recovered:
     """Examples in model-input space, (B, ...), blank where none was found, and the record of the search.
 
     derivatives   (shown, m), dL/dZ of the examples that are not blank: these come first
-    agreement     (B,) share of the layer's outputs that are on where the example's derivative is not zero; 0 if blank
+    shares        (3, B): "certain", "agreement", "rounding"
     record        numbers of this target by name
     """
 
     examples: Tensor
     derivatives: Tensor
-    agreement: Tensor
+    shares: Tensor
     record: Mapping[str, float]
 
 
@@ -68,8 +70,10 @@ class Spear:
     below the rounding of the others, lower the rank; what is not found is blank.
 
     `settings` of the result hold, per target: "rank", the number of examples that the gradient tells apart; "certain",
-    those whose zeros agree exactly; "padded", those that are blank; "residual", the relative distance of D X from the
-    gradient; and "waves" of starts. `unknowns["agreement"]` has the share of agreement of each example.
+    "padded", those that are blank; "residual", the relative distance of D X from the gradient; and "waves" of starts.
+    `unknowns` hold, per example: "agreement", the share of outputs that are on where its derivative is not zero;
+    "rounding", the relative error that the noise of the gradient makes in it; "certain", 1 if all examples of the
+    target agree everywhere (one wrong direction changes the others) and its rounding is below 0.1 %.
 
     Differs from the paper: it samples sets of b - 1 outputs, 2^(b - 1) of them for one hit. This one adds the L1 search
     and, once some examples are found, starts on the flat through the others (`selection`).
@@ -131,19 +135,18 @@ class Spear:
                 results.append(result)
                 return {"x": result.examples}
             y, order = labelled(scene, result, labels)
-            results.append(replace(result, agreement=result.agreement[order]))
+            results.append(replace(result, shares=result.shares[:, order]))
             return {"x": result.examples[order.to(y.device)], "y": y}
 
         attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
         result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
-        agreement = torch.nn.utils.rnn.pad_sequence(
-            [each.agreement for each in results], batch_first=True, padding_value=torch.nan
-        )
         records: dict[str, Any] = {name: [each.record[name] for each in results] for name in results[0].record}
+        padded = torch.nn.utils.rnn.pad_sequence([each.shares.T for each in results], True, torch.nan)  # (T, B, 3)
+        shares = {name: padded[:, None, :, place] for place, name in enumerate(SHARES)}
         return replace(
             result,
             settings={**result.settings, "attack": repr(self), **records},
-            unknowns={**result.unknowns, "agreement": agreement[:, None]},
+            unknowns={**result.unknowns, **shares},
         )
 
     def recovered(self, scene: TargetView, seed: int = 0) -> Recovered:
@@ -151,19 +154,21 @@ class Spear:
         layer, draws = read_layer(scene), Draws(randomness.key("spear", seed))
         low, high = scene.limits["x"]
         blank = scene.task.blank(scene.num_examples)["x"].to(low)
-        agreement = torch.zeros(len(blank), dtype=torch.float64)
+        shares = torch.tensor([[0.0], [0.0], [1.0]], dtype=torch.float64).repeat(1, len(blank))
         factors = factorise(layer, scene.num_examples, draws.child(0)) if bool(layer.deltas.any()) else None
         if factors is None or not factors.rank:
-            return Recovered(blank, layer.weight[:0, :0], agreement, _record(0, agreement, 1.0, 0))
+            return Recovered(blank, layer.weight[:0, :0], shares, _record(0, shares, 1.0, 0))
         basis, waves = recover(factors, draws.child(1), self.waves)
         shown = _shown(basis)
         inputs = basis.points[shown] @ factors.right
-        agreement[: len(inputs)] = basis.agreement[shown]
+        noise = factors.right_noise * basis.points[shown].norm(dim=1) / inputs.square().mean(1).sqrt()
+        certain = (noise < PRECISE) & (basis.agreement == 1).all()  # one wrong direction changes the other examples
+        shares[:, : len(inputs)] = torch.stack([certain.double(), basis.agreement[shown], noise.clamp(max=1)])
         derivatives = factors.left @ torch.linalg.inv(basis.points)[:, shown]  # D, (m, shown)
         residual = float((layer.rows - derivatives @ inputs).norm() / layer.rows.norm())
         bounded = inputs.unflatten(1, scene.task.fields["x"].shape).to(low).clamp(low, high)
-        record = _record(factors.rank, agreement, residual, waves)
-        return Recovered(torch.cat([bounded, blank[len(inputs) :]]), derivatives.T, agreement, record)
+        record = _record(factors.rank, shares, residual, waves)
+        return Recovered(torch.cat([bounded, blank[len(inputs) :]]), derivatives.T, shares, record)
 
 
 def labelled(scene: TargetView, result: Recovered, rule: Labels) -> tuple[Tensor, Tensor]:
@@ -231,6 +236,6 @@ def _shown(basis: Basis) -> Tensor:
     return order[(meant & (basis.agreement >= SHOWN))[order]]
 
 
-def _record(rank: int, agreement: Tensor, residual: float, waves: int) -> dict[str, float]:
-    certain, padded = int((agreement == 1).sum()), int((agreement == 0).sum())
+def _record(rank: int, shares: Tensor, residual: float, waves: int) -> dict[str, float]:
+    certain, padded = int(shares[0].sum()), int((shares[1] == 0).sum())
     return {"rank": rank, "certain": certain, "padded": padded, "residual": residual, "waves": waves}

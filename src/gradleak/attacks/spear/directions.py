@@ -47,6 +47,7 @@ class Factors:
     weights: Tensor  # W R^T, (m, b)
     bias: Tensor  # (m,)
     noise: Tensor  # (b,), of an entry of each column of L
+    right_noise: float  # of an entry of R
     alive: Tensor  # numbers of the outputs that are on for some example
 
     @property
@@ -81,6 +82,7 @@ def factorise(layer: Layer, examples: int, draws: Draws) -> Factors:
     rank = int((values[:examples] > ABOVE_NOISE * floor).sum())
     values, right = values[:rank], right[:rank]
     size = math.sqrt(outputs)
+    entry = floor / (size + math.sqrt(inputs))  # noise of an entry of the gradient: floor is the norm of the whole
     scaled = values[:, None] * right / size
     return Factors(
         left=size * (span @ inner[:, :rank]),
@@ -88,7 +90,8 @@ def factorise(layer: Layer, examples: int, draws: Draws) -> Factors:
         right_bias=scaled[:, -1] / unit,
         weights=layer.weight @ scaled[:, :-1].T,
         bias=layer.bias,
-        noise=size * floor / (size + math.sqrt(inputs)) / values,
+        noise=size * entry / values,
+        right_noise=entry / size,
         alive=joined.any(1).nonzero()[:, 0],
     )
 

@@ -24,6 +24,7 @@ ENOUGH = 0.99  # agreement
 ENTRIES = 2**20  # numbers that one comparison of candidates holds
 FEW = 16  # examples up to which b - 1 random outputs are off for one of them often enough
 STARTS = 32  # of a kind, times the number of the wave, as far as memory allows
+PATIENCE = 3  # waves without a gain, where the agreement is enough
 ROUNDS = 8  # exchanges of a wave at most
 NULLS = 4096  # null starts of a wave at most
 
@@ -52,13 +53,13 @@ def recover(factors: Factors, draws: Draws, waves: int) -> tuple[Basis, int]:
     if factors.rank == 1:
         return basis_of(factors, torch.ones(1, 1, dtype=factors.left.dtype), 1), 0
     pool = torch.zeros(0, factors.rank, dtype=factors.left.dtype)
-    best, wave = select(factors, pool), 0
+    best, wave, idle = select(factors, pool), 0, 0
     for wave in range(1, waves + 1):
         pool = merged(factors, torch.cat([pool, *_candidates(factors, best, wave, draws.child(wave))]))
         basis = exchange(factors, best if best.complete else select(factors, pool), pool)
         better = _worth(basis) > _worth(best)
-        best = basis if better else best
-        if _worth(best)[1] == 1 or (_worth(best)[1] > ENOUGH and not better):
+        best, idle = (basis, 0) if better else (best, idle + 1)
+        if _worth(best)[1] == 1 or (_worth(best)[1] > ENOUGH and idle == PATIENCE):
             break
     return best, wave
 
@@ -100,7 +101,7 @@ def agreement(factors: Factors, directions: Tensor, inputs: Tensor) -> Tensor:
     """
     sizes, tolerance = (directions @ factors.left.T).abs(), factors.tolerance(directions)
     unclear = UNCLEAR * inputs.square().mean(-1, keepdim=True).sqrt()
-    wrong = ((sizes > 10 * tolerance) & (inputs < -unclear)) | ((sizes < tolerance) & (inputs > unclear))
+    wrong = ((sizes > 10 * tolerance) & (inputs < -unclear)) | ((sizes < tolerance / 3) & (inputs > unclear))
     return 1 - wrong.to(inputs).mean(-1)
 
 
