@@ -436,6 +436,9 @@ def test_a_split_of_numbers_and_text_is_a_table() -> None:
     assert records.decoded(records.x)["city"][:3] == ["Rome", "Oslo", "?"]
     assert data.from_huggingface(table_split(), label="age", classes="regression").classes is None
     assert len(data.from_huggingface(table_split(), columns="city:drop", limit=4)) == 4
+    secret = Split(table_split().features, [{**row, "label": -1} for row in table_split().rows])
+    with pytest.raises(DataError, match="lacks 9 of 9 values"):
+        data.from_huggingface(secret)
     with pytest.raises(DataError, match="no column 'agee'"):
         data.from_huggingface(table_split(), target="agee")
 
@@ -466,6 +469,7 @@ def test_audits_take_loaders_splits_and_dicts() -> None:
     forms = {
         "loader of dicts": DataLoader(items, batch_size=2, shuffle=True),
         "loader of tuples": DataLoader(TensorDataset(items.x, items.y), shuffle=True),
+        "loader that makes no batches": DataLoader(items, batch_size=None),
         "dataset of dicts": items,
         "dict": {"pixel_values": items.x, "labels": items.y},
     }
@@ -621,6 +625,8 @@ def test_train_on_a_table_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monkey
         (("--data", "games.csv", "--bounds", "wide"), "--bounds must be yes"),
         (("--data", "games.csv", "--size", "8"), "--size"),
         (("--data", "digits", "--target", "won"), "is for tables"),
+        (("--data", "digits", "--classes", "regression"), "is for tables"),
+        (("--data", "digits", "--bounds", "yes"), "is for tables"),
         (("--data", "digits", "--classes", "3"), "10 classes, more than classes=3"),
         (("--data", "table.py:data", "--classes", "3"), "made in Python"),
         (("--data", "nothing.csv"), "no file or folder nothing.csv"),
