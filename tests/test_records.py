@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -249,6 +251,14 @@ def test_files_that_cannot_be_read_as_a_table(
         load(write(tmp_path, content), **options)
 
 
+def test_any_text_is_read_or_refused(tmp_path: Path) -> None:
+    draw, letters = random.Random(0), "ab1,;\t\"\n\r .-?e\\'é\x0b\u2028"
+    for _ in range(300):
+        path = write(tmp_path, "".join(draw.choices(letters, k=draw.randint(0, 60))))
+        with contextlib.suppress(DataError):
+            load(path)
+
+
 def test_a_column_spec(tmp_path: Path) -> None:
     path = write(tmp_path, "id,zip,grade,y\n1,01234,1,0\n2,01235,2,1\n3,01234,3,0\n4,01235,1,1\n")
     for columns in ("id:drop, zip:category,grade:number", {"id": "drop", "zip": "category"}):
@@ -314,6 +324,20 @@ def test_a_broken_parquet_file(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         load(write(tmp_path, content, "broken.parquet"))
+
+
+def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "people.parquet"
+    parquet.write_table(pyarrow.table({"city": ["é", "Rome"], "y": [0, 1]}), path)
+    whole, draw = path.read_bytes(), random.Random(0)
+    for place in draw.sample(range(len(whole)), 200):
+        path.write_bytes(whole[:place] + bytes([draw.randrange(256)]) + whole[place + 1 :])
+        with contextlib.suppress(DataError):
+            load(path)
+    path.write_bytes(whole.replace("é".encode(), b"\xc3("))
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        load(path)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,9 @@ def open_parquet(path: Path, dropped: Collection[str] = ()) -> RawTable:
             name: [] if name in dropped else column_cells(table[name].to_pylist(), f"{path}: column {name!r}")
             for name in table.column_names
         }
-    except (pyarrow.ArrowException, OSError) as problem:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as problem:  # also text that is no UTF-8
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise DataError(f"{path} is not a readable Parquet file: {reason} Write it again.") from None
     if not cells:
