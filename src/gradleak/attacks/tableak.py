@@ -204,8 +204,7 @@ def tableak(settings: TabLeakSettings) -> Attack:
     the same for all restarts. `settings["uncertainty"]` has its mean for each column by name.
 
     answer   "match": the best restart, or the pooled batch if that matches better. "pooled": always the pooled batch,
-             as in the paper. On Adult the first has more rows and columns right where the search arrives (8 rows), the
-             second slightly more columns where it does not (32 rows, trained networks)
+             as in the paper. papers/tableak has both
     exact    run `spear` first, if it applies, with at most so many `waves`; the paper has no such step
     widest   bounds further apart than this many standard deviations get no sigmoid: a heavy tail leaves the bulk of a
              column in a corner of it. Numbers without finite bounds never have one
