@@ -210,7 +210,7 @@ class Composed:
 
 
 def missing_fields(task: Task, supplied: Collection[str]) -> list[str]:
-    """The private fields that a search must find: none that is supplied, that a client draws, or that embeddings show."""
+    """The private fields that a search must find: not supplied, not drawn by the client, and shown by no embedding."""
     known = {*supplied, *task.drawn, *embeddings.readable(task)}
     return [name for name in task.fields if name not in known]
 
