@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradleak.report import repeat
-from gradleak.report.grid import level, percent, plural
+from gradleak.report.grid import labelled, percent, plural
 from gradleak.report.words import Words
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _results(result: AuditResult) -> Iterator[tuple[str, str]]:
     worst = max((line for line in result.summaries if line.targets), key=lambda line: line.strength, default=None)
     if worst is not None:
         against = "undefended" if worst.defence == "none" else f"against {worst.defence}"
-        clearest = level(measure := worst.kind.headline, worst.worst.get(measure.name))
+        clearest = labelled(measure := worst.kind.headline, worst.worst.get(measure.name))
         scored = f"{percent(worst.recovered.value)} recovered, clearest {worst.kind.noun[0]} {clearest}"
         yield "strongest line", f"{worst}, {against}, round {worst.round}, B = {worst.examples}: {scored}"
 

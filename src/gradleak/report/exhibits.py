@@ -81,7 +81,7 @@ class Curves:
     """A path for each channel, true and recovered, in a box of `width` x `height`."""
 
     form: ClassVar = "curves"
-    reading: ClassVar = "The solid curve is true, the dashed one recovered."
+    reading: ClassVar = "Solid: the private curve. Dashed: the recovered one."
     width: ClassVar = WIDTH
     height: ClassVar = HEIGHT
     paths: tuple[tuple[str, str], ...]

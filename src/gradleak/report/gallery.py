@@ -126,7 +126,8 @@ class Gallery:
     @property
     def orders(self) -> tuple[Measure, ...]:
         """Scores besides the headline that cards can be sorted by."""
-        return tuple(measure for measure in self.words.measures[1:] if measure.higher)
+        scored = {name for shot in self.shots for name, score in shot.scores.items() if score is not None}
+        return tuple(each for each in self.words.measures[1:] if each.higher and each.name in scored)
 
     @property
     def moving(self) -> bool:

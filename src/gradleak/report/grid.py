@@ -73,6 +73,11 @@ def level(measure: Measure, value: float | None) -> str:
     return f"{plain(measure, value)}{f' {measure.unit}' if measure.unit else ''}"
 
 
+def labelled(measure: Measure, value: float | None) -> str:
+    """A score that says what it is of: by its unit (31.4 dB), else by its label (96 % columns right)."""
+    return level(measure, value) if measure.unit else f"{plain(measure, value)} {measure.label}"
+
+
 def stated(measure: Measure, value: float | None) -> str:
     """A score with its label: PSNR 31.4 dB, or 96 % columns right."""
     text = level(measure, value)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gradleak.audit.ruling import INCONCLUSIVE, PART
 from gradleak.audit.verdict import strongest_of, word_on
-from gradleak.report.grid import interval, level, percent
+from gradleak.report.grid import interval, labelled, percent
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Summary
@@ -77,8 +77,7 @@ def _square(lines: Sequence[Summary], void: bool, varied: Sequence[str]) -> Squa
     share = best.recovered.value
     where = {"round": f"round {best.round}", "examples": f"B = {best.examples}"}
     measure = best.kind.headline
-    what = f" {measure.label}" if measure.percent else ""
-    notes = [f"{interval(best.recovered)}, {level(measure, best.means.get(measure.name))}{what}"]
+    notes = [f"{interval(best.recovered)}, {labelled(measure, best.means.get(measure.name))}"]
     notes += [best.form] if best.form != "undefended" else []
     notes += [where[name] for name in varied]
     notes += [f"converged on {percent(best.converged)}"] if not best.optimised else []

@@ -52,7 +52,7 @@ def rounds(summaries: Sequence[Summary], grid: Sequence[Row], study: StudyResult
             words.titled,
             [_scores(name, curve, words.headline) for name, curve in curves],
             caption=f"Mean over targets. {caption}",
-            within=PERCENT if words.headline.percent else None,
+            within=PERCENT if words.headline.percent else (),
         ),
     )
     curvature = tuple(_of_study(study)) if study is not None else tuple(_of_rows(grid))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradleak.audit.verdict import strongest_of
-from gradleak.report.grid import interval, level, percent, plural, tone
+from gradleak.report.grid import interval, labelled, level, percent, plural, tone
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Summary
@@ -51,8 +51,7 @@ def _facts(result: AuditResult) -> Iterator[Fact]:
         seeds = "" if line.seeds == 1 else f" x {line.seeds} seeds"
         yield Fact("recovered", percent(line.recovered.value), f"95 % interval {interval(line.recovered)}, {against}")
         measure, (one, many) = line.kind.headline, line.kind.noun
-        what = f" {measure.label}" if measure.percent else ""
-        mean = f"mean {level(measure, line.means.get(measure.name))}{what}"
+        mean = f"mean {labelled(measure, line.means.get(measure.name))}"
         yield Fact(f"clearest {one}", level(measure, line.worst.get(measure.name)), mean)
         if math.isfinite(line.means.get("labels", math.nan)):
             yield Fact("labels right", percent(line.means["labels"]), f"scored apart from the {many}")
