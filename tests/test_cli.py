@@ -34,6 +34,7 @@ from gradleak.core.configuration import from_toml
 from gradleak.core.durations import duration
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
+from gradleak.scenario.kinds import Image
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = """
@@ -784,7 +785,9 @@ def test_the_gate_for_continuous_integration() -> None:
 )
 def test_thresholds(word: str, shares: list[float], message: str) -> None:
     lines = [
-        SimpleNamespace(attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share))
+        SimpleNamespace(
+            attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share), kind=Image()
+        )
         for share in shares
     ]
     result: Any = SimpleNamespace(verdict=SimpleNamespace(word=word), summaries=lines)
