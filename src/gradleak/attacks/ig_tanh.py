@@ -14,10 +14,10 @@ from gradleak.parts.optimisers import Adam, StepDecay
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import TotalVariation
 from gradleak.parts.protocols import Space
-from gradleak.parts.spaces import Normal
+from gradleak.parts.spaces import Normal, Pixels
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
-from gradleak.scenario.task import Batch
+from gradleak.scenario.task import Batch, Task
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Squashed(Space):
     @property
     def decoded(self) -> frozenset[str]:
         return frozenset({"x"})
+
+    def refuses(self, task: Task) -> str:
+        return Pixels(self.start).refuses(task)
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"w": self.start(scene, draws, "x")} if before is None or "w" not in before else {"w": before["w"]}
