@@ -28,11 +28,15 @@ from gradleak.audit.result import AuditResult
 from gradleak.audit.store import Folder
 from gradleak.core import tree
 from gradleak.core.configuration import digest
+from gradleak.core.files import BadRun
 from gradleak.core.listeners import Silent
 from gradleak.core.random import Draws, key
 from gradleak.data import Images
+from gradleak.scenario.fields import UNBOUNDED, Field
+from gradleak.scenario.kinds import Column, Table, Tokens
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.probe import gradient_of
+from gradleak.scenario.task import Supervised
 
 SHAPE = (1, 6, 6)
 WORKS = "idlg:steps=40"  # recovers this network's inputs exactly, in half a second
@@ -323,11 +327,9 @@ def test_what_cannot_be_audited_is_said_at_once(changes: dict[str, Any], message
     assert not list(tmp_path.rglob("rows.jsonl"))
 
 
-def test_only_images_are_audited() -> None:
-    flat = gl.Task.supervised(
-        nn.Linear(4, 2), nn.functional.cross_entropy, like=(torch.zeros(1, 4), torch.zeros(1).long())
-    )
-    with pytest.raises(AuditError, match="channels, height, width"):
+def test_a_task_without_x_is_not_audited() -> None:
+    flat = gl.Task(nn.Linear(4, 2), Supervised(nn.functional.cross_entropy), {"y": Field((), classes=2)})
+    with pytest.raises(AuditError, match="attacks the field x; the task has y"):
         Audit(flat, (torch.zeros(9, 4), torch.zeros(9).long()), ["ig"])
 
 
@@ -875,3 +877,261 @@ def test_the_built_in_audit_runs_on_real_images() -> None:
     assert result.rows[0]["gallery_size"] == [40], "twenty pieces of clothing and twenty digits, the target among them"
     again = from_settings(result.settings, task=made.task, data=made.data)
     assert [cell.key for cell in again.cells()] == [cell.key for cell in made.cells()]
+
+
+# --- other kinds of data ----------------------------------------------------------------------------------------------
+
+JOBS = Table(
+    (Column("age", mean=40.0, std=12.0, low=17.0, whole=True), Column("job", ("none", "part", "full")), Column("pay"))
+)
+PEOPLE = 24
+
+
+def flat_network(entries: int, outputs: int = 2) -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(entries, 24), nn.Sigmoid(), nn.Linear(24, outputs))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(Draws(key("weights", name)).uniform(tuple(parameter.shape)) - 0.5)
+    return model
+
+
+def people() -> Tensor:
+    """Rows of a table: two numbers, standardised, and a job."""
+    numbers = Draws(key("numbers")).normal((PEOPLE, 2)).clamp(min=-1.9)
+    jobs = torch.eye(3)[torch.arange(PEOPLE) * 7 % 3]
+    return torch.cat([numbers[:, :1], jobs, numbers[:, 1:]], 1)
+
+
+def waves() -> Tensor:
+    phase, pitch = Draws(key("waves")).uniform((2, PEOPLE, 1, 1)) * 6
+    return torch.sin(torch.linspace(0, 1, 12) * (2 + pitch) + phase)
+
+
+KINDS_OF_X: dict[str, tuple[Field, Tensor]] = {
+    "table": (Field((5,), JOBS.limits(), kind=JOBS), people()),
+    "vector": (Field((6,), UNBOUNDED), Draws(key("vectors")).normal((PEOPLE, 6)) * torch.arange(1, 7)),
+    "series": (Field((1, 12), (-1.0, 1.0)), waves()),
+}
+
+
+def numeric(kind: str, **changes: Any) -> Audit:
+    """An audit of rows, vectors or series by an attack that solves this network."""
+    field, x = KINDS_OF_X[kind]
+    fields = {"x": field, "y": Field((), classes=2)}
+    task = gl.Task(flat_network(x[0].numel()), Supervised(nn.functional.cross_entropy), fields)
+    standard = {"attacks": ["idlg:steps=80"], "targets": 3, "engine": gl.Engine(device="cpu")}
+    return Audit(task, (x, torch.arange(PEOPLE) % 2), **{**standard, **changes})
+
+
+def assert_reads_back(result: AuditResult, folder: Path) -> None:
+    """Loaded and scored again, the folder says the same; and no text speaks of images."""
+    again = AuditResult.load(folder)
+    assert again.fields == result.fields
+    assert again.kind == result.kind
+    assert comparable(again.rows) == comparable(result.rows)
+    assert comparable(again.rescore().rows) == comparable(result.rows)
+    assert str(again.verdict) == str(result.verdict)
+    texts = [str(again.verdict), again.verdict.rule, again._repr_html_(), json.dumps(again.record())]
+    for text in (*texts, *(again.table(format) for format in ("text", "csv", "markdown", "latex"))):
+        assert "image" not in text.lower()
+    cell = again.summaries[0].cells[0]
+    arrays = again.store.arrays(cell)
+    assert not [name for name in arrays if name.startswith(("snapshots/", "restarts/"))], "pictures of what is none"
+    with pytest.raises(BadRun, match="no images"):
+        again.images(cell)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_X)
+def test_numbers_that_leak_are_found_and_read_back(kind: str, tmp_path: Path) -> None:
+    result = numeric(kind).run(tmp_path / "run")
+    assert not result.failed, result.failed[0]["traceback"]
+    line, first = result.summaries[0], result.kind.headline
+    assert result.kind == KINDS_OF_X[kind][0].kind
+    assert {row["kind"] for row in result.rows} == {kind}
+    assert result.verdict.word == "leaks"
+    assert result.positive_control.passed
+    assert line.recovered.value == 1.0
+    assert line.means[first.name] > 0.99
+    assert line.means["labels"] == 1.0
+    assert line.baseline["recovered"] == 0.0
+    assert {"nearest other", "nearest of class", "unrelated update"} <= result.rows[0]["baselines"].keys()
+    pairs = result.pairs(line.cells[0])
+    assert pairs["true"].shape == (3, 1, *result.fields["x"].shape)
+    assert (pairs["true"] - pairs["found"]).abs().max() < 0.05
+    assert_reads_back(result, tmp_path / "run")
+    in_memory = numeric(kind).run()
+    assert comparable(in_memory.rows) == comparable(result.rows)
+    torch.testing.assert_close(in_memory.pairs(line.cells[0]), pairs)
+
+
+def test_an_attack_too_weak_for_a_table_voids_the_run() -> None:
+    result = numeric("table", attacks=["idlg:steps=1"]).run()
+    assert result.verdict.word == "void"
+    assert "columns right, 90% are needed" in result.verdict.paragraph
+
+
+def test_a_defended_table_has_a_table_of_defences() -> None:
+    result = numeric("table", defences=[None, Halve()], federation=gl.Federation(examples=2, clients=2)).run()
+    assert not result.failed, result.failed[0]["traceback"]
+    told = result.table()
+    assert "columns right mean/median/clearest" in told
+    assert "recovered, mean columns right." in told
+    assert len(result.rows[-1]["scores"]["right"]) == 2
+
+
+@dataclass(frozen=True)
+class Recites:
+    """Says the same texts whatever it sees: those of the targets if `knows_them`, which only a test can arrange."""
+
+    texts: tuple[tuple[int, ...], ...]
+    name: str = "recites"
+    needs: frozenset[str] = frozenset()
+
+    def run(self, task: Any, seen: Any, knows: Any = None, seed: int = 0, **rest: Any) -> Reconstruction:
+        told = torch.tensor([self.texts[n % len(self.texts)] for n in range(len(seen))])[:, None]
+        flat = torch.zeros(len(seen), 1)
+        trace = {
+            "step": torch.tensor([0, 1]),
+            "match": torch.stack([flat + 1, flat]),
+            "objective": torch.stack([flat + 1, flat]),
+        }
+        return Reconstruction(
+            {"x": told}, {"x": told[:, None]}, flat, flat, torch.zeros(len(seen), dtype=torch.long), flat.bool(), trace,
+            task.fields, tuple(each.key for each in seen), (1,) * len(seen), 0.1, 1,
+        )  # fmt: skip
+
+
+WORDS = 20
+TEXTS = 1 + torch.arange(PEOPLE * 5).reshape(PEOPLE, 5).mul(7) % 11 * torch.arange(1, PEOPLE + 1)[:, None] % (WORDS - 1)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids).mean(1))
+
+
+def texts(attack: Any, **changes: Any) -> Audit:
+    torch.manual_seed(0)
+    fields = {"x": Field((5,), classes=WORDS, kind=Tokens(padding=0)), "y": Field((), classes=2)}
+    task = gl.Task(Reader(), Supervised(nn.functional.cross_entropy), fields)
+    data = {"x": TEXTS, "y": torch.arange(PEOPLE) % 2}
+    standard = {"targets": 3, "engine": gl.Engine(device="cpu")}
+    return Audit(task, data, [attack], **{**standard, **changes})
+
+
+def test_texts_that_leak_are_found_and_read_back(tmp_path: Path) -> None:
+    """An attack that returns the ids of the three targets, and one that returns the same words in another order."""
+    plan = texts(Recites(((1,) * 5,)))
+    private = plan.side.truth(plan.federation)["x"][:, 0]
+    assert len({tuple(text) for text in private.tolist()}) == 3
+    result = texts(Recites(tuple(map(tuple, private.tolist())))).run(tmp_path / "run")
+    assert not result.failed, result.failed[0]["traceback"]
+    assert result.verdict.word in ("leaks", "leaks in part")  # the unrelated baseline recites them too
+    assert result.summaries[0].recovered.value == 1.0
+    assert result.summaries[0].means["bag"] == result.summaries[0].means["order"] == 1.0
+    assert "3 of 3 texts" in result.verdict.paragraph
+    assert "drawn" not in result.rows[0]
+    pairs = result.pairs(result.summaries[0].cells[0])
+    assert torch.equal(pairs["true"], pairs["found"])
+    assert_reads_back(result, tmp_path / "run")
+    turned = texts(Recites(tuple(tuple(reversed(text)) for text in private.tolist()))).run()
+    assert turned.summaries[0].means["bag"] == 1.0
+    assert turned.summaries[0].means["order"] < 1.0
+    assert turned.summaries[0].rates["whole bag"].value == 1.0
+    assert turned.summaries[0].recovered.value < 1.0
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = flat_network(8, 1)
+
+    def forward(self, x: Tensor, month: Tensor) -> Tensor:
+        return self.inner(torch.cat([x, month], 1))[:, 0]
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Squared error of a model with two inputs."""
+
+    def __call__(self, call: Any, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(call(batch["x"], batch["month"]), batch["y"])
+
+    def to(self, device: Any, dtype: Any) -> Any:
+        return self
+
+
+@dataclass(frozen=True)
+class Given(Spy):
+    """Repeats what it is given, and guesses zeros for the rest."""
+
+    name: str = "given"
+
+    def run(self, task: Any, seen: Any, knows: Any = None, seed: int = 0, **rest: Any) -> Reconstruction:
+        self.kept.append(knows.given)
+        flat, shape = torch.zeros(len(seen), 1), (len(seen), 1)
+        batch = {name: torch.zeros(*shape, *field.shape) for name, field in task.fields.items()} | dict(knows.given)
+        trace = {"step": torch.tensor([0]), "match": flat[None], "objective": flat[None]}
+        return Reconstruction(
+            batch, {name: value[:, None] for name, value in batch.items()}, flat, flat, torch.zeros(len(seen)).long(),
+            flat.bool(), trace, task.fields, tuple(each.key for each in seen), (1,) * len(seen), 0.1, 1,
+        )  # fmt: skip
+
+
+def test_public_inputs_are_given_and_a_regression_is_scored_beside_x(tmp_path: Path) -> None:
+    wide = Field((), UNBOUNDED)
+    fields = {"x": Field((6,), UNBOUNDED), "month": Field((2,), UNBOUNDED, public=True), "y": wide}
+    x, month = Draws(key("vectors")).normal((PEOPLE, 6)), Draws(key("months")).normal((PEOPLE, 2))
+    spy = Given()
+    task = gl.Task(TwoInputs(), Regression(), fields)
+    data = {"x": x, "month": month, "y": x.sum(1)}
+    plan = Audit(task, data, [spy], targets=3, engine=gl.Engine(device="cpu"))
+    assert [cell.given for cell in plan.cells()] == [("month",)]
+    result = plan.run(tmp_path / "run")
+    assert not result.failed, result.failed[0]["traceback"]
+    assert [set(given) for given in spy.kept] == [{"month"}]
+    assert result.rows[0]["drawn"].keys() == {"y"}, "what the server knows is not scored"
+    assert result.rows[0]["drawn"]["y"].keys() == {"right", "rmse"}
+    assert result.rows[0]["labels"] == {}
+    assert "granted" not in result.verdict.paragraph, "a public input is no concession"
+    assert {each.capability: each.granted for each in result.ledger}["month"] is True
+    assert AuditResult.load(tmp_path / "run").fields == fields
+
+
+def test_kinds_are_in_the_file_by_name() -> None:
+    settings = numeric("table").settings()
+    entry = settings["fields"]["x"]
+    assert entry["kind"] == "table"
+    assert entry["settings"]["columns"][1] == {
+        "name": "job",
+        "categories": ["none", "part", "full"],
+        "mean": 0.0,
+        "std": 1.0,
+    }
+    assert settings["fields"]["y"]["kind"] == "category"
+    assert audit().settings()["fields"]["x"] == {
+        "shape": [1, 6, 6], "bounds": [0.0, 1.0], "mean": [0.0], "std": [1.0], "kind": "image",
+    }  # fmt: skip
+
+
+def test_a_card_of_images_says_nothing_about_rows() -> None:
+    """A generator knows which images it was trained on. Rows of a table are not asked for."""
+
+    class Card:
+        images: Any = (1,)
+
+        def seen(self, pictures: Tensor) -> Any:
+            raise AssertionError("rows are no pictures")
+
+    class Generator:
+        card = Card()
+
+    plan = numeric("table", generator=Generator())
+    plan._demand_unseen(plan.cells())
+    with pytest.raises(AssertionError, match="no pictures"):
+        (images := audit(generator=Generator()))._demand_unseen(images.cells())

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 import gradleak as gl
 from gradleak.audit.output import write
 from gradleak.audit.private import AuditError
-from gradleak.audit.recorded import RecordedAudit, blind, read, replay_text, replays, reproduced, summary
+from gradleak.audit.recorded import Recorded, RecordedAudit, blind, read, replay_text, replays, reproduced, summary
 from gradleak.audit.result import AuditResult
 from gradleak.cli import app
+from gradleak.scenario.fields import UNBOUNDED
+from gradleak.scenario.task import Supervised
 from test_audit import SHAPE, WORKS, comparable, private, task
 from test_checks import reconstruction
 
@@ -184,7 +187,7 @@ def test_without_the_truth_nothing_claims_to_know_it(tmp_path: Path) -> None:
     assert not any(name in row for row in found for name in ("scores", "hits", "psnr"))
     assert (tmp_path / "out" / "second-order" / "reconstruction.png").stat().st_size > 100
     text = summary(found)
-    assert "nothing here says that a client is safe" in text
+    assert "how close the pictures are; nothing here says that a client is safe" in text
     assert "says nothing about the client's safety" in text
     lines = (tmp_path / "out" / "findings.jsonl").read_text().splitlines()
     assert len(lines) == 4
@@ -213,6 +216,24 @@ def test_a_sheet_is_drawn_only_where_x_is_an_image(
     assert [file.name for file in files] == ["reconstruction.safetensors", *["reconstruction.png"] * drawn]
     assert sorted(files) == sorted((tmp_path / "out").iterdir())
     assert torch.equal(load_file(files[0])[name], values)
+
+
+def test_what_is_no_picture_is_not_drawn_nor_called_one(tmp_path: Path) -> None:
+    """Noise has the shape of a picture, but no bounds. Findings about vectors speak of reconstructions."""
+    result = reconstruction(
+        torch.ones(3, 2, 1), batch={"x": torch.randn(2, 1, 1, 2, 2)}, fields={"x": gl.Field((1, 2, 2), UNBOUNDED)}
+    )
+    assert [file.name for file in write(result, tmp_path / "noise")] == ["reconstruction.safetensors"]
+    fields = {"x": gl.Field((4,), UNBOUNDED), "y": gl.Field((), classes=2)}
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    vectors = gl.Task(model, Supervised(nn.functional.cross_entropy), fields)
+    batch = {"x": torch.ones(1, 4), "y": torch.tensor([1])}
+    seen = gl.observe(vectors, batch, gl.LocalTraining(lr=0.1))
+    knows = gl.Knowledge(training=gl.LocalTraining(lr=0.1))
+    found = blind(vectors, [Recorded("one", seen)], ["idlg:steps=2"], knows, tmp_path / "out", engine=ENGINE)
+    assert found[0]["kind"] == "vector"
+    assert "how close the reconstructions are" in summary(found)
+    assert "pictures" not in summary(found)
 
 
 # --- what is in the folders -------------------------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from gradleak.core import tree
 from gradleak.defences import LocalGaussian, Pruning
 from gradleak.identify.risk import risk
 from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.kinds import Column, Table
 from gradleak.scenario.observation import Knowledge
+from gradleak.scenario.task import Field, Supervised
 
 ONE = LocalTraining(lr=0.5)
 KNOWS = Knowledge(training=ONE)
@@ -316,3 +318,26 @@ def test_what_is_allowed_is_written_with_the_decision(tmp_path: Path, monkeypatc
     assert CliRunner().invoke(app, words).exit_code == 0
     assert out.read_bytes() == file.read_bytes()
     assert json.loads(out.with_suffix(".json").read_text())["action"] == "allow"
+
+
+# --- other kinds of data ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("off", "action"), [(0.0, "block"), (0.2, "block"), (0.5, "allow")])
+def test_a_row_of_a_table_comes_back_when_every_column_does(
+    off: float, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thresholds are those of tables; the policy's PSNR and SSIM are of images. `off`: error of one column."""
+    table = Table((Column("age"), Column("job", ("none", "full"))))
+    fields = {"x": Field((3,), table.limits(), kind=table), "y": Field((), classes=2)}
+    task = gl.Task(torch.nn.Linear(3, 2), Supervised(torch.nn.functional.cross_entropy), fields)
+    batch = {"x": torch.tensor([[0.3, 0.0, 1.0]]), "y": torch.tensor([1])}
+    guess = {"x": (batch["x"] + torch.tensor([off, 0.1, -0.2]))[None], "y": batch["y"][None]}
+    answer = searched(0.5)
+    answer.batch, answer.fields, answer.examples = guess, fields, (1,)
+    monkeypatch.setattr("gradleak.audit.gate.Auto.run", lambda *_, **__: answer)
+    found = check(task, gl.observe(task, batch, ONE), knows=KNOWS, batch=batch, engine=CPU)
+    assert found.action == action
+    assert found.figures["right"] == (1.0 if action == "block" else 0.5)
+    told = {"block": "1 of 1 rows come back from this update, the clearest with 100% columns right.", "allow": "no row"}
+    assert told[action] in found.reason

@@ -19,6 +19,7 @@ from gradleak.scenario.kinds import (
     ClassMap,
     Column,
     Image,
+    Mask,
     MultiLabel,
     Series,
     Table,
@@ -55,6 +56,7 @@ EXAMPLES: dict[str, tuple[Field, Tensor]] = {
     "multi-label": (Field((4,), kind=MultiLabel()), (normal(3, 4) > 0).float()),
     "class-map": (Field((6, 6), classes=3), torch.randint(3, (3, 6, 6), generator=torch.Generator().manual_seed(1))),
     "value": (Field((), FREE, kind=Value()), normal(3)),
+    "mask": (Field((5,), classes=2, kind=Mask()), torch.tensor([[1, 1, 1, 0, 0], [1] * 5, [1, 0, 0, 0, 0]])),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from conftest import uniform
 from gradleak import metrics
+from gradleak.scenario.kinds import Column, Series, Table, Tokens, Value
 from gradleak.scenario.task import Field
 
 
@@ -276,9 +277,8 @@ def test_rates_by_hand() -> None:
     similar = torch.tensor([[0.4, 0.6, 0.4, 0.9]])
     yes = torch.ones(1, 4, dtype=torch.bool)
     rank = torch.tensor([[1.0, 1.0, 1.0, 2.0]])
-    scores = metrics.Scores(
-        10 ** (-values / 10), values, similar, torch.arange(4)[None], yes, ~yes[:, 0], rank=rank, gallery_size=rank + 9
-    )
+    measured = {"mse": 10 ** (-values / 10), "psnr": values, "ssim": similar}
+    scores = metrics.Scores(measured, torch.arange(4)[None], yes, ~yes[:, 0], rank=rank, gallery_size=rank + 9)
     rates = {"ssim>0.5": 0.5, "psnr>18": 0.75, "psnr>20": 0.5, "rank1": 0.75, "recovered": 0.25}
     assert scores.summary()["rates"] == rates
     assert scores.summary()["psnr"] == pytest.approx({"mean": 20.5, "std": np.std([17, 19, 21, 25]), "median": 20.0})
@@ -339,3 +339,144 @@ def test_matching_by_another_distance_and_wrong_requests() -> None:
         metrics.compare(found, {"x": pictures[:, :2]})
     with pytest.raises(ValueError, match="takes images"):
         metrics.compare(Found({"x": uniform(2, 3, 5)}, found.fields), {"x": uniform(2, 3, 5)})
+
+
+# --- other kinds of data ---------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    Column("age", mean=40.0, std=10.0),
+    Column("work", ("none", "part", "full")),
+    Column("income", low=-2, high=2),
+)
+ROWS = torch.tensor([[0.5, 1, 0, 0, 1.0], [-1.0, 0, 1, 0, -1.5], [2.0, 0, 0, 1, 0.0]])
+ROW = Field((5,), Table(COLUMNS).limits(), kind=Table(COLUMNS))
+
+
+def shuffled(values: Tensor, order: list[int]) -> Tensor:
+    return values[order][None].clone()
+
+
+def test_rows_of_a_table_are_scored_by_column() -> None:
+    found = shuffled(ROWS, [2, 0, 1])  # found example 1 is private row 0
+    found[0, 1, 0] += 0.2  # within the tolerance
+    found[0, 2, 4] += 1.0  # beyond it
+    found[0, 0, 1:4] = torch.tensor([0.2, 0.3, 0.4])  # the largest entry is the category
+    labels = torch.tensor([0, 1, 1])
+    fields = {"x": ROW, "y": Field((), classes=2)}
+    gallery = {"x": torch.cat([ROWS[:1], torch.tensor([[9.0, 0, 1, 0, 2.0]]).repeat(4, 1)]), "y": torch.zeros(5).long()}
+    scores = metrics.compare(
+        Found({"x": found, "y": labels[[2, 0, 1]][None]}, fields), {"x": ROWS[None], "y": labels[None]}, gallery=gallery
+    )
+    assert scores.kind == ROW.kind
+    assert scores.assignment.tolist() == [[1, 2, 0]]
+    assert list(scores.values) == ["right", "categorical", "numeric", "rmse"]
+    assert scores.values["right"].tolist() == [[1.0, pytest.approx(2 / 3), 1.0]]
+    assert scores.values["categorical"].tolist() == [[1.0, 1.0, 1.0]]
+    assert scores.values["numeric"].tolist() == [[1.0, 0.5, 1.0]]
+    assert scores.values["rmse"][0, 0] == pytest.approx(0.2 / math.sqrt(2), abs=1e-6)
+    hits = {name: value.tolist() for name, value in scores.hits().items()}
+    assert hits["exact row"] == hits["recovered"] == [[True, False, True]]
+    assert scores.gallery_size is not None
+    assert scores.gallery_size.tolist() == [[5, 6, 6]]  # a copy of the first row is not another row
+    assert list(scores.baselines) == ["marginal modes", "nearest other", "nearest of class"]
+    assert scores.baselines["nearest of class"]["right"].isnan().tolist() == [[False, True, True]]
+    assert scores.labels["matched"].tolist() == [1.0]
+    assert "categorical" in str(scores)
+    assert "120 dB" not in str(scores)
+
+
+def test_numbers_are_compared_in_the_spread_of_other_people() -> None:
+    wide = Field((2,), (-math.inf, math.inf))
+    truth = torch.zeros(1, 1, 2)
+    found = Found({"x": torch.tensor([[[3.0, 0.003]]])}, {"x": wide})
+    spread = torch.tensor([[-10.0, -0.01], [10.0, 0.01]])  # standard deviations 10 and 0.01
+    with_others = metrics.compare(found, {"x": truth}, gallery={"x": spread})
+    assert with_others.values["right"].tolist() == [[1.0]]
+    assert with_others.values["rmse"].tolist() == [[pytest.approx(0.3)]]
+    alone = metrics.compare(found, {"x": truth})
+    assert alone.values["right"].tolist() == [[0.5]]  # without others: in the unit of the model's input
+    assert "recovered" not in alone.hits()
+
+
+def test_what_is_not_finite_is_never_recovered() -> None:
+    field = Field((2,), (-math.inf, math.inf))
+    found = Found({"x": torch.tensor([[[math.nan, 0.0], [1.0, 1.0]]])}, {"x": field})
+    truth = torch.tensor([[[0.0, 0.0], [1.0, 1.0]]])  # NaN is scored as 0, which is right here
+    gallery = {"x": torch.tensor([[5.0, 5.0], [7.0, 8.0]])}
+    scores = metrics.compare(found, {"x": truth}, gallery=gallery)
+    assert scores.values["right"].tolist() == [[1.0, 1.0]]
+    assert scores.hits()["recovered"].tolist() == [[False, True]]
+    assert scores.diverged.tolist() == [True]
+
+
+def test_series_are_scored_by_their_correlation() -> None:
+    time = torch.linspace(0, 6, 50)
+    waves = torch.stack([torch.sin(time), torch.cos(3 * time)])[:, None]  # (2, 1, 50)
+    field = Field((1, 50), (-1.0, 1.0), kind=Series())
+    found = Found({"x": 0.5 * waves.flip(0)[None]}, {"x": field})
+    scores = metrics.compare(
+        found, {"x": waves[None]}, gallery={"x": torch.stack([torch.sin(k * time) for k in (2, 5)])[:, None]}
+    )
+    assert scores.assignment.tolist() == [[1, 0]]
+    assert scores.hits()["correlation>0.9"].all()
+    torch.testing.assert_close(scores.values["correlation"], torch.ones(1, 2, dtype=torch.float64), atol=0.1, rtol=0)
+
+
+def test_texts_of_different_numbers_of_examples() -> None:
+    """Target 0 has two texts, target 1 one: the rest is padded with -1."""
+    texts = Field((4,), classes=9, kind=Tokens(padding=0))
+    truth = torch.tensor([[[1, 2, 3, 0], [4, 4, 5, 6]], [[7, 8, 1, 2], [-1, -1, -1, -1]]])
+    found = Found({"x": torch.tensor([[[4, 5, 4, 6], [1, 2, 3, 0]], [[7, 8, 1, 3], [-1] * 4]])}, {"x": texts})
+    found.examples = (2, 1)
+    gallery = {"x": torch.tensor([[1, 1, 1, 1], [8, 2, 3, 4], [7, 8, 1, 2]])}
+    scores = metrics.compare(found, {"x": truth}, gallery=gallery)
+    assert scores.present.tolist() == [[True, True], [True, False]]
+    assert scores.assignment.tolist() == [[1, 0], [0, 1]]
+    assert scores.values["bag"][scores.present].tolist() == [1.0, 1.0, 0.75]
+    assert scores.values["order"][scores.present].tolist() == [1.0, 0.5, 0.75]
+    assert scores.hits()["every token"].tolist() == [[True, False], [False, False]]
+    assert scores.hits()["recovered"].tolist() == [[True, False], [False, False]]
+    assert scores.gallery_size is not None
+    assert scores.gallery_size[scores.present].tolist() == [4, 4, 3]
+    assert list(scores.baselines) == ["most frequent", "nearest other"]
+    assert json.loads(json.dumps(scores.summary()))["rates"]["whole bag"] == pytest.approx(2 / 3)
+
+
+def test_further_private_fields_are_scored_by_their_kinds_in_the_order_of_x() -> None:
+    truth = {
+        "x": ROWS[None],
+        "y": torch.tensor([[10.0, 20.0, 30.0]]),
+        "mask": torch.tensor([[[0, 1], [1, 1], [2, 2]]]),
+        "season": torch.tensor([[1.0, 2.0, 3.0]]),
+    }
+    fields = {
+        "x": ROW,
+        "y": Field((), (0.0, 100.0), kind=Value()),
+        "mask": Field((2,), classes=3),
+        "season": Field((), (0.0, 4.0), public=True),
+    }
+    order = [1, 2, 0]
+    found = {name: value[:, order].clone() for name, value in truth.items()}
+    found["y"][0, 0] += 40  # of private row 1
+    found["mask"] = torch.eye(3)[found["mask"]]  # as probabilities
+    scores = metrics.compare(Found(found, fields), truth)
+    assert scores.labels == {}
+    assert scores.further.keys() == {"y", "mask"}  # the server knows the season
+    assert scores.further["y"]["right"].tolist() == [[1.0, 0.0, 1.0]]
+    assert scores.further["mask"]["right"].tolist() == [[1.0, 1.0, 1.0]]
+    assert scores.summary()["further"]["y"]["right"] == pytest.approx(2 / 3)
+    assert "mask: right 1, iou 1" in str(scores)
+    with pytest.raises(ValueError, match="y of the reconstruction is"):
+        metrics.compare(Found({**found, "y": torch.zeros(1, 3, 2)}, fields), truth)
+
+
+def test_only_images_have_lpips_and_named_distances() -> None:
+    found = Found({"x": ROWS[None]}, {"x": ROW})
+    with pytest.raises(ValueError, match="LPIPS compares images; x is of kind 'table'"):
+        metrics.compare(found, {"x": ROWS[None]}, lpips=object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Named distances compare images"):
+        metrics.compare(found, {"x": ROWS[None]}, matching="ssim")
+    with pytest.raises(ValueError, match=r"takes rows, batch\[\"x\"\] \(targets, examples, 5\)"):
+        metrics.compare(Found({"x": ROWS}, {"x": ROW}), {"x": ROWS})
+    last = metrics.compare(found, {"x": ROWS[None]}, matching=lambda first, second: -torch.cdist(first, second))
+    assert last.assignment.tolist() != [[0, 1, 2]]  # a distance of one's own is used, even a perverse one

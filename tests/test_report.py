@@ -29,6 +29,7 @@ from gradleak.report.matrix import matrix
 from gradleak.report.page import SECTIONS, Page, Section
 from gradleak.report.rounds import rounds, scatter
 from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.kinds import KINDS
 
 HOSTILE = "<script>alert('x')</script>\"'><img src=x onerror=alert(1)>"
 NOTHING: dict[str, Any] = {  # an attack that did not work: inconclusive, never safe
@@ -39,8 +40,8 @@ NOTHING: dict[str, Any] = {  # an attack that did not work: inconclusive, never 
 
 def row(cell: str, target: int | None, psnr: float, **changes: Any) -> dict[str, Any]:
     standard: dict[str, Any] = {
-        "version": 1, "cell": cell, "status": "done", "control": False, "attack": "ig:steps=10", "defence": "none",
-        "form": "undefended", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
+        "version": 2, "cell": cell, "status": "done", "control": False, "attack": "ig:steps=10", "defence": "none",
+        "form": "undefended", "kind": "image", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
         "observation": f"client-{target}", "knows": "C (training details)",
         "scores": {"psnr": [psnr], "ssim": [psnr / 40], "mse": [10 ** (-psnr / 10)], "rank": [1]},
         "gallery_size": [100], "hits": {"recovered": [psnr > 18]}, "labels": {"multiset_accuracy": 1.0},
@@ -229,8 +230,12 @@ def test_proofs_are_told_in_plain_words() -> None:
     rows += [row("a" * 16, 3, 30.0, certificate=None)]
     open_ = certificate(verdict="not determined", rank=0, null=192, reason=HOSTILE)
     rows += [row("b" * 16, 0, 9.0, defence="fedsam", form="adaptive", certificate=open_)]
-    lines = [summary(certified=Certified.of(rows[:4]))]
-    lines += [summary(defence="fedsam", form="adaptive", cells=("b" * 16,), certified=Certified.of(rows[4:]))]
+    lines = [summary(certified=Certified.of(rows[:4], KINDS["image"]()))]
+    lines += [
+        summary(
+            defence="fedsam", form="adaptive", cells=("b" * 16,), certified=Certified.of(rows[4:], KINDS["image"]())
+        )
+    ]
     text = render(sample(rows=rows, summaries=lines))
     assert Reader(text).open == []
     told = text.split('id="proofs"')[1].split("</section>")[0]

@@ -58,8 +58,8 @@ def row(cell: str, target: int, count: int) -> dict[str, Any]:
     defence, form = ("none", "undefended") if cell == PLAIN else (f"pruning:keep=0.1 {HOSTILE}", "adaptive")
     check = {"name": "not converged", "severity": "warning", "text": HOSTILE, "fix": "more steps"}
     return {
-        "version": 1, "cell": cell, "status": "done", "control": False, "attack": "ig:steps=400", "defence": defence,
-        "form": form, "round": 0, "seed": 0, "examples": 1, "targets": count, "target": target,
+        "version": 2, "cell": cell, "status": "done", "control": False, "attack": "ig:steps=400", "defence": defence,
+        "form": form, "kind": "image", "round": 0, "seed": 0, "examples": 1, "targets": count, "target": target,
         "observation": f"client{target % 7}/target{target}", "knows": "C (training details)",
         "scores": {"psnr": [psnr], "ssim": [psnr / 40], "mse": [10 ** (-psnr / 10)], "rank": [1]},
         "gallery_size": [40], "hits": hits, "assignment": [0], "labels": {"multiset_accuracy": 1.0},

@@ -28,6 +28,7 @@ from gradleak.core.configuration import from_toml, to_toml
 from gradleak.core.files import BadRun, encode, finite
 from gradleak.defences import DPFedAvg, LocalGaussian
 from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.kinds import KINDS, Column, Image, Kind, Series, Table, Tokens
 
 CELL = "0123456789abcdef"
 
@@ -42,8 +43,8 @@ def row(cell: int = 1, target: int = 0, **changes: Any) -> dict[str, Any]:
     rank1, blind_rank1 = changes.pop("rank1", hit), changes.pop("blind_rank1", blind)
     psnr = changes.pop("psnr", 30.0 if hit else 9.0)
     standard: dict[str, Any] = {
-        "version": 1, "cell": key(cell), "status": "done", "control": False, "attack": "ig", "defence": "none",
-        "form": "undefended", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
+        "version": 2, "cell": key(cell), "status": "done", "control": False, "attack": "ig", "defence": "none",
+        "form": "undefended", "kind": "image", "round": 0, "seed": 0, "examples": 1, "targets": 4, "target": target,
         "observation": f"client0/round0/target{target}", "knows": "C (training details)",
         "scores": {
             "psnr": [psnr], "ssim": [0.9 if hit else 0.1], "mse": [10 ** (-psnr / 10)], "rank": [1 if rank1 else 7],
@@ -80,6 +81,39 @@ def result(*rows: list[dict[str, Any]], planned: list[str] | None = None) -> Aud
     store.add("", held, None)
     fields = {"x": {"shape": [1, 2, 2], "bounds": [0.0, 1.0], "mean": [0.0], "std": [1.0]}}
     return AuditResult.of(store, {"version": 1, "plan": plan, "fields": fields}, {})
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "table": {"columns": [{"name": "a"}, {"name": "b", "categories": ["u", "v", "w"]}]}
+}
+
+
+def row_of(kind: str, cell: int = 1, target: int = 0, hit: bool = False, **changes: Any) -> dict[str, Any]:
+    """The same for any kind: every measure at its best if it was hit, at its worst else."""
+    made, chosen = row(cell, target, hit=hit, **changes), KINDS[kind]
+    scores = {each.name: [0.99 if each.higher == hit else 0.01] for each in chosen.measures}
+    passed = {each.name: [hit] for each in chosen.thresholds}
+    blind = {each.name: [0.01 if each.higher else 0.99] for each in chosen.measures}
+    return {
+        **made,
+        "kind": kind,
+        "scores": {**scores, "rank": made["scores"]["rank"]},
+        "hits": {**passed, "rank1": [hit], "recovered": [hit]},
+        "baselines": {"unrelated update": {**blind, "rank1": [False], "recovered": [False]}},
+    }
+
+
+def result_of(kind: str, hits: list[bool]) -> AuditResult:
+    """A run on x of this kind, with a control that passed."""
+    rows = [row_of(kind, 0, target, hit=True, control=True, targets=2) for target in range(2)]
+    rows += [row_of(kind, 1, target, hit=hit, targets=len(hits)) for target, hit in enumerate(hits)]
+    run = result(rows)
+    fields = {"x": {"shape": [4], "bounds": [0.0, 1.0], "mean": [0.0], "std": [1.0], "kind": kind}}
+    fields["x"]["settings"] = SETTINGS.get(kind, {})
+    return AuditResult.of(run.store, {**run.settings, "fields": fields}, {})
+
+
+NO_IMAGES = [name for name in KINDS if not KINDS[name].pictures]
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -169,7 +203,7 @@ def test_an_attack_that_leaks_need_not_converge() -> None:
 
 
 def failed(cell: int = 2, **changes: Any) -> list[dict[str, Any]]:
-    keep = ("version", "cell", "control", "attack", "defence", "form", "round", "seed", "examples", "targets")
+    keep = ("version", "cell", "control", "attack", "defence", "form", "kind", "round", "seed", "examples", "targets")
     base = {name: value for name, value in row(cell).items() if name in keep}
     return [{**base, "status": "failed", "target": None, "error": "ValueError: no", "traceback": "...", **changes}]
 
@@ -215,7 +249,7 @@ def test_a_failed_control_voids_everything(psnr: float) -> None:
     found = result(control(psnr), rows_of(ALL))
     assert found.verdict.word == "void"
     assert not found.positive_control.passed
-    assert found.positive_control.psnr == pytest.approx(psnr)
+    assert found.positive_control.value == pytest.approx(psnr)
 
 
 def test_a_control_that_did_not_run_voids_everything() -> None:
@@ -496,14 +530,14 @@ def test_comparison_by_target_where_the_examples_are_the_same() -> None:
     paired = same_examples(run(0.0)).compare(same_examples(run(1.0)))
     assert paired.paired
     [change] = paired.changes
-    assert change.psnr.value == pytest.approx(1.15)
-    assert change.psnr.low > 0.9
+    assert change.score.value == pytest.approx(1.15)
+    assert change.score.low > 0.9
     assert (change.recovered.value, change.recovered.low, change.recovered.high) == pytest.approx(
         (0, -0.6024, 0.6024), abs=1e-4
     )
     [apart] = same_examples(run(0.0)).compare(same_examples(run(1.0), "other data")).changes
-    assert apart.psnr.value == pytest.approx(1.15)
-    assert apart.psnr.low < -15
+    assert apart.score.value == pytest.approx(1.15)
+    assert apart.score.low < -15
 
 
 def test_intervals_of_differences_cover_the_truth() -> None:
@@ -533,8 +567,8 @@ def test_intervals_of_differences_in_decibels_cover_the_truth_in_any_unit(how: A
 @pytest.mark.parametrize("how", [comparison._within, comparison._welch])
 def test_no_target_in_common_is_no_difference_and_one_has_no_interval(how: Any) -> None:
     none, alone = how({}, {}), how({0: 10.0}, {0: 12.5})
-    assert (comparison.decibels(none), none.count) == ("-", 0)
-    assert (comparison.decibels(alone), alone.count) == ("+2.5 dB", 1)
+    assert (comparison.difference(none, Image().headline), none.count) == ("-", 0)
+    assert (comparison.difference(alone, Image().headline), alone.count) == ("+2.5 dB", 1)
 
 
 def test_what_is_worse() -> None:
@@ -701,7 +735,11 @@ BROKEN: list[tuple[Any, str]] = [
     ({"certificate": {k: v for k, v in CERTIFICATE.items() if k != "share"}}, r"certificate\.share"),
     (b"not json\n", "not JSON"),
     (b"[1]\n", "holds list"),
-    (b'{"version": 2}\n', "version 2"),
+    (b'{"version": 3}\n', "version 3"),
+    ({"kind": "smell"}, "kind should be one of image"),
+    ({"kind": ["image"]}, "kind is"),
+    ({"kind": "table"}, r"scores\.right"),
+    ({"kind": "tokens"}, r"scores\.bag"),
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b"\xff\xfe\n", "not JSON"),
     ({"status": "fine"}, "status"),
@@ -745,7 +783,15 @@ def test_rows_are_what_the_schema_says() -> None:
     jsonschema.Draft202012Validator.check_schema(ROW)
     for entry in held:
         jsonschema.validate(json.loads(encode(entry)), ROW)
-    wrong = [{"status": "fine"}, {"form": "secret"}, {"cell": "x"}, {"round": "0"}, {"hits": {}}, {"version": 2}]
+    wrong = [
+        {"status": "fine"},
+        {"form": "secret"},
+        {"cell": "x"},
+        {"round": "0"},
+        {"hits": {}},
+        {"version": 3},
+        {"kind": "table"},
+    ]
     for change in wrong:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**row(), **change}, ROW)
@@ -775,12 +821,24 @@ def test_an_audit_writes_what_the_schema_describes() -> None:
 
 
 def test_older_rows_are_brought_up_to_date(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there had been another version, in which the attack was called method."""
-    monkeypatch.setattr(schema, "ROW_VERSION", 2)
-    monkeypatch.setitem(schema.UPGRADES, 1, lambda old: {**old, "attack": old["attack"].upper()})
+    """As if there were another version, in which attacks are written in capitals."""
+    monkeypatch.setattr(schema, "ROW_VERSION", 3)
+    monkeypatch.setitem(schema.UPGRADES, 2, lambda old: {**old, "attack": old["attack"].upper()})
     found = AuditResult.load(folder)
     assert {entry["attack"] for entry in found.rows} == {"IG"}
-    assert {entry["version"] for entry in found.rows} == {2}
+    assert {entry["version"] for entry in found.rows} == {3}
+
+
+def test_rows_of_the_first_version_are_of_images(folder: Path) -> None:
+    """Version 1 knew no kinds: the same folder, as it was written then."""
+    now, path = AuditResult.load(folder), folder / "rows.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{name: value for name, value in line.items() if name != "kind"} | {"version": 1} for line in lines]
+    path.write_bytes(b"".join(map(encode, old)))
+    before = AuditResult.load(folder)
+    assert before.rows == now.rows
+    assert before.table() == now.table()
+    assert str(before.verdict) == str(now.verdict)
 
 
 @pytest.mark.parametrize("version", [3, 0, -1, "1", True, None, 1.5])
@@ -788,6 +846,110 @@ def test_other_versions_say_what_to_do(version: Any) -> None:
     line = json.dumps({**row(), "version": version}).encode()
     with pytest.raises(BadRun, match="Read it with the one that wrote it" if version == 3 else "no gradleak wrote"):
         schema.decode(line, "rows.jsonl:1")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_kind_need_its_scores_and_hits(kind: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    whole = row(hit=True) if kind == "image" else row_of(kind, hit=True)
+    assert schema.decode(encode(whole), "rows.jsonl:1") == whole
+    jsonschema.validate(whole, ROW)
+    for part in ("scores", "hits"):
+        for name in whole[part]:
+            less = {**whole, part: {key: value for key, value in whole[part].items() if key != name}}
+            with pytest.raises(BadRun, match=re.escape(f"{part}.{name} should list 1 values")):
+                schema.decode(encode(less), "rows.jsonl:1")
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(less, ROW)
+
+
+def test_a_score_that_not_all_rows_have_is_checked_too() -> None:
+    odd = {**row(), "scores": {**row()["scores"], "lpips": ["near"]}}
+    with pytest.raises(BadRun, match=r"scores\.lpips"):
+        schema.decode(encode(odd), "rows.jsonl:1")
+
+
+def test_a_run_has_one_kind_of_data(folder: Path) -> None:
+    with open(folder / "rows.jsonl", "ab") as file:
+        file.write(encode(row_of("table", 0, 1, control=True, targets=2)))
+    with pytest.raises(BadRun, match="contradict|of kind"):
+        AuditResult.load(folder)
+    path = folder / "run.toml"
+    path.write_text(path.read_text().replace("[fields.x]", '[fields.x]\nkind = "vector"'))
+    (folder / "rows.jsonl").write_bytes(b"".join(map(encode, result(rows_of(ALL)).rows)))
+    with pytest.raises(BadRun, match="is a run of kind 'vector'; a row of it is of kind 'image'"):
+        AuditResult.load(folder)
+
+
+FORGED = [
+    ('kind = "smell"', "smell"),
+    ("kind = 3", "fields"),
+    ('kind = "table"\nsettings = {columns = 3}', "fields"),
+    ('kind = "table"\nsettings = {columns = [{name = "a", odd = 1}]}', "odd"),
+    ('kind = "table"\nsettings = {columns = [{name = "a", std = 0.0, low = 0.0}]}', "fields"),
+    ('kind = "table"\nsettings = {columns = [{name = "a"}]}', "take 1 entries"),
+    ('kind = "image"', "three positive sizes"),
+    ('kind = "vector"\nsettings = {a = 1}', "fields"),
+]
+
+
+@pytest.mark.parametrize(("entry", "message"), FORGED)
+def test_a_kind_that_cannot_be_made_is_one_clear_error(folder: Path, entry: str, message: str) -> None:
+    path = folder / "run.toml"
+    path.write_text(path.read_text().replace("shape = [1, 2, 2]", f"shape = [4]\n{entry}"))
+    with pytest.raises(BadRun, match=message) as caught:
+        AuditResult.load(folder)
+    assert "run.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", NO_IMAGES)
+@pytest.mark.parametrize("hits", [ALL, SOME, NONE])
+def test_no_text_of_another_kind_speaks_of_images(kind: str, hits: list[bool]) -> None:
+    run = result_of(kind, hits)
+    texts = [str(run.verdict), run.verdict.rule, run.verdict.because, run.positive_control.text, run._repr_html_()]
+    texts += [run.table(format) for format in ("text", "markdown", "latex", "csv")]
+    texts += [str(line.ruling) for line in run.summaries] + [json.dumps(run.cards), run.junit(0.5)]
+    for text in texts:
+        assert not re.search(r"image|pixel|psnr|ssim|\bdB\b", text, re.IGNORECASE), text
+    assert run.verdict.word == {6: "leaks", 1: "leaks in part", 0: "not shown to leak"}[sum(hits)]
+    assert KINDS[kind].rule in run.verdict.rule
+    assert KINDS[kind].noun[sum(hits) > 0] in run.verdict.paragraph
+
+
+@pytest.mark.parametrize("kind", NO_IMAGES)
+def test_figures_of_every_kind(kind: str) -> None:
+    run = result_of(kind, SOME)
+    line, measures = run.summaries[0], KINDS[kind].measures
+    assert line.kind.name == kind
+    assert set(line.rates) == {*(each.name for each in KINDS[kind].thresholds), "rank1"}
+    for each in measures:
+        assert line.worst[each.name] == (0.99 if each.higher else 0.01), "the clearest example"
+        assert f"{each.label} mean" in run.table() or each.label in run.table()
+        assert f"{each.name} mean" in run.table("csv")
+    assert line.paired is not None
+    scale = 100 if measures[0].percent else 1
+    assert line.paired.difference == pytest.approx(scale * (0.99 - 0.01) / 6)
+    assert run.positive_control.passed
+    assert run.cards[0]["control"] == {"passed": True, measures[0].name: 0.99}
+
+
+def test_lines_of_other_kinds_are_sorted_by_their_first_measure() -> None:
+    weak, strong = (
+        [{**row_of("series", cell, attack=name), "hits": row_of("series")["hits"]} for cell in (number,)]
+        for number, name in ((1, "dlg"), (2, "ig"))
+    )
+    strong[0]["scores"]["correlation"] = [0.5]
+    lines = summaries_of([*weak, *strong])
+    assert max(lines, key=lambda line: line.strength).attack == "ig"
+
+
+def test_runs_of_two_kinds_are_not_compared() -> None:
+    table = result_of("table", ALL)
+    assert "columns right" in table.compare(result_of("table", SOME)).table()
+    assert "-83 points" in table.compare(result_of("table", SOME)).table()
+    assert "correlation -0.8" in str(result_of("series", ALL).compare(result_of("series", SOME)).changes[0])
+    with pytest.raises(ValueError, match="first run is of rows and the second of images"):
+        table.compare(result(rows_of(ALL)))
 
 
 def test_a_run_of_a_newer_gradleak_says_what_to_do(folder: Path) -> None:
@@ -878,10 +1040,32 @@ def test_missing_or_broken_files(folder: Path, tmp_path: Path) -> None:
         found.images(key(1))
 
 
+def test_only_runs_on_images_have_images(folder: Path) -> None:
+    with pytest.raises(BadRun, match="is of rows, which are no images"):
+        result_of("table", ALL).images(key(1))
+
+
+KINDS_WITH_SETTINGS = [
+    Table((Column("age", low=0.0, high=99.0, whole=True), Column("sex", ("f", "m")), Column("pay", mean=0.0, std=0.5))),
+    Tokens(padding=0, ignored=-100),
+    Tokens(),
+    Series(time_first=True),
+    *(kind() for kind in KINDS.values() if kind is not Table),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS_WITH_SETTINGS, ids=repr)
+def test_kinds_are_read_back_as_they_were_written(kind: Kind) -> None:
+    text = to_toml({"fields": {"x": {"kind": kind.name, "settings": kind.settings()}}})
+    entry = from_toml(text)["fields"]["x"]
+    assert KINDS[entry["kind"]].of(entry["settings"]) == kind
+
+
 def test_toml_round_trip() -> None:
     settings = {
         "text": 'quotes " and \\ and \n and \x7f and é', "flag": True, "number": -3, "real": 1e-12, "list": [1, 2],
         "texts": ["a", "b"], "table": {"inner": {"x": 1.5}, "y": "z", "odd.name": {"a b": 1}}, "empty": [],
+        "tables": [{"name": "a b", "odd.name": 1, "of": ["x"]}, {}], "bounds": [[-np.inf, 1.0], [0.0, np.inf]],
     }  # fmt: skip
     assert from_toml(to_toml({**settings, "nothing": None}, "a comment\nof two lines")) == settings
 

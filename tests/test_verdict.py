@@ -16,10 +16,12 @@ from gradleak.audit.assumptions import CAPABILITIES, Ablation, ablation, ledger_
 from gradleak.audit.intervals import paired
 from gradleak.audit.ruling import RULES, WORDS
 from gradleak.audit.summary import summaries_of
+from gradleak.audit.verdict import RULE, control_of, rule_of
 from gradleak.defences import Pruning
 from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.kinds import Series, Table
 from gradleak.scenario.observation import ACTIVE, LEVELS, Knowledge
-from test_results import ALL, NONE, SOME, control, result, row, rows_of
+from test_results import ALL, NONE, SOME, control, result, row, row_of, rows_of
 
 # --- each word by its rule --------------------------------------------------------------------------------------------
 
@@ -94,6 +96,45 @@ def test_numbers_that_are_not_finite_are_null_on_a_card() -> None:
     [card] = result([{**row(), "status": "failed", "error": "a bad day", "target": None}]).cards
     assert card["recovered"]["value"] is None
     json.dumps(card, allow_nan=False)
+
+
+# --- by the kind of data ----------------------------------------------------------------------------------------------
+
+
+def test_the_rule_of_images_is_as_it_was() -> None:
+    assert RULE.startswith(
+        "An image is recovered when SSIM > 0.5, PSNR > 18 dB and it is re-identified at rank 1 among other real "
+        "images.\nShares have 95 % intervals"
+    )
+    assert "(by word, then recovered share, then PSNR)" in RULE
+    assert RULE.endswith("stays below a median PSNR of 18 dB is void.")
+
+
+def test_rules_of_other_kinds_are_sentences() -> None:
+    assert rule_of(Table()).startswith("A row is recovered when every column is right (categories exactly, numbers")
+    assert rule_of(Table()).endswith("stays below a median of 90% columns right is void.")
+    assert rule_of(Series()).startswith(
+        "A series is recovered when its correlation is above 0.9 and it is re-identified"
+    )
+    assert rule_of(Series()).endswith("stays below a median correlation of 0.9 is void.")
+
+
+@pytest.mark.parametrize(("value", "passed"), [(0.95, True), (0.9, True), (0.89, False)])
+def test_the_control_of_a_table_needs_nine_tenths_of_the_columns(value: float, passed: bool) -> None:
+    rows = [row_of("table", 0, control=True)]
+    rows[0]["scores"]["right"] = [value]
+    told = control_of(rows, rows[0]["cell"], Table())
+    assert told.passed is passed
+    assert told.value == value
+    assert f"reaches a median of {value:.0%} columns right, 90% are needed" in told.text
+    assert told.level == f"{value:.0%}; 90% are needed"
+
+
+def test_inputs_that_are_public_are_in_the_ledger() -> None:
+    fields = {"x": {}, "y": {}, "month": {"public": True}, "place": {}}
+    told = {each.capability: each for each in ledger_of({"fields": fields}, [])}
+    assert (told["month"].granted, told["place"].granted) == (True, False)
+    assert "the server knows it" in told["month"].text
 
 
 # --- the paired test --------------------------------------------------------------------------------------------------

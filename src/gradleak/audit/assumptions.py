@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradleak.attack import require
 from gradleak.audit.cells import named_attacks
-from gradleak.audit.intervals import NAN
+from gradleak.audit.comparison import difference
+from gradleak.audit.intervals import NAN, Rate
 from gradleak.audit.ruling import VOID
 from gradleak.audit.summary import Summary
 from gradleak.audit.verdict import strongest_of
@@ -59,8 +60,10 @@ def ledger_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> tuple[Assumpt
         Assumption("number of examples", True, "As the client reports it, for weighting the average."),
         Assumption("labels", "y" in given, _labels("y" in given, "y" in fields)),
         *(
-            Assumption(name, name in given, f"A field of the private batch: {_field(name, name in given)}")
-            for name in fields
+            Assumption(name, True, "A public input: the server knows it.")
+            if entry.get("public")
+            else Assumption(name, name in given, f"A field of the private batch: {_field(name, name in given)}")
+            for name, entry in fields.items()
             if name not in ("x", "y")
         ),
         Assumption(
@@ -161,25 +164,27 @@ class Ablation:
     idle: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def table(self) -> str:
-        """One line per defence and capability: recovered share, mean PSNR, and the change of it.
+        """One line per defence and capability: recovered share, mean of the first measure, and the change of it.
 
         The word is that of the strongest line, or void if the positive control of that audit failed.
         """
-        lines = [("defence", "without", "recovered", "PSNR", "change", "word")]
+        measure = self.whole.kind.headline
+        lines = [("defence", "without", "recovered", measure.label, "change", "word")]
         for defence in dict.fromkeys(line.defence for line in self.whole.summaries):
             base = strongest_of(line for line in self.whole.summaries if line.defence == defence)
-            reference = base.means.get("psnr", NAN)
-            lines.append((defence, "-", str(base.recovered), f"{reference:.1f} dB", "", _word(self.whole, base)))
+            reference = base.means.get(measure.name, NAN)
+            level = measure.format(reference)
+            lines.append((defence, "-", str(base.recovered), level, "", _word(self.whole, base)))
             for name, result in self.without.items():
                 if isinstance(result, str):
                     lines.append(("", name, "-", "-", "", result))
                 elif against := [line for line in result.summaries if line.defence == defence]:
                     best = strongest_of(against)
-                    psnr, word = best.means.get("psnr", NAN), _word(result, best)
+                    score, word = best.means.get(measure.name, NAN), _word(result, best)
                     if idle := self.idle.get(name):
                         word += f" (left out, since they need it: {', '.join(idle)})"
-                    change = f"{psnr - reference:+.1f} dB"
-                    lines.append(("", name, str(best.recovered), f"{psnr:.1f} dB", change, word))
+                    change = difference(Rate(score - reference, NAN, NAN, 0), measure)
+                    lines.append(("", name, str(best.recovered), measure.format(score), change, word))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths)).rstrip() for line in lines)
 

@@ -3,7 +3,8 @@
 Lines are matched by attack, defence, form, round and batch size; differences are second minus first. If both runs
 attack the same examples (data, clients and seed of the split are equal), differences are taken target by target, with
 Student's t. Otherwise the runs are independent: a difference of shares gets the interval that follows from those of the
-two (Newcombe, Statistics in Medicine 17, 1998, method 10, with the intervals of intervals.py), PSNR gets Welch's.
+two (Newcombe, Statistics in Medicine 17, 1998, method 10, with the intervals of intervals.py); the first measure of the
+kind, such as PSNR, gets Welch's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gradleak.audit.intervals import NAN, Rate
 from gradleak.audit.ruling import INCONCLUSIVE, VOID, WORDS
 from gradleak.audit.summary import Name, Summary, name_of
 from gradleak.core.files import Row
+from gradleak.scenario.kinds import Measure
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult
@@ -34,7 +36,7 @@ class Change:
     first: Summary | None
     second: Summary | None
     recovered: Rate  # difference of the recovered shares
-    psnr: Rate  # difference of the mean PSNR, dB
+    score: Rate  # difference of the mean of the kind's first measure, such as PSNR in dB
 
     @property
     def line(self) -> Summary:
@@ -70,7 +72,9 @@ class Change:
         name = f"{line} against {line.defence}, B = {line.examples}, round {line.round}"
         if not self.both:
             return f"{name}: {self.words}."
-        return f"{name}: recovered {points(self.recovered)}, PSNR {decibels(self.psnr)}, {self.words}."
+        measure = line.kind.headline
+        change = f"{measure.label} {difference(self.score, measure)}"
+        return f"{name}: recovered {points(self.recovered)}, {change}, {self.words}."
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +83,13 @@ class Comparison:
 
     first: AuditResult
     second: AuditResult
+
+    def __post_init__(self) -> None:
+        one, two = (run.kind for run in (self.first, self.second))
+        if one.name != two.name:
+            raise ValueError(
+                f"The first run is of {one.noun[1]} and the second of {two.noun[1]}: compare like with like."
+            )
 
     @cached_property
     def paired(self) -> bool:
@@ -148,12 +159,13 @@ def points(difference: Rate) -> str:
     return f"{100 * difference.value:+.0f} points{interval}"
 
 
-def decibels(difference: Rate) -> str:
-    """`-2.1 dB [-3.0, -1.2]`; one target has no interval."""
-    if math.isnan(difference.value):
-        return "-"
-    interval = "" if math.isnan(difference.low) else f" [{difference.low:+.1f}, {difference.high:+.1f}]"
-    return f"{difference.value:+.1f} dB{interval}"
+def difference(change: Rate, measure: Measure) -> str:
+    """A change of a measure: `-2.1 dB [-3.0, -1.2]`, or in points; one target has no interval."""
+    if measure.percent or math.isnan(change.value):
+        return points(change)
+    digits, unit = measure.digits, f" {measure.unit}" if measure.unit else ""
+    interval = "" if math.isnan(change.low) else f" [{change.low:+.{digits}f}, {change.high:+.{digits}f}]"
+    return f"{change.value:+.{digits}f}{unit}{interval}"
 
 
 def _change(
@@ -162,10 +174,11 @@ def _change(
     if first is None or second is None or not first.targets or not second.targets:
         return Change(first, second, Rate(NAN, NAN, NAN, 0), Rate(NAN, NAN, NAN, 0))
     hits = [_per_target(rows, lambda row: [float(hit) for hit in row["hits"]["recovered"]]) for rows in (one, two)]
-    psnr = [_per_target(rows, lambda row: row["scores"]["psnr"]) for rows in (one, two)]
+    name = first.kind.headline.name
+    scores = [_per_target(rows, lambda row: row["scores"][name]) for rows in (one, two)]
     if paired and hits[0].keys() == hits[1].keys():
-        return Change(first, second, _within(hits[0], hits[1], 1.0), _within(psnr[0], psnr[1]))
-    return Change(first, second, _newcombe(first.recovered, second.recovered), _welch(psnr[0], psnr[1]))
+        return Change(first, second, _within(hits[0], hits[1], 1.0), _within(scores[0], scores[1]))
+    return Change(first, second, _newcombe(first.recovered, second.recovered), _welch(scores[0], scores[1]))
 
 
 def _within(one: Mapping[int, float], two: Mapping[int, float], most: float = math.inf) -> Rate:
@@ -243,20 +256,21 @@ def _place(change: Change) -> tuple[int, float]:
 
 
 def _entries(changes: Sequence[Change]) -> Grid:
-    head = ["attack", "defence", "form", "round", "B", "recovered", "change [95 %]", "PSNR change [95 %]", "verdict"]
+    measure = changes[0].line.kind.headline
+    head = ["attack", "defence", "form", "round", "B", "recovered", "change [95 %]", f"{measure.label} change [95 %]"]
 
     def shares(change: Change) -> str:
         sides = (change.first, change.second)
         return " -> ".join("-" if side is None or not side.targets else f"{side.recovered.value:.0%}" for side in sides)
 
     return [
-        head,
+        [*head, "verdict"],
         *(
             [
                 *map(str, change.line.name),
                 shares(change),
                 points(change.recovered),
-                decibels(change.psnr),
+                difference(change.score, measure),
                 change.words + (" (leaks more)" if change.worse else ""),
             ]
             for change in changes
@@ -266,10 +280,11 @@ def _entries(changes: Sequence[Change]) -> Grid:
 
 def _record(change: Change) -> dict[str, Any]:
     """Plain numbers."""
+    score = change.line.kind.headline.name
     record: dict[str, Any] = dict(zip(("attack", "defence", "form", "round", "examples"), change.line.name))
     for name, side in (("first", change.first), ("second", change.second)):
         record |= {f"{name} word": side and side.word, f"{name} recovered": side and side.recovered.value}
-        record |= {f"{name} psnr": side and side.means.get("psnr")}
-    for name, rate in (("recovered", change.recovered), ("psnr", change.psnr)):
+        record |= {f"{name} {score}": side and side.means.get(score)}
+    for name, rate in (("recovered", change.recovered), (score, change.score)):
         record |= {f"{name} change": rate.value, f"{name} change low": rate.low, f"{name} change high": rate.high}
     return {**record, "changed": change.changed, "worse": change.worse}

@@ -68,6 +68,7 @@ class Runner:
             "attack": cell.attack_name,
             "defence": cell.defence_name,
             "form": cell.form,
+            "kind": self.side.task.fields["x"].kind.name,
             "round": cell.round,
             "seed": cell.seed,
             "examples": cell.federation.examples,
@@ -154,9 +155,9 @@ THUMBNAIL = 64  # pixels a side of pictures for the report
 
 
 def _pictures(result: Reconstruction, targets: int) -> Arrays:
-    """Pictures of the search for the report: images on the way, and the end of each restart (report/frames.py)."""
+    """Where x is a picture: images on the way, and the end of each restart, for the report (report/frames.py)."""
     field, pictures = result.fields["x"], Arrays()
-    if len(field.shape) != 3:
+    if not field.kind.pictures:
         return pictures
     if result.snapshots:
         pictures["snapshots/step"] = result.snapshots["step"][:targets]

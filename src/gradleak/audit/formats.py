@@ -29,6 +29,7 @@ from gradleak.audit.ruling import INCONCLUSIVE, LEAKS, NOT_SHOWN, PART, VOID
 from gradleak.audit.summary import Summary, summaries_of
 from gradleak.audit.verdict import Headline, attackers_of, headlines_of, labelled
 from gradleak.core.files import Row
+from gradleak.scenario.kinds import Image, Kind, Measure
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult
@@ -41,15 +42,29 @@ def _share(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.0%}"
 
 
-def _number(values: Mapping[str, float], key: str, digits: int = 1) -> str:
-    return f"{values[key]:.{digits}f}" if math.isfinite(values.get(key, NAN)) else "-"
+def _plain(values: Mapping[str, float], measure: Measure) -> str:
+    """A score without its unit; a dash if there is none."""
+    value = values.get(measure.name, NAN)
+    return measure.plain(value if math.isfinite(value) else None)
+
+
+def _level(values: Mapping[str, float], measure: Measure) -> str:
+    return f"{_plain(values, measure)}{f' {measure.unit}' if measure.unit else ''}"
+
+
+def _kind(lines: Sequence[Summary]) -> Kind:
+    """A run has one kind of private data."""
+    return lines[0].kind if lines else Image()
 
 
 def _targets(line: Summary) -> str:
     return f"{line.targets}{f' x {line.seeds}' if line.seeds > 1 else ''}{' (small)' if line.small else ''}"
 
 
-COLUMNS: dict[str, Callable[[Summary], str]] = {
+Columns: TypeAlias = "dict[str, Callable[[Summary], str]]"
+"""The columns of a table: their heads, and what they show of a line."""
+
+SETTING: Columns = {
     "attack": lambda line: line.attack,
     "defence": lambda line: line.defence,
     "form": lambda line: line.form,
@@ -57,32 +72,49 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "B": lambda line: str(line.examples),
     "targets": _targets,
     "recovered [95 %]": lambda line: str(line.recovered) if line.targets else "-",
-    "PSNR mean/median/clearest": lambda line: "/".join(
-        _number(values, "psnr") for values in (line.means, line.medians, line.worst)
-    ),
-    "SSIM": lambda line: _number(line.means, "ssim", 2),
+}
+OUTCOME: Columns = {
     "labels": lambda line: _share(line.means.get("labels", NAN)),
     "rank 1 (chance)": lambda line: f"{_share(line.rates['rank1'].value)} ({line.chance:.1%})" if line.targets else "-",
-    "baseline": lambda line: f"{_share(line.baseline.get('recovered', NAN))}, {_number(line.baseline, 'psnr')} dB",
+    "baseline": lambda line: scored(line.baseline.get("recovered", NAN), line.baseline, line.kind),
     "match": lambda line: f"{line.match:.2g}" if line.targets else "-",
     "converged": lambda line: _share(line.converged),
     "seconds": lambda line: f"{line.seconds:.1f}",
     "verdict": lambda line: "failed" if line.errors and not line.targets else line.word,
 }
-"""Clearest: the best recovered image, a client's worst case. Baseline: the same attack on an unrelated update."""
+"""Baseline: the same attack on an unrelated update."""
+
+
+def columns_of(kind: Kind) -> Columns:
+    """The columns for data of this kind. Clearest: the best recovered example, a client's worst case."""
+    first, *others = (measure for measure in kind.measures if measure.column)
+
+    def spread(line: Summary) -> str:
+        return "/".join(_plain(values, first) for values in (line.means, line.medians, line.worst))
+
+    def mean(line: Summary, measure: Measure) -> str:
+        return _plain(line.means, measure)
+
+    further = {measure.label: partial(mean, measure=measure) for measure in others}
+    return {**SETTING, f"{first.label} mean/median/clearest": spread, **further, **OUTCOME}
 
 
 def entries(lines: Sequence[Summary]) -> Grid:
     """The table of these lines."""
-    return [list(COLUMNS), *([show(line) for show in COLUMNS.values()] for line in lines)]
+    columns = columns_of(_kind(lines))
+    return [list(columns), *([show(line) for show in columns.values()] for line in lines)]
 
 
 # --- what the lines say of each defence ------------------------------------------------------------------------------
 
-OVERVIEW = (
-    "Each defence by its strongest attack: recovered, mean PSNR. *: the headline, the strongest of these attackers; "
-    "-: the same attacker as the one before, or not run. No gradient: the headline's attack on an unrelated update."
-)
+
+def about_overview(lines: Sequence[Summary]) -> str:
+    """How to read the table of defences."""
+    return (
+        f"Each defence by its strongest attack: recovered, mean {_kind(lines).headline.label}. *: the headline, the "
+        "strongest of these attackers; -: the same attacker as the one before, or not run. No gradient: the headline's "
+        "attack on an unrelated update."
+    )
 
 
 def overview(lines: Sequence[Summary]) -> Grid:
@@ -97,10 +129,12 @@ def overview(lines: Sequence[Summary]) -> Grid:
 def _overview_line(headline: Headline, varied: Sequence[str], forms: Iterable[str]) -> list[str]:
     def level(line: Summary | None) -> str:
         star = " *" if line is headline.strongest else ""
-        return "-" if line is None or not line.targets else f"{scored(line.recovered.value, line.means)}{star}"
+        return (
+            "-" if line is None or not line.targets else f"{scored(line.recovered.value, line.means, line.kind)}{star}"
+        )
 
-    blind = headline.strongest.baseline
-    chance = scored(blind.get("recovered", NAN), blind) if blind else "-"
+    blind, kind = headline.strongest.baseline, headline.strongest.kind
+    chance = scored(blind.get("recovered", NAN), blind, kind) if blind else "-"
     attackers = [level(headline.forms.get(form)) for form in forms]
     return [headline.placed(varied), level(headline.undefended), *attackers, chance, headline.word]
 
@@ -119,9 +153,9 @@ def notes(lines: Sequence[Summary]) -> list[str]:
     return ["\n".join([f"{name}:", *(f"- {item}" for item in items)]) for name, items in parts.items() if items]
 
 
-def scored(share: float, scores: Mapping[str, float]) -> str:
-    """`12%, 23.4 dB`"""
-    return f"{_share(share)}, {_number(scores, 'psnr')} dB"
+def scored(share: float, scores: Mapping[str, float], kind: Kind) -> str:
+    """The recovered share and the first measure: `12%, 23.4 dB`."""
+    return f"{_share(share)}, {_level(scores, kind.headline)}"
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -166,7 +200,7 @@ DRAWN: dict[str, tuple[Callable[[Grid], str], Callable[[str], str]]] = {
 
 def _tables(lines: Sequence[Summary], draw: Callable[[Grid], str], write: Callable[[str], str]) -> str:
     per_defence = overview(lines)
-    parts = [draw(per_defence), write(OVERVIEW)] if per_defence else []
+    parts = [draw(per_defence), write(about_overview(lines))] if per_defence else []
     return "\n\n".join([draw(entries(lines)), *parts, *map(write, notes(lines))])
 
 
@@ -297,25 +331,35 @@ STYLE = """
 """
 
 
-NOTEBOOK: dict[str, Callable[[Summary], str]] = {
+NOTEBOOK: Columns = {
     "attack": lambda line: line.attack,
     "defence": lambda line: line.defence if line.defence == "none" else f"{line.defence} ({line.form})",
     "round": lambda line: str(line.round),
     "B": lambda line: str(line.examples),
     "targets": lambda line: str(line.targets),
     "recovered [95 %]": lambda line: str(line.recovered) if line.targets else "-",
-    "PSNR": lambda line: f"{_number(line.means, 'psnr')} dB" if math.isfinite(line.means.get("psnr", NAN)) else "-",
 }
-NUMBERS = ("round", "B", "targets", "PSNR")
+WORDS = ("attack", "defence", "recovered [95 %]")  # columns that are no numbers
+
+
+def _notebook_columns(kind: Kind) -> Columns:
+    measure = kind.headline
+
+    def mean(line: Summary) -> str:
+        value = line.means.get(measure.name, NAN)
+        return measure.format(value if math.isfinite(value) else None)
+
+    return {**NOTEBOOK, measure.label: mean}
 
 
 def notebook_of(result: AuditResult) -> str:
     """What a notebook shows of a result: the verdict, a compact table and the assumptions, as one piece of HTML."""
     verdict, lines = result.verdict, result.summaries
+    columns = _notebook_columns(_kind(lines))
     ordered = sorted(lines, key=lambda line: line.strength, reverse=True) if len(lines) > MOST_LINES else lines
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in (*NOTEBOOK, "verdict"))
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in (*columns, "verdict"))
     counts = result.positive_control.passed
-    body = "".join(_notebook_row(line, line.word if counts else VOID) for line in ordered[:MOST_LINES])
+    body = "".join(_notebook_row(line, columns, line.word if counts else VOID) for line in ordered[:MOST_LINES])
     paragraphs = "".join(f"<p>{escape(part)}</p>" for part in verdict.paragraph.splitlines())
     more = len(lines) - MOST_LINES
     left_out = f"<p>{more} weaker lines are left out: result.table() has all.</p>" if more > 0 else ""
@@ -327,10 +371,10 @@ def notebook_of(result: AuditResult) -> str:
     )
 
 
-def _notebook_row(line: Summary, word: str) -> str:
+def _notebook_row(line: Summary, columns: Columns, word: str) -> str:
     """`word`: that of the line, or void if the control failed: then no line counts."""
     cells = "".join(
-        f"<td{' class=n' if name in NUMBERS else ''}>{escape(show(line))}</td>" for name, show in NOTEBOOK.items()
+        f"<td{'' if name in WORDS else ' class=n'}>{escape(show(line))}</td>" for name, show in columns.items()
     )
     failed = line.errors and not line.targets
     text = _coloured(word, "span", f"failed: {line.errors[0]}" if failed else word)

@@ -5,9 +5,9 @@
     if decision.action == "block": ...                      # else send decision.update
 
 The client attacks its own update with `auto`, as a server that knows the recipe would. With its batch at hand it
-compares image by image. Without, an update counts as inverted if a search explains all but a tenth of it: that may be
-another image, and in doubt nothing is sent. The gate fails closed: an error, or no decision in time, is "undecided",
-for which a policy cannot say "allow".
+compares example by example. Without, an update counts as inverted if a search explains all but a tenth of it: that may
+be another example, and in doubt nothing is sent. The gate fails closed: an error, or no decision in time, is
+"undecided", for which a policy cannot say "allow".
 
 What it cannot do: an update that passes has withstood these attacks for that long, on this machine. That is no proof of
 safety; a server has more time. Only differential privacy with a stated epsilon proves anything.
@@ -53,11 +53,12 @@ class BadPolicy(ValueError):
 class Policy:
     """What a client lets out. In TOML each setting by its name, at the top of the file.
 
-    on_leak      "noise" or "block", if the update gives images away
+    on_leak      "noise" or "block", if the update gives examples away
     undecided    "noise" or "block", if the check failed, found no working attack, or ran out of time
-    psnr, ssim   with the batch at hand: an image counts as given away above both
+    psnr, ssim   with the batch at hand: an image counts as given away above both; other kinds of data have
+                 thresholds of their own (`scenario.kinds`)
     residual     without it: given away if a search leaves at most this share of the update unexplained
-    most_bits    without it: block from this risk score on (bits per pixel); None: no risk score
+    most_bits    without it: block from this risk score on (bits per pixel, column entry, ...); None: no risk score
     noise        standard deviation of the added noise, as a multiple of the update's root mean square
     preset       of `auto`
     """
@@ -157,7 +158,7 @@ def check(
 
     Noise is drawn afresh from the system's random source. The noised update is attacked again in the remaining time, by
     an attacker who knows how much noise there is; if it still leaks, or is not decided, it is blocked. Without examples
-    it is always blocked: noise alone keeps an attack from explaining an update, whatever its images show.
+    it is always blocked: noise alone keeps an attack from explaining an update, whatever its examples show.
     """
     began, policy = time.perf_counter(), policy or Policy()
     update = Update(task, seen, policy, knows, batch, seed, engine)
@@ -229,7 +230,8 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
     if batch is None and policy.most_bits is not None:
         figures["risk"] = risk(task, observation, knows, engine=update.engine).record()
         if not figures["risk"]["score"] < policy.most_bits:
-            bits = f"{figures['risk']['score']:.1f} bits per pixel, {policy.most_bits:g} are the most allowed"
+            unit = task.fields["x"].kind.entries
+            bits = f"{figures['risk']['score']:.1f} bits per {unit}, {policy.most_bits:g} are the most allowed"
             return Finding(True, f"The update says too much: {bits}.", figures)
     remaining = max(0.01, seconds - (time.perf_counter() - began))
     auto = Auto(preset=policy.preset, seconds=remaining, certify=False)
@@ -238,11 +240,12 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
     figures["tried"] = [{name: each.get(name) for name in ("member", "outcome")} for each in tried]
     cut = any(each["outcome"] == "stopped" or "are over" in each.get("why", "") for each in tried)
-    leak = _inverted(policy, figures) if batch is None else _compared(result, batch, policy, figures)
+    one, many = task.fields["x"].kind.noun
+    leak = _inverted(policy, figures, many) if batch is None else _compared(result, batch, policy, figures)
     if leak is not None:
         return Finding(True, leak, figures)
     if batch is not None and _strange(update, batch, figures):
-        text = "The examples given do not make this update, and other images were found that do"
+        text = f"The examples given do not make this update, and other {many} were found that do"
         return Finding(None, f"{text}: they are not those of this round.", figures)
     if cut:
         return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
@@ -250,29 +253,40 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
         return Finding(None, f"Not decided in {seconds:.0f} s: the attacks ended later.", figures)
     if not result.checks.converged[0]:
         return Finding(None, "No attack worked as an optimiser, which shows nothing.", figures)
-    return Finding(False, "Attacks that converged gave no image away; that is no proof of safety.", figures)
+    return Finding(False, f"Attacks that converged gave no {one} away; that is no proof of safety.", figures)
 
 
 def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]) -> str | None:
-    """With the client's own images: does any of them come back?"""
-    scores = metrics.compare(result, batch)
-    if not bool(scores.psnr.isfinite().all() and scores.ssim.isfinite().all()):
+    """With the client's own examples: does any of them come back? The policy sets the thresholds of images."""
+    scores, limits = metrics.compare(result, batch), {"psnr": policy.psnr, "ssim": policy.ssim}
+    kind = scores.kind
+    needed = [
+        replace(each, least=limits.get(each.measure, each.least))
+        for each in kind.thresholds
+        if each.name in kind.needed
+    ]
+    names = {each.measure for each in needed}
+    if not all(bool(scores.values[name].isfinite().all()) for name in names):
         raise ValueError("the scores of the reconstruction are not finite")
-    recovered = (scores.psnr > policy.psnr) & (scores.ssim > policy.ssim)
-    figures |= {"psnr": float(scores.psnr.max()), "ssim": float(scores.ssim.max()), "shown": int(recovered.sum())}
+    recovered = torch.stack([each.passed(scores.values) for each in needed]).all(0)
+    best = {
+        each.name: scores.values[each.name] for each in kind.measures if each is kind.headline or each.name in names
+    }
+    figures |= {name: float(values.max()) for name, values in best.items()} | {"shown": int(recovered.sum())}
     if not bool(recovered.any()):
         return None
+    told = kind.headline.format if kind.headline.unit else kind.headline.stated  # a unit says what is measured
     return (
-        f"{int(recovered.sum())} of {recovered.numel()} images come back from this update, the clearest with "
-        f"{figures['psnr']:.1f} dB."
+        f"{int(recovered.sum())} of {recovered.numel()} {kind.noun[1]} come back from this update, the clearest with "
+        f"{told(figures[kind.headline.name])}."
     )
 
 
-def _inverted(policy: Policy, figures: dict[str, Any]) -> str | None:
-    """Without them: images that explain nearly all of the update count as the client's."""
+def _inverted(policy: Policy, figures: dict[str, Any], many: str) -> str | None:
+    """Without them: examples that explain nearly all of the update count as the client's. `many`: what they are."""
     if figures["residual"] > policy.residual:
         return None
-    return f"{figures['winner']} reproduces the update to {figures['residual']:.0e}: images were found that give it."
+    return f"{figures['winner']} reproduces the update to {figures['residual']:.0e}: {many} were found that give it."
 
 
 def _strange(update: Update, batch: Batch, figures: dict[str, Any]) -> bool:

@@ -70,17 +70,18 @@ class Audit:
     knowledge    what attackers know of a defence: "naive", "masked", "adaptive" and, if it draws fresh noise for every
                  upload, "averaged" over several rounds; forms that do not differ run once
     repeats      rounds that the averaging attacker saw, of the same examples at the same weights
-    gallery      real images that are not the clients', for re-identification; None: the data that are no target
+    gallery      real examples that are not the clients', for re-identification; None: the data that are no target
     analyses     functions (task, observation, batch) -> numbers, kept beside the scores
-    unrelated    updates of other images attacked in every cell, as the no-gradient baseline
+    unrelated    updates of other examples attacked in every cell, as the no-gradient baseline
     origin       where the command line found task and data, for run.toml
     trained      checkpoints of a training (`Federation.train`); every defence is attacked at their weights
     trial        a quick run that shows only that everything runs; verdict and report say so
-    given        fields that the threat model grants the attacker, such as ("t", "noise") of a denoiser's clients
+    given        private fields that the threat model grants the attacker, such as ("t", "noise") of a denoiser's
+                 clients; fields that are public (`Field.public`) need not be named
     generator    the attacker's prior (`Knowledge.generator`), such as a trained denoiser
     withheld     what this audit does not grant although audits usually do: "recipe", the client's training
                  (`Knowledge.training`), and "statistics", the buffers that clients return (see `ablation`)
-    snapshots    how many images of every search the report shows; they change no result
+    snapshots    how many pictures of every search the report shows; they change no result
     """
 
     task: Task
@@ -126,9 +127,10 @@ class Audit:
         if odd := [name for name in self.given if name == "x" or name not in self.task.fields]:
             fields = ", ".join(name for name in self.task.fields if name != "x") or "none"
             raise AuditError(f"given names {odd[0]!r}; fields that can be granted are: {fields}.")
-        image = self.task.fields.get("x")
-        if image is None or len(image.shape) != 3:
-            raise AuditError("An audit scores images: the task needs a field x of shape (channels, height, width).")
+        if "x" not in self.task.fields:
+            raise AuditError(
+                f"An audit attacks the field x; the task has {', '.join(self.task.fields) or 'no fields'}."
+            )
 
     # --- the plan --------------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class Audit:
                 Cell(
                     *(attack, defence, form, number, seed, self.federation, name, against),
                     repeats=self.repeats if form == "averaged" else 1,
-                    given=tuple(self.given),
+                    given=self._granted,
                     generator=self.generator,
                     withheld=tuple(self.withheld),
                 )
@@ -155,6 +157,12 @@ class Audit:
         apart = [] if control.key in {cell.key for cell in grid} else [replace(control, control=True)]
         return list({cell.key: cell for cell in (*apart, *grid)}.values())  # what was named twice runs once
 
+    @property
+    def _granted(self) -> tuple[str, ...]:
+        """What attackers are given: the granted fields, and those that are public anyway."""
+        public = [name for name, each in self.task.fields.items() if each.public]
+        return tuple(dict.fromkeys([*self.given, *public]))
+
     def _random(self, defence: Defence | None) -> bool:
         """Does it help to see a client of this defence several times?"""
         if defence is None or "averaged" not in self.knowledge or self.repeats == 1:
@@ -168,7 +176,7 @@ class Audit:
         """Undefended, one example, one plain step, before training: an attack that fails here shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
-        known = {"given": tuple(self.given), "generator": self.generator, "withheld": tuple(self.withheld)}
+        known = {"given": self._granted, "generator": self.generator, "withheld": tuple(self.withheld)}
         return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
 
     def _keyed(self, cell: Cell) -> Cell:
@@ -251,7 +259,7 @@ class Audit:
     ) -> AuditResult:
         """Run every cell that `out` does not hold yet, here or on `workers`. A kill loses at most the cells in flight.
 
-        The folder will hold the private images beside their reconstructions: treat it as the data itself.
+        The folder will hold the private examples beside their reconstructions: treat it as the data itself.
         """
         progress = progress or Silent()
         cells, settings, environment = self.cells(), self.settings(), describe()
@@ -285,9 +293,9 @@ class Audit:
         return AuditResult.of(store, settings, environment, folder)
 
     def _demand_unseen(self, cells: Sequence[Cell]) -> None:
-        """A generator trained on the targets would show them without any update."""
+        """A generator trained on the targets would show them without any update. Cards know images only."""
         card = getattr(self.generator, "card", None)
-        if card is None or card.images is None:
+        if card is None or card.images is None or not self.task.fields["x"].kind.pictures:
             return
         for federation in {repr(cell.federation): cell.federation for cell in cells}.values():
             pictures = self.task.fields["x"].unit(self.side.truth(federation)["x"]).flatten(0, 1)

@@ -111,17 +111,19 @@ class Paired:
     least: float
     count: int
     unit: str = "dB"
+    digits: int = 1
 
     def __str__(self) -> str:
-        text = f"{self.difference:+.1f} {self.unit} against an unrelated update (p = {self.p:.2g}, sign flips, "
+        change = f"{self.difference:+.{self.digits}f} {self.unit}"
+        text = f"{change} against an unrelated update (p = {self.p:.2g}, sign flips, "
         few = f", which is the smallest that {self.count} can give" if self.p <= self.least else ""
         return f"{text}{self.count} {'target' if self.count == 1 else 'targets'}{few})"
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "digits"}
 
 
-def paired(differences: Sequence[float], unit: str = "dB") -> Paired | None:
+def paired(differences: Sequence[float], unit: str = "dB", digits: int = 1) -> Paired | None:
     """The sign-flip test of these differences, one per target; None if there are none."""
     values = np.array(differences, dtype=float)
     number = len(values)
@@ -130,7 +132,7 @@ def paired(differences: Sequence[float], unit: str = "dB") -> Paired | None:
     if number <= EXACT:
         signs = np.array(list(product((1.0, -1.0), repeat=number)))
         p = float((signs @ values >= values.sum() - 1e-12 * np.abs(values).sum()).mean())
-        return Paired(float(values.mean()), p, 2.0**-number, number, unit)
+        return Paired(float(values.mean()), p, 2.0**-number, number, unit, digits)
     signs = 2.0 * np.random.default_rng(0).integers(2, size=(FLIPS, number)) - 1.0
     as_far = int((signs @ values >= values.sum() - 1e-12 * np.abs(values).sum()).sum())
-    return Paired(float(values.mean()), (as_far + 1) / (FLIPS + 1), 1 / (FLIPS + 1), number, unit)
+    return Paired(float(values.mean()), (as_far + 1) / (FLIPS + 1), 1 / (FLIPS + 1), number, unit, digits)

@@ -71,9 +71,9 @@ def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
     metadata = {"format": "gradleak.reconstruction", "version": "1", "reconstruction": json.dumps(header, default=str)}
     save_file({name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, place, metadata)
     written = [place]
-    if "x" in result.batch and drawable(result.fields["x"].shape):
-        unit = result.fields["x"].unit
-        rows = [(key, list(unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
+    field = result.fields.get("x")
+    if field is not None and "x" in result.batch and field.kind.pictures and drawable(field.shape):
+        rows = [(key, list(field.unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
         written.append(home / "reconstruction.png")
         written[-1].write_bytes(png(sheet(rows)))
     return written

@@ -32,6 +32,7 @@ from gradleak.federation import Federation, Snapshot, with_buffers
 from gradleak.identify import ReplayError, replay_error, rounding_of
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.guarantee import Exposure, Guarantee
+from gradleak.scenario.kinds import KINDS
 from gradleak.scenario.observation import BadObservation, Knowledge, Observation, stack
 from gradleak.scenario.task import Batch, Task
 
@@ -280,7 +281,7 @@ class RecordedAudit(Audit):
         """The audit of the observations whose examples are known; `dataclasses.replace` sets what is not named here.
 
         training   the recipe that the clients followed, as far as is known
-        gallery    real images that are no client's, for re-identification and for the baseline
+        gallery    real examples that are no client's, for re-identification and for the baseline
         defence    that the clients used
         """
         known = [one for one in recorded if one.truth is not None]
@@ -315,7 +316,7 @@ class RecordedAudit(Audit):
             self._keyed(
                 Cell(
                     *(attack, defence, form, group[0].seen.round, seed, self._clients(key, group), name, against),
-                    given=tuple(self.given),
+                    given=self._granted,
                     generator=self.generator,
                 )
             )
@@ -367,7 +368,7 @@ MEANING = {
     INCONCLUSIVE: "the attack did not converge, which says nothing about the client's safety",
 }
 
-UNKNOWN = "Without the examples nobody knows how close the pictures are; nothing here says that a client is safe."
+UNKNOWN = "Without the examples nobody knows how close the {shown} are; nothing here says that a client is safe."
 
 
 def blind(
@@ -445,6 +446,7 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
             "round": one.seen.round,
             "clients": one.seen.clients,
             "num_examples": one.seen.num_examples,
+            "kind": task.fields["x"].kind.name,
             "word": DETERMINED if certified else fit if converged else INCONCLUSIVE,
             "objective": float(result.objective[target, restart]),
             "match": float(result.match[target, restart]),
@@ -467,7 +469,9 @@ def summary(findings: Sequence[Mapping[str, Any]]) -> str:
         who = f"{row['observation']:{wide}}  {row['attack']:{method}}"
         lines.append(f"{who}  {row['word']:12}  {match:>9}  {replay:>9}  {labels}")
     words = [word for word in MEANING if any(row["word"] == word for row in findings)]
-    lines += ["", *(f"{word}: {MEANING[word]}" for word in words), UNKNOWN]
+    drawn = all(KINDS[row.get("kind", "image")].pictures for row in findings)  # older findings are of images
+    unknown = UNKNOWN.format(shown="pictures" if drawn else "reconstructions")
+    lines += ["", *(f"{word}: {MEANING[word]}" for word in words), unknown]
     return "\n".join(lines)
 
 

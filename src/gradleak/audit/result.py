@@ -1,9 +1,9 @@
-"""What an audit found: rows, table, verdict, images. Nothing here runs an attack; rows.py says what a row is.
+"""What an audit found: rows, table, verdict, examples. Nothing here runs an attack; rows.py says what a row is.
 
     result = AuditResult.load("runs/first")
     print(result.table()); print(result.verdict)
 
-A folder holds the private images beside their reconstructions: treat it as the data itself.
+A folder holds the private examples beside their reconstructions: treat it as the data itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gradleak.audit.assumptions import Assumption, ledger_of
 from gradleak.audit.comparison import Change, Comparison
 from gradleak.audit.formats import FORMATS, junit_of, notebook_of
 from gradleak.audit.intervals import Rate
+from gradleak.audit.runfile import field_of
 from gradleak.audit.scoring import scores_of
 from gradleak.audit.store import Arrays, Folder, Memory, Store
 from gradleak.audit.summary import Summary, summaries_of
@@ -39,7 +40,7 @@ from gradleak.core import registry
 from gradleak.core.configuration import from_toml
 from gradleak.core.files import BadRun, Row, read_object
 from gradleak.core.registry import did_you_mean
-from gradleak.metrics import to_unit
+from gradleak.scenario.kinds import Kind
 from gradleak.scenario.task import Field
 
 if TYPE_CHECKING:
@@ -79,7 +80,10 @@ class AuditResult:
             environment = read_object((folder / "environment.json").read_bytes(), str(folder / "environment.json"))
         except FileNotFoundError:
             environment = {}
-        return AuditResult.of(Folder(folder), settings, environment, folder)
+        result = AuditResult.of(Folder(folder), settings, environment, folder)
+        if odd := next((row["kind"] for row in result.rows if row["kind"] != result.kind.name), None):
+            raise BadRun(f"{folder} is a run of kind {result.kind.name!r}; a row of it is of kind {odd!r}.")
+        return result
 
     @staticmethod
     def of(
@@ -103,14 +107,14 @@ class AuditResult:
     @cached_property
     def positive_control(self) -> Control:
         """Did the first attack recover an undefended example? If not, the run is void."""
-        return control_of(self.rows, self.settings["plan"]["control"])
+        return control_of(self.rows, self.settings["plan"]["control"], self.kind)
 
     @cached_property
     def verdicts(self) -> dict[str, Verdict]:
         """By the name of the defence; "none" is the undefended client."""
         planned = self.settings["plan"]["defences"]
         return {
-            name: verdict_on([line for line in self.summaries if line.defence == name], planned.count(name))
+            name: verdict_on([line for line in self.summaries if line.defence == name], planned.count(name), self.kind)
             for name in dict.fromkeys(planned)
         }
 
@@ -184,7 +188,7 @@ class AuditResult:
         return junit_of(self, fail_above, reason)
 
     def report(self, path: str | Path, study: StudyResult | None = None) -> Path:
-        """Write one self-contained HTML file. It shows private images. `study`: curvature of the same training."""
+        """Write one self-contained HTML file. It shows private examples. `study`: curvature of the same training."""
         path, render = Path(path), registry.entry("report", "html").make
         path.write_text(render(self, study), encoding="utf-8")
         return path
@@ -201,12 +205,22 @@ class AuditResult:
 
     # --- arrays ----------------------------------------------------------------------------------------------------
 
-    def images(self, cell: str) -> dict[str, Tensor]:
-        """`true` and `found`, each (targets, examples, C, H, W) in [0, 1], paired as they were scored."""
+    def pairs(self, cell: str) -> dict[str, Tensor]:
+        """`true` and `found`, each (targets, examples, ...), comparable and paired as they were scored."""
         arrays, rows = self._cell(cell)
-        unit = self.fields["x"].unit
+        field, kind = self.fields["x"], self.kind
+        reference = None if kind.pictures else _group(self.store.arrays("gallery"), "gallery")["x"]
         reconstructions = torch.stack([arrays["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
-        return {"true": to_unit(unit(arrays["truth/x"].double())), "found": to_unit(unit(reconstructions.double()))}
+        return {
+            "true": kind.comparable(arrays["truth/x"], field, reference),
+            "found": kind.comparable(reconstructions, field, reference),
+        }
+
+    def images(self, cell: str) -> dict[str, Tensor]:
+        """`pairs` of a run on images: (targets, examples, C, H, W) in [0, 1]."""
+        if not self.kind.pictures:
+            raise BadRun(f"This run is of {self.kind.noun[1]}, which are no images: AuditResult.pairs has them.")
+        return self.pairs(cell)
 
     def trace(self, cell: str) -> dict[str, Tensor]:
         """`step` (P,), `match` and `objective` (P, targets) of the chosen restarts, along the search."""
@@ -228,10 +242,15 @@ class AuditResult:
             rows += [{**row, **scored} for row, scored in zip(before, scores, strict=True)]
         return replace(self, rows=_in_order(rows, self.settings))
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, Field]:
         """The private fields of the task, as run.toml describes them."""
-        return {name: _field(entry) for name, entry in self.settings["fields"].items()}
+        return {name: field_of(entry) for name, entry in self.settings["fields"].items()}
+
+    @property
+    def kind(self) -> Kind:
+        """What kind of data was attacked: that of x."""
+        return self.fields["x"].kind
 
     def _cell(self, cell: str) -> tuple[Arrays, list[Row]]:
         rows = [row for row in self.rows if row["cell"] == cell and row["status"] == "done"]
@@ -265,11 +284,6 @@ def _group(arrays: Arrays, group: str) -> Arrays:
     return {name.partition("/")[2]: value for name, value in arrays.items() if name.startswith(f"{group}/")}
 
 
-def _field(entry: dict[str, Any]) -> Field:
-    low, high = entry["bounds"]
-    return Field(tuple(entry["shape"]), (low, high), tuple(entry["mean"]), tuple(entry["std"]), entry.get("classes"))
-
-
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
     """Check the settings that a result relies on."""
     version = settings.get("version")
@@ -282,10 +296,13 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
     if version != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
         raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
     try:
-        image = AuditResult([], settings).fields["x"]
-        image.limits(torch.zeros(()))
-        fits = len(image.shape) == 3 and all(isinstance(side, int) and side > 0 for side in image.shape)
-    except (AttributeError, TypeError, KeyError, ValueError, RuntimeError) as problem:
+        private = AuditResult([], settings).fields["x"]
+        sized = all(type(side) is int and 0 < side < 2**31 for side in private.shape)
+        fits = sized and (len(private.shape) == 3 or not private.kind.pictures)
+        if fits:  # on no example at all, whatever the shape: are the settings of field and kind usable?
+            private.kind.comparable(torch.zeros(0, *private.shape), private)
+    except (AttributeError, TypeError, KeyError, IndexError, ValueError, ArithmeticError, RuntimeError) as problem:
         raise BadRun(f"{path}: [fields] does not describe the private tensors ({problem}).") from None
     if not fits:
-        raise BadRun(f"{path}: [fields.x] should have a shape of three positive sizes; it has {image.shape}.")
+        sizes = "three positive sizes" if private.kind.pictures else "positive sizes"
+        raise BadRun(f"{path}: [fields.x] should have a shape of {sizes}; it has {private.shape}.")

@@ -16,22 +16,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gradleak.core.files import BadRun, Row, read_object
 from gradleak.scenario.forms import AttackerForm
 from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.kinds import KINDS, Kind
 
-ROW_VERSION = 1
+ROW_VERSION = 2
 FORMS = tuple(form.value for form in AttackerForm)  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
+OPTIONAL = ("lpips",)  # scores that an audit of images may ask for
 # Of a certificate:
 _COUNTS = ("unknowns", "equations", "rank", "null")
 _MEASURES = ("tolerance", "residual", "rounding", "share", "shift", "largest", "smallest", "floor")
 REQUIRED: dict[str, Any] = {
-    "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str,
+    "cell": str, "status": str, "control": bool, "attack": str, "defence": str, "form": str, "kind": str,
     "round": int, "seed": int, "examples": int, "targets": int,
 }  # fmt: skip
 SCORED: dict[str, Any] = {
@@ -41,8 +43,10 @@ SCORED: dict[str, Any] = {
 }  # fmt: skip
 
 
-UPGRADES: dict[int, Callable[[Row], Row]] = {}
-"""By version: the function that turns a row of that version into one of the next. There is one version so far."""
+UPGRADES: dict[int, Callable[[Row], Row]] = {
+    1: lambda row: {**row, "kind": "image"},  # there were no others
+}
+"""By version: the function that turns a row of that version into one of the next."""
 
 
 def _upgraded(row: Row, where: str) -> Row:
@@ -71,6 +75,8 @@ def decode(line: bytes, where: str) -> Row:
             raise BadRun(f"{where}: {name} is {row.get(name)!r:.60}, which is not of its kind.")
     if row["form"] not in FORMS:
         raise BadRun(f"{where}: form should be one of {', '.join(FORMS)}; it is {row['form']!r:.60}.")
+    if row["kind"] not in KINDS:
+        raise BadRun(f"{where}: kind should be one of {', '.join(KINDS)}; it is {row['kind']!r:.60}.")
     if not _KEY.fullmatch(row["cell"]):  # it becomes a file name
         raise BadRun(f"{where}: cell {row['cell']!r:.60} is not a key of 16 hexadecimal digits.")
     if row["status"] == "done":
@@ -82,7 +88,7 @@ def decode(line: bytes, where: str) -> Row:
 
 def _check_scores(row: Row, where: str) -> None:
     """One finite number or null, or one truth value, per example."""
-    examples = row["examples"]
+    examples, kind = row["examples"], KINDS[row["kind"]]
 
     def check_list(name: str, values: Any, kinds: tuple[type, ...]) -> None:
         fits = isinstance(values, list) and len(values) == examples and all(type(v) in kinds for v in values)
@@ -90,9 +96,9 @@ def _check_scores(row: Row, where: str) -> None:
             raise BadRun(f"{where}: {name} should list {examples} values; it is {values!r:.60}.")
 
     number = (int, float, type(None))
-    for name in ("psnr", "ssim", "mse", "rank"):
+    for name in (*scores_required(kind), *(name for name in OPTIONAL if name in row["scores"])):
         check_list(f"scores.{name}", row["scores"].get(name), number)
-    for name in ("ssim>0.5", "psnr>18", "psnr>20", "rank1", "recovered"):
+    for name in hits_required(kind):
         check_list(f"hits.{name}", row["hits"].get(name), (bool,))
     check_list("gallery_size", row["gallery_size"], (int,))
     check_list("assignment", row["assignment"], (int,))
@@ -110,6 +116,16 @@ def _check_scores(row: Row, where: str) -> None:
     for name, value in row["labels"].items():
         if type(value) not in number or (value is not None and not abs(value) < 1e300):
             raise BadRun(f"{where}: labels.{name} should be a number.")
+
+
+def scores_required(kind: type[Kind]) -> list[str]:
+    """Names of the scores that a row of this kind has."""
+    return [*(measure.name for measure in kind.measures), "rank"]
+
+
+def hits_required(kind: type[Kind]) -> list[str]:
+    """Names of the thresholds that a row of this kind has."""
+    return [*(threshold.name for threshold in kind.thresholds), "rank1", "recovered"]
 
 
 def _check_labels(row: Row, where: str) -> None:
@@ -227,8 +243,12 @@ def _object(text: str, properties: dict[str, Schema] | None = None, others: Any 
 
 NUMBER = ["number", "null"]
 COUNT: Schema = {"type": "integer", "minimum": 0}
-MEASURES = ("psnr", "ssim", "mse")
-HITS = ("ssim>0.5", "psnr>18", "psnr>20", "rank1", "recovered")
+
+
+def _named(required: Callable[[type[Kind]], list[str]], more: Sequence[str] = ()) -> list[str]:
+    """The names of all kinds, each once."""
+    return list(dict.fromkeys([name for kind in KINDS.values() for name in required(kind)] + list(more)))
+
 
 CELL: dict[str, Schema] = {
     "version": _kind("integer", "Version of this schema.", const=ROW_VERSION),
@@ -238,6 +258,9 @@ CELL: dict[str, Schema] = {
     "attack": _kind("string", "Name of the attack with its settings, as given."),
     "defence": _kind("string", 'Name of the defence with its settings, as given; "none" for none.'),
     "form": _kind("string", "What the attacker knows of the defence; undefended if there is none.", enum=list(FORMS)),
+    "kind": _kind(
+        "string", "Kind of the private data x: it decides which scores and hits there are.", enum=list(KINDS)
+    ),
     "round": _kind("integer", "Rounds of training before the attacked one.", minimum=0),
     "seed": _kind("integer", "Seed of the attack's starts and of the clients' noise."),
     "examples": _kind("integer", "Examples in the attacked update.", minimum=1),
@@ -250,26 +273,27 @@ TARGET: dict[str, Schema] = {
 }
 SCORES: dict[str, Schema] = {
     "scores": _object(
-        "How close the reconstructions are. lpips only if the audit asked for it.",
+        "How close the reconstructions are, by the measures of the kind. lpips only if the audit asked for it.",
         {
-            **{name: _per_example(NUMBER, "Null if it is not finite.") for name in (*MEASURES, "lpips")},
-            "rank": _per_example(NUMBER, "Rank of the private image in the gallery; 1 means re-identified."),
+            **{name: _per_example(NUMBER, "Null if it is not finite.") for name in _named(scores_required, OPTIONAL)},
+            "rank": _per_example(NUMBER, "Rank of the private example in the gallery; 1 means re-identified."),
         },
-        required=[*MEASURES, "rank"],
+        required=["rank"],
     ),
     "gallery_size": _per_example("integer", "The chance of rank 1 is one over it."),
     "hits": _object(
-        "Which thresholds were passed; recovered is ssim>0.5, psnr>18 and rank1 together.",
-        {name: _per_example("boolean", "Passed?") for name in HITS},
-        required=list(HITS),
+        "Which thresholds of the kind were passed; recovered: those that the kind asks for, and rank1, together.",
+        {name: _per_example("boolean", "Passed?") for name in _named(hits_required)},
+        required=["rank1", "recovered"],
     ),
     "assignment": _per_example("integer", "Which reconstruction was matched to each private example."),
     "labels": _object("Accuracy of the labels, such as multiset_accuracy; empty if there are none.",
                       others={"type": NUMBER}),
-    "drawn": _object('Scores of the fields that a client drew: {"t": {"right", "off_by"}, "noise": {"cosine"}}.'),
+    "drawn": _object("Scores of further private fields by their kinds, such as a regression's y, a mask, or the step "
+                     'and the noise that a client drew: {"t": {"right", "off_by"}, "noise": {"cosine"}}.'),
     "baselines": _object(
-        "The same scores without the update: mid-grey, mean image, nearest other; and for the same attack on an "
-        "unrelated update, with rank1 and recovered.",
+        "The same scores without the update: guesses of the kind (mid-grey, mean image), nearest other; and for the "
+        "same attack on an unrelated update, with rank1 and recovered.",
         others={"type": "object", "additionalProperties": {"type": "array"}},
     ),
 }  # fmt: skip
@@ -355,6 +379,18 @@ ROW: Schema = {
     "if": {"properties": {"status": {"const": "done"}}},
     "then": {"required": list(SCORED)},
     "else": {"required": ["error"]},
+    "allOf": [
+        {
+            "if": {"properties": {"status": {"const": "done"}, "kind": {"const": name}}},
+            "then": {
+                "properties": {
+                    "scores": {"required": scores_required(kind)},
+                    "hits": {"required": hits_required(kind)},
+                }
+            },
+        }
+        for name, kind in KINDS.items()
+    ],
 }
 
 
@@ -365,6 +401,12 @@ def page() -> str:
         lines = [f"| `{name}` | {_in_words(entry)} | {entry['description'].replace('|', chr(92) + '|')} |"
                  for name, entry in part.items()]  # fmt: skip
         parts.append("\n".join([f"## {title}", "", "| entry | kind | |", "|---|---|---|", *lines]))
+    kinds = [
+        f"| `{name}` | {', '.join(scores_required(kind))} | {', '.join(hits_required(kind))} | {kind.rule} |"
+        for name, kind in KINDS.items()
+    ]
+    head = ["## Scores of each kind", "", "| kind | scores | hits | recovered at rank 1 when |", "|---|---|---|---|"]
+    parts.append("\n".join([*head, *kinds]))
     schema = f"## As JSON Schema\n\n```json\n{json.dumps(ROW, indent=1)}\n```"
     return "\n\n".join([*parts, schema]) + "\n"
 

@@ -17,13 +17,13 @@ LEAKS, PART, NOT_SHOWN, INCONCLUSIVE, VOID = "leaks", "leaks in part", "not show
 WORDS = (LEAKS, PART, INCONCLUSIVE, NOT_SHOWN)
 """From the worst to the best. Inconclusive is worse than not shown to leak: such a line may still leak."""
 
-HALF = 0.5  # of the images
+HALF = 0.5  # of the examples
 CONVERGED = 0.8  # share of targets on which an attack must converge before finding nothing means anything
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`name` for records, `text` as a person reads it."""
+    """`name` for records, `text` as a person reads it, with {one} and {many} for what was attacked (image, images)."""
 
     word: str
     name: str
@@ -75,21 +75,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         LEAKS,
         "half recovered",
-        "at least half of the images are recovered, and the interval of what exceeds an unrelated update lies above 0",
+        "at least half of the {many} are recovered, and the interval of what exceeds an unrelated update lies above 0",
         lambda line: line.recovered.value >= HALF and line.excess.low > 0,
         _shares,
     ),
     Rule(
         PART,
         "some recovered",
-        "any image is recovered, but fewer than half, or not surely more than from an unrelated update",
+        "any {one} is recovered, but fewer than half, or not surely more than from an unrelated update",
         lambda line: line.recovered.value > 0,
         _shares,
     ),
     Rule(
         PART,
         "re-identified",
-        "no image is recovered, but re-identification at rank 1 exceeds chance and an unrelated update's, by intervals",
+        "no {one} is recovered, but re-identification at rank 1 exceeds chance and an unrelated update's, by intervals",
         _identified,
         _ranks,
     ),
@@ -113,4 +113,5 @@ RULES: tuple[Rule, ...] = (
 def ruling_of(line: Summary) -> Ruling:
     """The first rule that holds."""
     rule = next(rule for rule in RULES if rule.holds(line))
-    return Ruling(rule.word, rule.name, rule.text, rule.because(line))
+    one, many = line.kind.noun
+    return Ruling(rule.word, rule.name, rule.text.format(one=one, many=many), rule.because(line))

@@ -15,6 +15,8 @@ from gradleak.engine import Engine
 from gradleak.federation import Federation
 from gradleak.federation.checkpoints import recipe, text
 from gradleak.scenario.client import LocalTraining
+from gradleak.scenario.fields import Field
+from gradleak.scenario.kinds import KINDS
 
 if TYPE_CHECKING:
     from gradleak.audit.grid import Audit
@@ -64,7 +66,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
             "training": recipe(training),
         },
         "engine": asdict(audit.engine),
-        "fields": {name: asdict(field) for name, field in audit.task.fields.items()},
+        "fields": {name: _described(field) for name, field in audit.task.fields.items()},
         "fingerprint": {
             **audit.fingerprint,
             **({} if audit.generator is None else {"generator": digest(audit.generator)}),
@@ -79,6 +81,33 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
         },
     }
     return from_toml(to_toml(settings))  # as read back, so that the two compare equal
+
+
+def _described(field: Field) -> dict[str, Any]:
+    """A field as plain values: its kind by name, with the settings of the kind; `public` only if it is."""
+    plain = {entry.name: getattr(field, entry.name) for entry in fields(field) if entry.name not in ("kind", "public")}
+    settings = field.kind.settings()
+    return {
+        **plain,
+        "kind": field.kind.name,
+        **({"public": True} if field.public else {}),
+        **({"settings": settings} if settings else {}),
+    }
+
+
+def field_of(entry: Mapping[str, Any]) -> Field:
+    """The field that a table of the file describes; without a kind (older files), the natural one of its shape."""
+    kind = KINDS[entry["kind"]].of(entry.get("settings", {})) if "kind" in entry else None
+    bounds = entry["bounds"]
+    return Field(
+        tuple(entry["shape"]),
+        tuple(map(tuple, bounds)) if isinstance(bounds[0], Sequence) else tuple(bounds),
+        tuple(entry["mean"]),
+        tuple(entry["std"]),
+        entry.get("classes"),
+        kind,  # type: ignore[arg-type]  # None: by shape and bounds
+        entry.get("public", False),
+    )
 
 
 def toml_of(audit: Audit, settings: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ def scores_of(
 ) -> list[dict[str, Any]]:
     """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
 
-    `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's images.
+    `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's data.
     Target t is compared with number t modulo their number: what the attack shows of a target without its update, by
     prior, start and luck alone.
     """
@@ -53,16 +53,20 @@ def scores_of(
         none_diverged = torch.zeros(len(nothing), dtype=torch.bool)
         blind = metrics.compare(_Scorable({"x": nothing}, fields, none_diverged), truth, gallery=gallery, lpips=lpips)
         blind_hits = blind.hits()
-        baselines[UNRELATED] = {**blind.images(), "rank1": blind_hits["rank1"], "recovered": blind_hits["recovered"]}
+        baselines[UNRELATED] = {**blind.values, "rank1": blind_hits["rank1"], "recovered": blind_hits["recovered"]}
+    further = {
+        name: {**values, **_distances(name, found, truth, fields, scores.assignment)}
+        for name, values in scores.further.items()
+    }
     return [
         finite(
             {
-                "scores": {**_at(scores.images(), target), "rank": scores.rank[target].long().tolist()},
+                "scores": {**_at(scores.values, target), "rank": scores.rank[target].long().tolist()},
                 "gallery_size": scores.gallery_size[target].long().tolist(),
                 "hits": _at(hits, target),
                 "assignment": scores.assignment[target].tolist(),
                 "labels": _at(scores.labels, target),
-                **({"drawn": drawn} if (drawn := _drawn(found, truth, fields, scores.assignment, target)) else {}),
+                **({"drawn": {name: _means(each, target) for name, each in further.items()}} if further else {}),
                 "baselines": {name: _at(values, target) for name, values in baselines.items()},
                 "diverged": bool(scores.diverged[target]),
             }
@@ -71,25 +75,25 @@ def scores_of(
     ]
 
 
-def _drawn(
-    found: Batch, truth: Batch, fields: Mapping[str, Field], assignment: Tensor, target: int
-) -> dict[str, dict[str, float]]:
-    """Scores of fields that are neither image nor label, such as step and noise of a denoiser's client.
+def _distances(
+    name: str, found: Batch, truth: Batch, fields: Mapping[str, Field], assignment: Tensor
+) -> dict[str, Tensor]:
+    """How far a further field is off, (targets, examples): a class by its distance, unbounded numbers by the cosine.
 
-    For a whole number: how often it is right, and the mean distance. For a tensor: the cosine. Examples are paired as
-    their images are.
+    The step and the noise of a denoiser's client are judged by these. Examples are paired as x is.
     """
-    scores: dict[str, dict[str, float]] = {}
-    for name in (name for name in fields if name not in ("x", "y") and name in found and name in truth):
-        guess = found[name][target][assignment[target].to(found[name].device)]
-        real = truth[name][target].to(guess.device)
-        if fields[name].classes is None:
-            pair = guess.flatten(1).double(), real.flatten(1).double()
-            scores[name] = {"cosine": float(torch.cosine_similarity(*pair).mean())}
-        else:
-            off = ((guess.argmax(-1) if guess.is_floating_point() else guess) - real).abs().double()
-            scores[name] = {"right": float((off == 0).double().mean()), "off_by": float(off.mean())}
-    return scores
+    field, place = fields[name], assignment.to(found[name].device)
+    guess = found[name][torch.arange(len(place), device=place.device)[:, None], place]
+    real = truth[name].to(guess.device)
+    if field.shape and field.continuous and not field.bounded:
+        return {"cosine": torch.cosine_similarity(guess.flatten(2).double(), real.flatten(2).double(), dim=-1)}
+    if field.shape or field.continuous:
+        return {}
+    return {"off_by": ((guess.argmax(-1) if guess.is_floating_point() else guess) - real).abs().double()}
+
+
+def _means(values: Mapping[str, Tensor], target: int) -> dict[str, float]:
+    return {name: float(value[target].mean()) for name, value in values.items()}
 
 
 def _at(values: Mapping[str, Tensor], target: int) -> dict[str, Any]:

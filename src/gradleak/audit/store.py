@@ -4,10 +4,10 @@ run.toml               the configuration; if everything in it has a name, enough
 environment.json       commit, versions, hardware, time; later runs that resumed are listed in it
 rows.jsonl             one line per cell and target (rows.py, docs/rows.md)
 arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
-arrays/gallery.safetensors   the images used for re-identification
+arrays/gallery.safetensors   the examples used for re-identification
 workers.jsonl          of a run on several machines: how each attempt at a cell ended
 
-The folder holds private images: treat it as the data itself. Reading it executes nothing.
+The folder holds private examples: treat it as the data itself. Reading it executes nothing.
 """
 
 from __future__ import annotations

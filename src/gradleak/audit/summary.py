@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any, TypeAlias
@@ -20,7 +20,10 @@ from gradleak.audit.ruling import CONVERGED, LEAKS, PART, Ruling, ruling_of
 from gradleak.audit.scoring import UNRELATED
 from gradleak.core.files import Row
 from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.kinds import KINDS, Image, Kind, Measure
 
+BESIDES = (Measure("lpips", "LPIPS", digits=3, higher=False), Measure("labels", "labels", percent=True))
+"""Measures that rows may have besides those of their kind."""
 SMALL = 20  # targets; below, tables and texts call the sample small
 DETERMINED, OPEN = "determined", "not determined"  # verdicts of a certificate
 Name: TypeAlias = tuple[str, str, str, int, int]
@@ -29,7 +32,7 @@ Name: TypeAlias = tuple[str, str, str, int, int]
 
 @dataclass(frozen=True)
 class Certified:
-    """The certificates of one line together, one per target and seed: for how many does the update fix the images?
+    """The certificates of one line together, one per target and seed: for how many does the update fix the examples?
 
     A number is None if no certificate has it.
     """
@@ -38,13 +41,14 @@ class Certified:
     determined: int
     partly: int  # determined up to some dimensions
     dimensions: int  # the most of those
-    share: float | None  # of the images' variance that these fix, on average
+    share: float | None  # of the examples' variance that these fix, on average
     residual: float | None  # the largest of all that certify something
     smallest: float | None  # singular value of the determined
     relative: float | None  # the same, divided by the largest singular value of its target
+    kind: Kind = Image()
 
     @staticmethod
-    def of(rows: Iterable[Row]) -> Certified | None:
+    def of(rows: Iterable[Row], kind: Kind) -> Certified | None:
         """None if no row has a certificate."""
         certificates = [row["certificate"] for row in rows if row.get("certificate")]
         if not certificates:
@@ -63,14 +67,19 @@ class Certified:
             residual=max(residuals, default=None),
             smallest=min((small for small, _ in values), default=None),
             relative=min((small / large for small, large in values), default=None),
+            kind=kind,
         )
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"text": str(self), **{name: value for name, value in asdict(self).items() if name != "kind"}}
 
     def __str__(self) -> str:
         parts = []
         if self.determined:
-            parts.append(f"{self.determined} of {self.count} determined: the update fixes every pixel")
+            parts.append(f"{self.determined} of {self.count} determined: the update fixes every {self.kind.entries}")
         if self.partly:
-            fixed = "" if self.share is None else f", {self.share:.0%} of the images' variance fixed"
+            fixed = "" if self.share is None else f", {self.share:.0%} of the {self.kind.noun[1]}' variance fixed"
             parts.append(f"{self.partly} of {self.count} determined up to {self.dimensions:,} dimensions{fixed}")
         if rest := self.count - self.determined - self.partly:
             parts.append(f"{rest} of {self.count} not determined: no exact solution was found, or most is left open")
@@ -96,12 +105,12 @@ class Summary:
     recovered: Rate
     excess: Rate  # recovered minus the unrelated update's
     identified: Rate  # rank 1 minus the unrelated update's
-    rates: dict[str, Rate]  # "ssim>0.5", "psnr>18", "psnr>20", "rank1"
+    rates: dict[str, Rate]  # the thresholds of the kind, such as "psnr>18", and "rank1"
     chance: float  # of rank 1
-    means: dict[str, float]  # of psnr, ssim, mse, lpips, labels
+    means: dict[str, float]  # of the measures of the kind (psnr, ssim, mse), lpips and labels
     medians: dict[str, float]
-    worst: dict[str, float]  # of the clearest image: the worst case for a client
-    baseline: dict[str, float]  # means of the unrelated update: psnr, ssim, rank1, recovered; empty without one
+    worst: dict[str, float]  # of the clearest example: the worst case for a client
+    baseline: dict[str, float]  # means of the unrelated update: measures, rank1, recovered; empty without one
     match: float  # median
     converged: float  # share of targets
     diverged: float
@@ -110,9 +119,10 @@ class Summary:
     certified: Certified | None = None  # if the attack says what the update determines
     guarantee: Guarantee | None = None  # what the defence proves; None: there is no defence, or no row says
     trained: Trained | None = None  # the training whose weights were attacked, if there was one
-    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, towards the private image
+    tail: dict[str, float] = field(default_factory=dict)  # the 95th percentile, towards the private example
     ranks: dict[str, float] = field(default_factory=dict)  # of re-identification: median, and the median by chance
-    paired: Paired | None = None  # PSNR against the unrelated update's; None without one
+    paired: Paired | None = None  # the first measure against the unrelated update's; None without one
+    kind: Kind = Image()  # of x, without its settings
 
     @cached_property
     def ruling(self) -> Ruling:
@@ -131,9 +141,10 @@ class Summary:
 
     @property
     def strength(self) -> tuple[int, float, float]:
-        """Sorts lines by how much they show of the data: by word, then recovered share, then mean PSNR."""
-        recovered = self.recovered.value if self.targets else -1.0
-        return ({LEAKS: 2, PART: 1}.get(self.word, 0), recovered, self.means.get("psnr", -math.inf))
+        """Sorts lines by how much they show of the data: by word, then recovered share, then the first measure."""
+        recovered, measure = self.recovered.value if self.targets else -1.0, self.kind.headline
+        near = measure.sign * self.means.get(measure.name, -measure.sign * math.inf)
+        return ({LEAKS: 2, PART: 1}.get(self.word, 0), recovered, near)
 
     @property
     def small(self) -> bool:
@@ -163,12 +174,11 @@ def summaries_of(rows: Iterable[Row]) -> list[Summary]:
 
 def _summary(name: Name, rows: Sequence[Row]) -> Summary:
     done = [row for row in rows if row["status"] == "done"]
-    columns = {key: _numbers(row["scores"].get(key) for row in done) for key in ("psnr", "ssim", "mse", "lpips")}
-    columns["labels"] = _numbers([row["labels"].get("multiset_accuracy")] for row in done)
-    columns = {key: values for key, values in columns.items() if values}
+    kind = KINDS[rows[0]["kind"]]()
+    columns = _columns(done, kind)
     unrelated = [row["baselines"].get(UNRELATED, {}) for row in done]
-    baseline = {key: _numbers(each.get(key) for each in unrelated) for key in ("psnr", "ssim", "rank1", "recovered")}
-    clearest: dict[str, Callable[..., float]] = {"psnr": max, "ssim": max, "labels": max, "mse": min, "lpips": min}
+    names = (*(measure.name for measure in kind.measures if measure.column), "rank1", "recovered")
+    baseline = {key: _numbers(each.get(key) for each in unrelated) for key in names}
     attack, defence, form, number, examples = name
     return Summary(
         attack,
@@ -184,25 +194,33 @@ def _summary(name: Name, rows: Sequence[Row]) -> Summary:
         identified=_rate(done, lambda row: _beyond(row, "rank1"), difference=True),
         rates={
             hit: _rate(done, lambda row, hit=hit: row["hits"][hit])  # type: ignore[misc]
-            for hit in ("ssim>0.5", "psnr>18", "psnr>20", "rank1")
+            for hit in (*(threshold.name for threshold in kind.thresholds), "rank1")
         },
         chance=_mean([1 / size for row in done for size in row["gallery_size"]]),
-        means={key: fmean(values) for key, values in columns.items()},
-        medians={key: median(values) for key, values in columns.items()},
-        worst={key: clearest[key](values) for key, values in columns.items()},
+        means={measure.name: fmean(values) for measure, values in columns.items()},
+        medians={measure.name: median(values) for measure, values in columns.items()},
+        worst={measure.name: (max if measure.higher else min)(values) for measure, values in columns.items()},
         baseline={key: fmean(values) for key, values in baseline.items() if values},
         match=median(_numbers([row["match"]] for row in done) or [NAN]),
         converged=_mean([row["converged"] for row in done]),
         diverged=_mean([row["diverged"] for row in done]),
         seconds=sum(row["seconds"] for row in done),
         errors=tuple(row["error"] for row in rows if row["status"] == "failed"),
-        certified=Certified.of(done),
+        certified=Certified.of(done, kind),
         guarantee=next((guarantee_of(row["guarantee"]) for row in done if row.get("guarantee")), None),
         trained=next((Trained.of(row["trained"]) for row in done if row.get("trained")), None),
-        tail={key: _tail(values, clearest[key] is min) for key, values in columns.items()},
+        tail={measure.name: _tail(values, not measure.higher) for measure, values in columns.items()},
         ranks=_ranks(done),
-        paired=paired(_against(done)),
+        paired=_paired(done, kind.headline),
+        kind=kind,
     )
+
+
+def _columns(rows: Sequence[Row], kind: Kind) -> dict[Measure, list[float]]:
+    """Every measure with its values over all examples (of labels: over all targets), if there are any."""
+    scores = [{**row["scores"], "labels": [row["labels"].get("multiset_accuracy")]} for row in rows]
+    columns = {each: _numbers(values.get(each.name) for values in scores) for each in (*kind.measures, *BESIDES)}
+    return {measure: values for measure, values in columns.items() if values}
 
 
 def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, difference: bool = False) -> Rate:
@@ -214,26 +232,30 @@ def _rate(rows: Sequence[Row], take: Callable[[Row], Sequence[Any]], *, differen
 
 
 def _tail(values: Sequence[float], small: bool) -> float:
-    """The 95th percentile towards the private image, which averages hide. `small`: smaller values are nearer to it."""
+    """The 95th percentile towards the private example, which averages hide. `small`: smaller values are nearer."""
     return float(np.quantile(values, 0.05 if small else 0.95))
 
 
 def _ranks(rows: Sequence[Row]) -> dict[str, float]:
-    """The median rank of the private image in its gallery, and what the median would be by chance."""
+    """The median rank of the private example in its gallery, and what the median would be by chance."""
     ranks = _numbers(row["scores"]["rank"] for row in rows)
     sizes = [size for row in rows for size in row["gallery_size"]]
     return {"median": float(median(ranks)), "by chance": (median(sizes) + 1) / 2} if ranks else {}
 
 
-def _against(rows: Sequence[Row]) -> list[float]:
-    """Per target: the mean PSNR minus that of the same attack on an unrelated update."""
+def _paired(rows: Sequence[Row], measure: Measure) -> Paired | None:
+    """Per target: the mean of a measure minus that of the same attack on an unrelated update. Shares in points."""
+    scale = measure.sign * (100 if measure.percent else 1)
     targets: dict[int, list[float]] = {}
     for row in rows:
-        blind = row["baselines"].get(UNRELATED, {}).get("psnr") or ()
-        pairs = zip(row["scores"]["psnr"], blind, strict=False)
-        differences = [value - other for value, other in pairs if value is not None and other is not None]
+        blind = row["baselines"].get(UNRELATED, {}).get(measure.name) or ()
+        pairs = zip(row["scores"][measure.name], blind, strict=False)
+        differences = [scale * (value - other) for value, other in pairs if value is not None and other is not None]
         targets.setdefault(row["target"], []).extend(differences)
-    return [fmean(differences) for differences in targets.values() if differences]
+    means = [fmean(differences) for differences in targets.values() if differences]
+    if measure.percent:
+        return paired(means, "points", 0)
+    return paired(means, measure.unit or measure.label, measure.digits)
 
 
 def _beyond(row: Row, hit: str) -> list[int]:

@@ -1,19 +1,7 @@
-"""The verdict, in words that can be defended.
+"""The verdict, in words that can be defended: `rule_of` says how they are reached.
 
-Rule. An image is recovered when SSIM > 0.5, PSNR > 18 dB and it is re-identified at rank 1 among other real images.
-Shares have 95 % intervals over targets (intervals.py): Jeffreys' or, if all targets agree, the exact binomial ones
-(Clopper and Pearson). What the same attack reaches on an unrelated update is subtracted. One attack against one defence
-
-leaks                 when at least half of the images are recovered, with the interval of the excess above zero;
-leaks in part         when any image is recovered, or re-identification at rank 1 exceeds both chance and the
-                      unrelated update's, by their intervals;
-is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
-is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
-
-A defence has the word of its strongest line (by word, then recovered share, then PSNR), whatever that attacker knew.
-"Not shown to leak" requires that every attack converged in its most informed form. The headline is the worst word of a
-defence, or of the undefended client if no defence was audited. A run whose positive control (undefended, one example,
-the first attack) stays below a median PSNR of 18 dB is void.
+Shares have 95 % intervals over targets (intervals.py). What the same attack reaches on an unrelated update is
+subtracted. One attack against one defence has the word of its line (ruling.py), a defence that of its strongest line.
 """
 
 from __future__ import annotations
@@ -31,10 +19,45 @@ from gradleak.audit.summary import Summary
 from gradleak.core.files import Row, finite
 from gradleak.scenario.forms import DEFENDED, AttackerForm
 from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.kinds import Image, Kind, Measure
 
-CONTROL_PSNR = 18.0
 TRIAL = "Quick run: shows that everything runs, nothing else."
-RULE = (__doc__ or "").partition("Rule. ")[2].strip()
+_RULE = """\
+{a} {one} is recovered when {rule} and it is re-identified at rank 1 among other real {many}.
+Shares have 95 % intervals over targets (intervals.py): Jeffreys' or, if all targets agree, the exact binomial ones
+(Clopper and Pearson). What the same attack reaches on an unrelated update is subtracted. One attack against one defence
+
+leaks                 when at least half of the {many} are recovered, with the interval of the excess above zero;
+leaks in part         when any {one} is recovered, or re-identification at rank 1 exceeds both chance and the
+                      unrelated update's, by their intervals;
+is not shown to leak  when neither holds although the attack converged on at least 80 % of the targets;
+is inconclusive       when neither holds and it diverged, did not converge, failed or was not run.
+
+A defence has the word of its strongest line (by word, then recovered share, then {label}), whatever that attacker knew.
+"Not shown to leak" requires that every attack converged in its most informed form. The headline is the worst word of a
+defence, or of the undefended client if no defence was audited. A run whose positive control (undefended, one example,
+the first attack) stays below a median {level} is void."""
+
+
+def rule_of(kind: Kind) -> str:
+    """How the words of a run are reached, for private data of this kind."""
+    measure, (one, many) = kind.headline, kind.noun
+    level = _reached(measure, needed_of(kind) + (f" {measure.unit}" if measure.unit else ""))
+    a = "An" if one[0] in "aeiou" else "A"
+    return _RULE.format(a=a, one=one, many=many, rule=kind.rule, label=measure.label, level=level)
+
+
+def needed_of(kind: Kind) -> str:
+    """What the positive control must reach, without its unit: 18, or 90%."""
+    return f"{kind.control:.0%}" if kind.headline.percent else f"{kind.control:g}"
+
+
+def _reached(measure: Measure, level: str) -> str:
+    """After "a median": PSNR of 18 dB, or of 90% columns right."""
+    return f"of {level} {measure.label}" if measure.percent else f"{measure.label} of {level}"
+
+
+RULE = rule_of(Image())
 
 
 @dataclass(frozen=True)
@@ -58,25 +81,35 @@ class Control:
     """The positive control. If it fails, the run shows nothing."""
 
     passed: bool
-    psnr: float  # median over its targets; NaN if there are none
+    value: float  # of the kind's first measure, median over its targets; NaN if there are none
     text: str
     cell: str
+    kind: Kind = Image()
+
+    @property
+    def level(self) -> str:
+        """What it reached, and what it needed: 31.0 dB; 18 are needed."""
+        unit = f" {self.kind.headline.unit}" if self.kind.headline.unit else ""
+        return f"{self.kind.headline.plain(self.value)}{unit}; {needed_of(self.kind)} are needed"
 
 
-def control_of(rows: Sequence[Row], cell: str) -> Control:
+def control_of(rows: Sequence[Row], cell: str, kind: Kind) -> Control:
     """The positive control of a run, from the rows of its cell."""
+    measure = kind.headline
     rows = [row for row in rows if row["cell"] == cell]
-    values = [value for row in rows if row["status"] == "done" for value in row["scores"]["psnr"] if value is not None]
+    scores = [row["scores"][measure.name] for row in rows if row["status"] == "done"]
+    values = [value for each in scores for value in each if value is not None]
     middle = median(values) if values else NAN
     setting = f"{rows[0]['attack'] if rows else 'the first attack'} on updates of one undefended example"
-    reached = f"{setting} reaches a median PSNR of {middle:.1f} dB, {CONTROL_PSNR:.0f} are needed"
-    if middle >= CONTROL_PSNR:
-        return Control(True, middle, f"Positive control passed: {reached}.", cell)
+    level = _reached(measure, measure.format(middle))
+    reached = f"{setting} reaches a median {level}, {needed_of(kind)} are needed"
+    if values and measure.sign * middle >= measure.sign * kind.control:
+        return Control(True, middle, f"Positive control passed: {reached}.", cell, kind)
     if values:
         fix = "Give the first attack more steps or restarts, or put one first that works on this model."
-        return Control(False, middle, f"Positive control failed: {reached}. The run shows nothing. {fix}", cell)
+        return Control(False, middle, f"Positive control failed: {reached}. The run shows nothing. {fix}", cell, kind)
     error = next((row["error"] for row in rows if row["status"] == "failed"), "it was not run")
-    return Control(False, middle, f"Positive control failed: {setting} gave no result ({error}).", cell)
+    return Control(False, middle, f"Positive control failed: {setting} gave no result ({error}).", cell, kind)
 
 
 def word_on(lines: Sequence[Summary], missing: int = 0) -> str:
@@ -92,14 +125,14 @@ def strongest_of(lines: Iterable[Summary]) -> Summary:
     return max(lines, key=lambda line: line.strength)
 
 
-def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
+def verdict_on(lines: Sequence[Summary], planned: int, kind: Kind) -> Verdict:
     """The verdict on one defence from its lines. `planned`: how many cells the plan has for it."""
-    missing = planned - sum(len(line.cells) for line in lines)
+    missing, rule = planned - sum(len(line.cells) for line in lines), rule_of(kind)
     word = word_on(lines, missing)
     if word in (LEAKS, PART):
-        return Verdict(word, _leak(strongest_of(lines)), because=str(strongest_of(lines).ruling))
+        return Verdict(word, _leak(strongest_of(lines)), rule, str(strongest_of(lines).ruling))
     if word == NOT_SHOWN:
-        return Verdict(word, _nothing(strongest_of(lines), lines), because=str(strongest_of(lines).ruling))
+        return Verdict(word, _nothing(strongest_of(lines), lines), rule, str(strongest_of(lines).ruling))
     reasons = [
         f"{line} failed ({line.errors[0]})"
         if line.errors
@@ -109,21 +142,20 @@ def verdict_on(lines: Sequence[Summary], planned: int) -> Verdict:
     ]
     if missing:
         reasons.append(f"{missing} of {planned} cells were not run")
-    text = f"No image was recovered, but that shows nothing: {'; '.join(reasons)}."
+    text = f"No {kind.noun[0]} was recovered, but that shows nothing: {'; '.join(reasons)}."
     because = f"{word}: no attack worked in every form that was planned ({'; '.join(reasons)})"
-    return Verdict(word, f"{text} More steps or restarts may change it.", because=because)
+    return Verdict(word, f"{text} More steps or restarts may change it.", rule, because)
 
 
 def overall(verdicts: Mapping[str, Verdict], control: Control) -> Verdict:
     """Void if the control failed, else the worst word of a defence or, without one, of the undefended client."""
+    rule = rule_of(control.kind)
     if not control.passed:
-        return Verdict(
-            VOID, control.text, because=f"{VOID}: the positive control failed, so nothing here shows anything"
-        )
+        return Verdict(VOID, control.text, rule, f"{VOID}: the positive control failed, so nothing here shows anything")
     defended = [verdict for name, verdict in verdicts.items() if name != "none"] or list(verdicts.values())
     worst = min(defended, key=lambda verdict: WORDS.index(verdict.word))
     lines = [f"{'Undefended' if name == 'none' else name}: {v.word}. {v.paragraph}" for name, v in verdicts.items()]
-    return Verdict(worst.word, "\n".join([*lines, control.text]), because=worst.because)
+    return Verdict(worst.word, "\n".join([*lines, control.text]), rule, worst.because)
 
 
 def _most_informed(lines: Iterable[Summary]) -> list[Summary]:
@@ -136,36 +168,39 @@ def _most_informed(lines: Iterable[Summary]) -> list[Summary]:
 
 def _leak(line: Summary) -> str:
     total = line.targets * line.seeds * line.examples
-    share = line.recovered
+    share, measure, (one, many) = line.recovered, line.kind.headline, line.kind.noun
     blind = f"{line.baseline['recovered']:.0%} from an unrelated update" if line.baseline else "no baseline was run"
+    middle, high, best = (values.get(measure.name) for values in (line.medians, line.tail, line.worst))
     text = (
-        f"{line} recovered {round(share.value * total)} of {total} images ({share.value:.0%}, 95 % interval "
-        f"{share.low:.0%} to {share.high:.0%}; {blind}). Median PSNR {line.medians['psnr']:.1f} dB, 95th percentile "
-        f"{line.tail.get('psnr', NAN):.1f} dB, clearest image {line.worst['psnr']:.1f} dB."
+        f"{line} recovered {round(share.value * total)} of {total} {many} ({share.value:.0%}, 95 % interval "
+        f"{share.low:.0%} to {share.high:.0%}; {blind}). Median {measure.stated(middle)}, 95th percentile "
+        f"{measure.format(high)}, clearest {one} {measure.format(best)}."
     )
     if line.paired is not None:
         text += f" {str(line.paired)[:1].upper()}{str(line.paired)[1:]}."
     if not share.value:
         rank = line.rates["rank1"].value
         text += (
-            f" The reconstruction still picks out the right image in {rank:.0%} of cases (chance {line.chance:.1%})."
+            f" The reconstruction still picks out the right {one} in {rank:.0%} of cases (chance {line.chance:.1%})."
         )
     if "labels" in line.means:
         text += f" Labels: {line.means['labels']:.0%} right."
     if line.certified is not None and line.certified.determined:
         proved = f"{line.certified.determined} of {line.certified.count} updates"
-        text += f" Proved, without the truth: {proved} fix every pixel; no other images nearby give the same update."
+        fixed = f"{proved} fix every {line.kind.entries}; no other {many} nearby give the same update"
+        text += f" Proved, without the truth: {fixed}."
     return text + _sample(line)
 
 
 def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
     attacks = len({line.attack for line in lines})
     bound = max(line.recovered.high for line in lines)
+    measure, (one, many) = nearest.kind.headline, nearest.kind.noun
     return (
-        f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no image of {nearest.targets} targets. The "
-        f"nearest is {nearest}: mean PSNR {nearest.means['psnr']:.1f} dB, clearest image {nearest.worst['psnr']:.1f} "
-        f"dB. So few targets do not exclude that {bound:.0%} of images can be recovered, and stronger attacks may "
-        f"exist.{_sample(nearest)}"
+        f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no {one} of {nearest.targets} targets. The "
+        f"nearest is {nearest}: mean {measure.stated(nearest.means[measure.name])}, clearest {one} "
+        f"{measure.format(nearest.worst[measure.name])}. So few targets do not exclude that {bound:.0%} of {many} can "
+        f"be recovered, and stronger attacks may exist.{_sample(nearest)}"
     )
 
 
@@ -197,8 +232,8 @@ def card_of(line: Summary, control: Control) -> dict[str, Any]:
             "worst case": line.worst,
             "labels": line.means.get("labels"),
             "no gradient": line.baseline,
-            "identifiability": certified and {"text": str(certified), **asdict(certified)},
-            "control": {"passed": control.passed, "psnr": control.psnr},
+            "identifiability": certified and certified.record(),
+            "control": {"passed": control.passed, control.kind.headline.name: control.value},
             "converged": line.converged,
             "diverged": line.diverged,
             "errors": list(line.errors),

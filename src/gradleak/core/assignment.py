@@ -65,16 +65,22 @@ def match(cost: Tensor) -> Tensor:
 
 
 def identification_rank(
-    found: Tensor, truth: Tensor, others: Tensor, *, distance: Distance = pairwise_mse
+    found: Tensor,
+    truth: Tensor,
+    others: Tensor,
+    *,
+    distance: Distance = pairwise_mse,
+    same: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rank of the true image, (N,), and size of the gallery, (N,): each reconstruction is looked up among real images.
 
     The gallery of image i is its truth and all `others` but copies of it. Rank 1 means re-identified; a random guess
     gets it with probability 1 / size. Ties count against the attack: an output equally far from all identifies nobody.
+    `same` says which pairs are copies, (N, M); None: those whose mean squared error is below 1e-12.
     """
     # The distances of aligned pairs: the diagonals of small blocks.
     blocks = zip(found.split(16), truth.split(16), strict=True)
     true = torch.cat([distance(a, b).diagonal() for a, b in blocks])
-    different = pairwise_mse(truth, others) >= 1e-12  # (N, M)
+    different = pairwise_mse(truth, others) >= 1e-12 if same is None else ~same(truth, others)  # (N, M)
     ahead = (distance(found, others) <= true[:, None]) & different.to(true.device)
     return 1 + ahead.sum(1), 1 + different.sum(1).to(true.device)

@@ -121,6 +121,8 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Mapping):  # an entry of a list
+        return f"{{{', '.join(f'{_key(key)} = {_toml(entry)}' for key, entry in value.items() if entry is not None)}}}"
     if isinstance(value, str):
         return json.dumps(value).replace("\x7f", "\\u007f")
     return repr(value)  # int and float: TOML spells them as Python does

@@ -257,14 +257,15 @@ class FreeField(_Unknown):
 
     The gradient of cross-entropy, and of squared error, is linear in them, so least squares finds a label as easily as
     a pixel; a softmax would have to reach infinity. Classes start at the mean of the label that was read off, where
-    one was, and equal shares; anything else starts in the middle of its bounds.
+    one was, and equal shares; anything else at random: a value that starts on the wrong side of the prediction has to
+    pass a gradient of zero, and only another restart finds it.
     """
 
     def start(self, scene: TargetView, draws: Draws) -> Tensor:
         classes, like = scene.task.fields[self.field].classes, scene.like
         if classes is None:
-            low, high = scene.extent(self.field)
-            return ((low + high) / 2).expand(self._relaxed(scene)).clone()
+            source = _own_stream(scene, draws, self.field)
+            return from_unit(scene, self.field, source.uniform(self._relaxed(scene), dtype=like.dtype))
         if self.field not in scene.fields:
             return torch.full(self._relaxed(scene), 1 / classes, device=like.device, dtype=like.dtype)
         label = one_hot(scene.fields[self.field], classes, like.dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gradleak.audit.verdict import CONTROL_PSNR, strongest_of
+from gradleak.audit.verdict import strongest_of
 from gradleak.report.grid import interval, number, percent, plural, tone
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def _facts(result: AuditResult) -> Iterator[Fact]:
     rest = "the others are lower bounds" if converged < every else "on at least 80 % of their targets"
     yield Fact("converged", f"{converged} of {plural(every, 'attack')}", rest)
     control = result.positive_control
-    level = f"{number(control.psnr)} dB; {CONTROL_PSNR:.0f} are needed"
-    yield Fact("positive control", "passed" if control.passed else "failed", level)
+    yield Fact("positive control", "passed" if control.passed else "failed", control.level)
 
 
 def _headline(summaries: Sequence[Summary]) -> Summary | None:

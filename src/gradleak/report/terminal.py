@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, TypeAlias
 
-from gradleak.audit.formats import OVERVIEW, Grid, entries, notes, overview, text_of
+from gradleak.audit.formats import Grid, about_overview, entries, notes, overview, text_of
 from gradleak.report.grid import plural
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def fitted(result: AuditResult, width: int | None) -> str:
         parts[0] += f"\n({left_out} more columns in a wider terminal, in a pipe and in the report)"
     if per_defence := overview(result.summaries):
         table = text_of(per_defence) if _width(per_defence) <= width else _listed(per_defence, width)
-        parts += [table, fill(OVERVIEW, width)]
+        parts += [table, fill(about_overview(result.summaries), width)]
     return "\n\n".join([*parts, *notes(result.summaries)])
 
 

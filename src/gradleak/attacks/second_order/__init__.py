@@ -208,7 +208,8 @@ class SecondOrder:
         # What no rule reads: as free numbers, in which least squares is linear.
         unread = missing_fields(task, fields.reads(task) | knows.given.keys() | {"x"})
         others = tuple(FreeField(name) for name in unread)
-        space: Space = JointSpace((Pixels(NOISY), FreeNoise())) if free else _joined(Pixels(GREY), others)
+        begin = NOISY if others else GREY
+        space: Space = JointSpace((Pixels(NOISY), FreeNoise())) if free else _joined(Pixels(begin), others)
         stage = Stage(space, Replay(order=order), match, (NaturalImage(),), dense)
         bare = replace(dense, homotopy=None, damping=1e-4)
         polish = replace(stage, priors=(), optimiser=bare)
@@ -235,7 +236,7 @@ class SecondOrder:
             refining = replace(dense, steps=REFINING, solved=SOLVED)
             smooth.insert(1, replace(stage, match=every, optimiser=refining))
         several = self.restarts or RESTARTS
-        ways = [] if bent else [self._attack(smooth, fields, several if free else None)]
+        ways = [] if bent else [self._attack(smooth, fields, several if free or others else None)]
         if chain:
             ways.append(self._attack([peeled], fields))
         if bent:

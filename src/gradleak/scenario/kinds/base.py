@@ -30,6 +30,7 @@ class Measure:
 
     higher     a larger value is nearer to the private example
     percent    a share, printed in per cent
+    column     tables have a column for it
     """
 
     name: str
@@ -38,14 +39,27 @@ class Measure:
     digits: int = 2
     higher: bool = True
     percent: bool = False
+    column: bool = True
 
-    def format(self, value: float | None) -> str:
-        """A value with its unit, such as 31.4 dB or 96 %."""
+    @property
+    def sign(self) -> int:
+        """A value times its sign is larger when it is nearer to the private example."""
+        return 1 if self.higher else -1
+
+    def plain(self, value: float | None) -> str:
+        """A value without its unit: 31.4, or 96%."""
         if value is None or value != value:
             return "-"
-        if self.percent:
-            return f"{value:.0%}"
-        return f"{value:.{self.digits}f}{f' {self.unit}' if self.unit else ''}"
+        return f"{value:.0%}" if self.percent else f"{value:.{self.digits}f}"
+
+    def format(self, value: float | None) -> str:
+        """A value with its unit: 31.4 dB, or 96%."""
+        text = self.plain(value)
+        return f"{text} {self.unit}" if self.unit and text != "-" else text
+
+    def stated(self, value: float | None) -> str:
+        """A value with its label: PSNR 31.4 dB, or 96% columns right."""
+        return f"{self.format(value)} {self.label}" if self.percent else f"{self.label} {self.format(value)}"
 
 
 @dataclass(frozen=True)
@@ -107,13 +121,14 @@ class Kind:
     name: ClassVar[str] = ""
     noun: ClassVar[tuple[str, str]] = ("example", "examples")
     entries: ClassVar[str] = "entry"  # what a certificate counts
+    pictures: ClassVar[bool] = False  # an example is a picture (channels, height, width)
     continuous: ClassVar[bool] = True
     soft: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = ()
     thresholds: ClassVar[tuple[Threshold, ...]] = ()
     needed: ClassVar[tuple[str, ...]] = ()  # thresholds that make an example recovered, together with rank 1
     control: ClassVar[float] = 0.0  # median of the first measure that the positive control needs
-    rule: ClassVar[str] = ""  # when an example is recovered, in words
+    rule: ClassVar[str] = ""  # ends "An example is recovered when ..."; rank 1 is asked besides
 
     # --- as text ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +180,7 @@ class Kind:
 
     def same(self, first: Tensor, second: Tensor) -> Tensor:
         """Which pairs are copies of each other, (n, m)."""
-        return pairwise_mse(flat(first).double(), flat(second).double()) < EXACT
+        return pairwise_mse(flat(precise(first)), flat(precise(second))) < EXACT
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
         """Every measure of matched pairs (N, ...), each (N,)."""

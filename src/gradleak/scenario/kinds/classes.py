@@ -27,7 +27,7 @@ class Category(Kind):
     thresholds: ClassVar = (_RIGHT,)
     needed: ClassVar = ("every entry",)
     control: ClassVar = 0.9
-    rule: ClassVar = "the right class"
+    rule: ClassVar = "its class is right"
 
     def relaxed(self, field: Field) -> tuple[int, ...]:
         assert field.classes is not None
@@ -71,7 +71,7 @@ class ClassMap(Category):
     measures: ClassVar = (Measure("right", "places right", percent=True), Measure("iou", "mean IoU"))
     thresholds: ClassVar = (Threshold("right>90%", "right", 0.9),)
     needed: ClassVar = ("right>90%",)
-    rule: ClassVar = "more than 90 % of the places right"
+    rule: ClassVar = "more than 90 % of its places are right"
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
         classes = 1 + max(int(found.max()), int(truth.max()))
@@ -108,7 +108,7 @@ class MultiLabel(Kind):
     thresholds: ClassVar = (_RIGHT,)
     needed: ClassVar = ("every entry",)
     control: ClassVar = 0.9
-    rule: ClassVar = "every label right"
+    rule: ClassVar = "every label is right"
 
     def decode(self, v: Tensor, field: Field) -> Tensor:
         return v.sigmoid()

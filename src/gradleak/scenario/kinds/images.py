@@ -22,10 +22,11 @@ class Image(Kind):
     name: ClassVar = "image"
     noun: ClassVar = ("image", "images")
     entries: ClassVar = "pixel"
+    pictures: ClassVar = True
     measures: ClassVar = (
         Measure("psnr", "PSNR", "dB", 1),
         Measure("ssim", "SSIM"),
-        Measure("mse", "MSE", digits=4, higher=False),
+        Measure("mse", "MSE", digits=4, higher=False, column=False),
     )
     thresholds: ClassVar = (
         Threshold("ssim>0.5", "ssim", 0.5),

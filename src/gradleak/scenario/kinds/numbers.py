@@ -61,7 +61,7 @@ class Vector(Numbers):
     thresholds: ClassVar = (Threshold("every entry", "right", 1.0, strict=False), Threshold("right>90%", "right", 0.9))
     needed: ClassVar = ("every entry",)
     control: ClassVar = 0.9
-    rule: ClassVar = "every entry within 0.319 standard deviations"
+    rule: ClassVar = "every entry is within 0.319 standard deviations"
 
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
         pairs = list(zip(true.flatten().tolist(), found.flatten().tolist(), strict=True))[:SHOWN]
@@ -92,7 +92,7 @@ class Series(Numbers):
     thresholds: ClassVar = (Threshold("correlation>0.9", "correlation", 0.9),)
     needed: ClassVar = ("correlation>0.9",)
     control: ClassVar = 0.9
-    rule: ClassVar = "correlation above 0.9"
+    rule: ClassVar = "its correlation is above 0.9"
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (-2,) if self.time_first and len(shape) > 1 else (-1,)

@@ -44,7 +44,7 @@ class Tokens(Kind):
     )
     needed: ClassVar = ("every token",)
     control: ClassVar = 0.9
-    rule: ClassVar = "every token in its place"
+    rule: ClassVar = "every token is in its place"
 
     def settings(self) -> dict[str, object]:
         return {name: value for name, value in super().settings().items() if value is not None and name != "words"}
