@@ -140,6 +140,12 @@ def two_inputs() -> Victim:
     return Victim(task, batch)
 
 
+@entry("two-inputs-tuple")
+def two_inputs_tuple() -> Victim:
+    batch = ((images(), torch.randn(COUNT, 3)), classes(4))
+    return Victim(gl.Task.supervised(others.ImageAndMeta(3), F.cross_entropy, like=batch), batch)
+
+
 @entry("autoencoder")
 def autoencoder() -> Victim:
     batch = {"x": images(8)}
