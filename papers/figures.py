@@ -176,6 +176,12 @@ def _nl_sme(reference: Mapping[str, Any]) -> Iterator[Printed]:
         yield from _psnr(f"ablation {data}", methods, (row, "cells"))
 
 
+def _tableak(reference: Mapping[str, Any]) -> Iterator[Printed]:
+    for place, entry in reference.items():
+        steps = ("paper's settings", "cells", "tableak, pooled", "right")
+        yield Printed(f"{place}: share of features", entry["right"], steps)
+
+
 def _tip(reference: Mapping[str, Any]) -> Iterator[Printed]:
     for data, attacks in reference["attacks"].items():
         for attack, defences in attacks.items():
@@ -236,6 +242,7 @@ PRINTED: dict[str, Callable[[Mapping[str, Any]], Iterable[Printed]]] = {
     "ilrg": _ilrg,
     "nl_sme": _nl_sme,
     "secadam": _secadam,
+    "tableak": _tableak,
     "tip": _tip,
 }
 

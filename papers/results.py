@@ -123,6 +123,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "secadam, gradients": ("cells *a", "no update *f"),
     "secadam, inversion": ("cells *d", "no update *f"),
     "secadam": ("cells *d",),
+    "tableak": ("cells *a",),
     "tip": ("f=A0,A1,A2,A0' *d", "defences *d", "channels_found", "*d"),
 }
 SILENT = ("cells", "points", "methods")

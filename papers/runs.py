@@ -219,6 +219,14 @@ PAPERS: dict[str, Paper] = {
             ("cifar10-mini",),
         ),
     ),
+    "tableak": Paper(
+        "TabLeak: tabular data leakage (Vero, Balunovic, Dimitrov, Vechev, ICML 2023)",
+        smoke=Scale(
+            ("--batches 2 --steps 20 --only '^breast-cancer 100, 8 rows, untrained, one step, labels known$'",), "5 s"
+        ),
+        small=Scale(("--only '^breast-cancer 100, .* one step'",), "two minutes"),
+        paper=Scale(("--only .",), "two CPU cores, about 15 minutes; adult.data in GRADLEAK_DATA"),
+    ),
     "tip": Paper(
         "TIP: targeted interpretable perturbation (Wang and Su, arXiv 2602.11633)",
         smoke=Scale(

@@ -89,11 +89,13 @@ def tiny(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.f
     return gl.Task.supervised(network(norm=norm, seed=seed, dtype=dtype), cross_entropy, like=like, **settings)
 
 
-def perceptron(*, seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> gl.Task:
-    """Two biased linear layers: a task that every registered attack applies to, the closed form included."""
+def perceptron(
+    *, seed: int = 0, dtype: torch.dtype = torch.float64, activation: type[nn.Module] = nn.Sigmoid, **settings: Any
+) -> gl.Task:
+    """Two biased linear layers: a task that nearly every registered attack applies to; `spear` with a ReLU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 24), nn.Sigmoid(), nn.Linear(24, CLASSES)).to(dtype)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 24), activation(), nn.Linear(24, CLASSES)).to(dtype)
     like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
     return gl.Task.supervised(model, cross_entropy, like=like, **settings)
 

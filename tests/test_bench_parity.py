@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gradleak as gl
 from conftest import CLASSES, perceptron, private, short
@@ -33,9 +34,9 @@ CLOSE = {"second-order": 1e-6}  # relative; else 1e-8
 World = tuple[gl.Task, list[Observation], Knowledge]
 
 
-def classifier() -> World:
+def classifier(activation: type[nn.Module] = nn.Sigmoid) -> World:
     """Two targets of one example each, as in every world here."""
-    task = perceptron()
+    task = perceptron(activation=activation)
     seen = [gl.observe(task, private(1, seed=seed), TRAINING, key=f"t{seed}") for seed in range(2)]
     return task, seen, Knowledge(training=TRAINING)
 
@@ -53,7 +54,7 @@ def denoiser(task: gl.Task) -> World:
     return task, seen, Knowledge(training=DIFFUSION, generator=task.model, given=given)
 
 
-WORLDS = (classifier, with_generator, lambda: denoiser(toy()), lambda: denoiser(net()))
+WORLDS = (classifier, lambda: classifier(nn.ReLU), with_generator, lambda: denoiser(toy()), lambda: denoiser(net()))
 
 
 def case(name: str) -> World:

@@ -46,6 +46,8 @@ from test_defences_table import made
 from test_latent import Toy
 from test_spans import net
 from test_steps import Small, drawn, toy
+from test_tableak import rows as table_rows
+from test_tableak import task as tabular
 
 SOURCE = Path(gl.__file__).parent
 FORBIDDEN = {f"gradleak.{name}" for name in ("metrics", "federation", "data", "audit", "results")}
@@ -210,6 +212,7 @@ RECIPES = {
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
+TABULAR = ("tableak",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +247,12 @@ class World:
         task = net() if name == "span-dm" else toy()  # which needs a lower level
         return World(task, drawn(30), drawn(60, seed=9), Knowledge(training=TRAINING, generator=Small(seed=1)))
 
+    @staticmethod
+    def tabular(training: LocalTraining = TRAINING, dtype: torch.dtype = torch.float64, examples: int = 2) -> World:
+        batch, other = table_rows(examples), table_rows(examples, seed=99)
+        batch["x"], other["x"], other["y"] = batch["x"].to(dtype), other["x"].to(dtype), batch["y"] + 1
+        return World(tabular(24, CLASSES, dtype), batch, other, Knowledge(training=training))
+
     def granting(self, attack: gl.Attack) -> World:
         """With what the attack needs, copied: known steps and noise are not swapped with the client's."""
         given = {name: self.batch[name].clone() for name in attack.needs & self.batch.keys()}
@@ -251,9 +260,17 @@ class World:
         return replace(self, knows=replace(self.knows, given=given, generator=generator or self.knows.generator))
 
 
+def classifier_for(name: str, dtype: torch.dtype = torch.float64) -> gl.Task:
+    """The perceptron that this attack applies to."""
+    return perceptron(dtype=dtype, activation=nn.ReLU if name == "spear" else nn.Sigmoid)
+
+
 def world_of(name: str, training: LocalTraining = TRAINING) -> World:
     """Where this attack applies. One that needs more than there is here is no reason to skip: give it a world."""
-    made = World.denoising(name) if name in DENOISING else World.classifying(training)
+    if name in DENOISING:
+        made = World.denoising(name)
+    else:
+        made = World.tabular(training) if name in TABULAR else World.classifying(training, classifier_for(name))
     return made.granting(short(name))
 
 
@@ -332,7 +349,12 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-CASES = [(name, recipe) for name in NAMES for recipe in (RECIPES if name not in DENOISING else ["one step"])]
+GRADIENTS = {"spear": ("one step", "epochs")}  # it refuses what Adam makes of a gradient
+CASES = [
+    (name, recipe)
+    for name in NAMES
+    for recipe in (("one step",) if name in DENOISING else GRADIENTS.get(name, tuple(RECIPES)))
+]
 
 
 @pytest.mark.parametrize(("name", "recipe"), CASES)
@@ -634,7 +656,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 # A linear layer must see the input; and a population in a vmap of its own is refused by BatchNorm in training mode.
-WITHOUT_NORM = (*DENOISING, "analytic", "ggl")
+WITHOUT_NORM = (*DENOISING, *TABULAR, "analytic", "spear", "ggl")
 CHANGED = [(name, norm) for name in NAMES for norm in ([None] if name in WITHOUT_NORM else [None, "train"])]
 
 
@@ -645,8 +667,10 @@ def test_no_attack_changes_what_it_is_given(name: str, norm: str | None) -> None
     if name in DENOISING:
         world = World.denoising(name).granting(attack)
     else:
-        task = tiny(norm=norm, dtype=torch.float32) if norm else perceptron(dtype=torch.float32)
-        world = World.classifying(task=task).granting(attack)
+        task = tiny(norm=norm, dtype=torch.float32) if norm else classifier_for(name, torch.float32)
+        rows = name in TABULAR
+        world = World.tabular(dtype=torch.float32) if rows else World.classifying(task=task)
+        world = world.granting(attack)
         world.knows.given["y"] = torch.tensor([1, 2])
     task, seen, knows = world.task, world.seen(), world.knows
     held = [{f.name: copy.deepcopy(getattr(seen, f.name)) for f in fields(seen)}, copy.deepcopy(knows.given)]
@@ -665,7 +689,9 @@ def test_a_result_shares_no_memory_with_the_observation(name: str) -> None:
     if name in DENOISING:
         world = World.denoising(name).granting(attack)
     else:
-        world = World.classifying(task=perceptron(dtype=torch.float32), examples=1).granting(attack)
+        task, rows = classifier_for(name, torch.float32), name in TABULAR
+        world = World.tabular(dtype=torch.float32, examples=1) if rows else World.classifying(task=task, examples=1)
+        world = world.granting(attack)
         world.knows.given["y"] = torch.tensor([1])
     seen, knows = world.seen(), world.knows
     found = attack.run(world.task, seen, knows, engine=Engine(device="cpu"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -249,6 +251,14 @@ def test_files_that_cannot_be_read_as_a_table(
         load(write(tmp_path, content), **options)
 
 
+def test_any_text_is_read_or_refused(tmp_path: Path) -> None:
+    draw, letters = random.Random(0), "ab1,;\t\"\n\r .-?e\\'é\x0b\u2028"
+    for _ in range(300):
+        path = write(tmp_path, "".join(draw.choices(letters, k=draw.randint(0, 60))))
+        with contextlib.suppress(DataError):
+            load(path)
+
+
 def test_a_column_spec(tmp_path: Path) -> None:
     path = write(tmp_path, "id,zip,grade,y\n1,01234,1,0\n2,01235,2,1\n3,01234,3,0\n4,01235,1,1\n")
     for columns in ("id:drop, zip:category,grade:number", {"id": "drop", "zip": "category"}):
@@ -314,6 +324,20 @@ def test_a_broken_parquet_file(tmp_path: Path, content: bytes) -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match="not a readable Parquet file"):
         load(write(tmp_path, content, "broken.parquet"))
+
+
+def test_any_damage_to_a_parquet_file_is_refused_or_harmless(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "people.parquet"
+    parquet.write_table(pyarrow.table({"city": ["é", "Rome"], "y": [0, 1]}), path)
+    whole, draw = path.read_bytes(), random.Random(0)
+    for place in draw.sample(range(len(whole)), 200):
+        path.write_bytes(whole[:place] + bytes([draw.randrange(256)]) + whole[place + 1 :])
+        with contextlib.suppress(DataError):
+            load(path)
+    path.write_bytes(whole.replace("é".encode(), b"\xc3("))
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        load(path)
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,6 +460,9 @@ def test_a_split_of_numbers_and_text_is_a_table() -> None:
     assert records.decoded(records.x)["city"][:3] == ["Rome", "Oslo", "?"]
     assert data.from_huggingface(table_split(), label="age", classes="regression").classes is None
     assert len(data.from_huggingface(table_split(), columns="city:drop", limit=4)) == 4
+    secret = Split(table_split().features, [{**row, "label": -1} for row in table_split().rows])
+    with pytest.raises(DataError, match="lacks 9 of 9 values"):
+        data.from_huggingface(secret)
     with pytest.raises(DataError, match="no column 'agee'"):
         data.from_huggingface(table_split(), target="agee")
 
@@ -466,6 +493,7 @@ def test_audits_take_loaders_splits_and_dicts() -> None:
     forms = {
         "loader of dicts": DataLoader(items, batch_size=2, shuffle=True),
         "loader of tuples": DataLoader(TensorDataset(items.x, items.y), shuffle=True),
+        "loader that makes no batches": DataLoader(items, batch_size=None),
         "dataset of dicts": items,
         "dict": {"pixel_values": items.x, "labels": items.y},
     }
@@ -621,6 +649,8 @@ def test_train_on_a_table_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monkey
         (("--data", "games.csv", "--bounds", "wide"), "--bounds must be yes"),
         (("--data", "games.csv", "--size", "8"), "--size"),
         (("--data", "digits", "--target", "won"), "is for tables"),
+        (("--data", "digits", "--classes", "regression"), "is for tables"),
+        (("--data", "digits", "--bounds", "yes"), "is for tables"),
         (("--data", "digits", "--classes", "3"), "10 classes, more than classes=3"),
         (("--data", "table.py:data", "--classes", "3"), "made in Python"),
         (("--data", "nothing.csv"), "no file or folder nothing.csv"),

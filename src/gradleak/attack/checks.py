@@ -10,6 +10,7 @@ stuck                the match fell at the start and by less than 1 % after that
 at the noise         the match fell to the level of the noise that the defence adds     note
 not converged        the second half of the steps still lowered the match by over 10 %,
                      or there were fewer than 50 steps                                  warning
+not all found        a closed form says which examples are certain, and not all are    warning
 restarts disagree    no other restart looks like the chosen one                         warning
 zero update          the update is zero everywhere                                      error
 constant update      every tensor of the update holds one value only                    error
@@ -131,6 +132,8 @@ def _target(reconstruction: Reconstruction, target: int) -> Iterator[Check]:
         )
     elif reconstruction.certificates is None or not reconstruction.certificates[target].solved:
         yield from _fall(curve, end, reconstruction.evaluations, target)
+    if "certain" in reconstruction.unknowns:
+        yield from _certainty(reconstruction.unknowns["certain"][target, chosen], target)
     if reconstruction.candidates.get("x") is not None and diverged.shape[0] > 1:
         yield from _agreement(reconstruction, target, chosen)
 
@@ -185,6 +188,19 @@ def _fall(curve: Tensor, end: float, steps: int, target: int) -> Iterator[Check]
             "warning",
             f"the second half of the steps still lowered the match by {(late - end) / late:.0%}",
             "more steps: the result is a lower bound of what leaks",
+            target,
+        )
+
+
+def _certainty(certain: Tensor, target: int) -> Iterator[Check]:
+    """From a closed form's own word on each example, 1 or 0, padded with NaN."""
+    examples, sure = int(certain.isfinite().sum()), int((certain == 1).sum())
+    if sure < examples:
+        yield Check(
+            "not all found",
+            "warning",
+            f"{sure} of {examples} examples are certain; the others are approximate, or were not found and are blank",
+            "more waves or another attack; after several local steps the examples may be exact all the same",
             target,
         )
 

@@ -72,7 +72,7 @@ class Analytic:
         try:
             input_layer(task)
         except TaskError as problem:
-            return str(problem)
+            return str(problem).removesuffix(".")
         return ""
 
     def run(
@@ -129,8 +129,11 @@ class Analytic:
         return images.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
 
 
-def input_layer(task: Task) -> str:
-    """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example."""
+def input_layer(task: Task, attack: str = "analytic") -> str:
+    """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example.
+
+    attack   who needs it: the name in the error where there is none
+    """
     modules, weights = dict(task.model.named_modules()), task.weights()
     entries = math.prod(task.fields["x"].shape)
     linear = [
@@ -146,7 +149,7 @@ def input_layer(task: Task) -> str:
             return prefix
     first = next((module for module in modules.values() if any(True for _ in module.parameters(recurse=False))), None)
     raise TaskError(
-        "'analytic' needs a trained nn.Linear with a bias that sees the flattened input before any other layer; this "
+        f"{attack!r} needs a trained nn.Linear with a bias that sees the flattened input before any other layer; this "
         f"model begins with {first}. Use an attack that optimises, such as 'ig' or 'idlg'. If the model normalises its "
         "input itself, do that before the model and pass mean= and std= to Task.supervised."
     )

@@ -139,7 +139,8 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset):
         data = from_loader(data, names=tuple(fields), own=task.own_names)
     elif isinstance(data, DataLoader):  # by rows: a loader may shuffle, and targets are the same in every run
-        return Read(data.dataset, fields, like, data.collate_fn, task.own_names)
+        collate = None if data.batch_sampler is None else data.collate_fn
+        return Read(data.dataset, fields, like, collate, task.own_names)
     elif is_huggingface(data):
         data = from_huggingface(data)
     if isinstance(data, Images):
@@ -463,12 +464,14 @@ class PrivateSide:
     def _pool(self, federation: Federation, truth: Batch) -> Examples:
         rows, size = self.rest([federation]), _size(federation)
         wanted = [name for name in self.task.fields if name not in self.task.drawn]
-        batch = {} if self.given_gallery is None else self.given_gallery.batch(torch.arange(len(self.given_gallery)))
-        # All data are targets: use the gallery. Its classes may differ, so draw labels.
-        label = self.task.fields.get("y")
+        rest = Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
+        if len(rows) >= size or self.given_gallery is None:
+            return rest
+        # All data are targets: use the gallery without copies of them. Its classes may differ, so draw labels.
+        batch, label = self.given_gallery.batch(torch.arange(len(self.given_gallery))), self.task.fields.get("y")
         drawn = {"y"} if label is not None and isinstance(label.kind, Category) and not label.shape else set()
-        if len(rows) >= size or not set(wanted) - drawn <= batch.keys():
-            return Stored(self.data.batch(rows[: self.unrelated * size]) if len(rows) else {"x": rows})
+        if not set(wanted) - drawn <= batch.keys():
+            return rest
         apart = ~self._copies(batch["x"], truth["x"].flatten(0, 1))
         others = {name: batch[name][apart] for name in wanted if name not in drawn}
         if drawn and label is not None:

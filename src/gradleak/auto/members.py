@@ -80,6 +80,18 @@ _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 
 MEMBERS: tuple[Member, ...] = (
     Member("analytic", lambda case: case.numeric and case.single and case.linear_first, _any(), forms=()),
+    Member(
+        "spear",
+        lambda case: case.relu_first and case.gradients and not case.signs and (case.steps or 1) <= 100,
+        _of({"waves": 4}, {}, {"waves": 60}),
+        forms=(),
+    ),
+    # Rows of a table.
+    Member(
+        "tableak",
+        lambda case: case.table and (case.steps or 1) <= 8,
+        _of({"steps": 300, "restarts": 4}, {"steps": 600, "restarts": 10}, {}),
+    ),
     # Least squares, wherever a replay can follow the client.
     Member(
         "second-order",

@@ -12,6 +12,7 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
+from gradleak.attacks.spear.layers import relu_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
@@ -20,7 +21,9 @@ from gradleak.scenario.client import Order
 from gradleak.scenario.defence import OnlyVisible
 from gradleak.scenario.fit import fits
 from gradleak.scenario.forms import AttackerForm, hides_entries
+from gradleak.scenario.kinds import Table
 from gradleak.scenario.observation import Knowledge, Track
+from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Task, TaskError
 
 NEARLY, MOSTLY = 0.01, 0.9  # signs: nine in ten entries have nearly the same size, which those of a gradient never do
@@ -49,6 +52,11 @@ class Case:
         """Are examples numbers that a gradient moves (images, series, tables), and no denoiser's?"""
         return "x" in self.task.fields and self.task.fields["x"].continuous and not self.denoiser
 
+    @property
+    def table(self) -> bool:
+        """Are examples rows of a table, with labels?"""
+        return {"x", "y"} <= self.task.fields.keys() and isinstance(self.task.fields["x"].kind, Table)
+
     @cached_property
     def smooth(self) -> bool:
         return not kinked(self.task)
@@ -66,6 +74,20 @@ class Case:
         except TaskError:
             return False
         return True
+
+    @cached_property
+    def relu_first(self) -> bool:
+        """Does a biased linear layer see the input itself, and a ReLU its output?"""
+        try:
+            relu_layer(self.task)
+        except TaskError:
+            return False
+        return True
+
+    @property
+    def gradients(self) -> bool:
+        """May the update be a sum of gradients, as SGD makes it?"""
+        return self.knows.training is None or isinstance(self.knows.training.optimiser, SGD)
 
     @property
     def steps(self) -> int | None:

@@ -1,4 +1,4 @@
-"""`gradleak list` and `gradleak data`: names of methods and of images."""
+"""`gradleak list` and `gradleak data`: names of methods and of data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOOKS = {"initial": "before training", "broadcast": "broadcast", "gradient": "lo
 HOOKS |= {"aggregate": "server"}
 """The methods of a Defence, and where they act."""
 
-app = typer.Typer(no_args_is_help=True, help="Real images: what there is, and how to get the full sets.")
+app = typer.Typer(no_args_is_help=True, help="Real images and tables: what there is, and how to get the full sets.")
 
 
 def _kinds() -> list[str]:
@@ -42,7 +42,9 @@ def list_methods(
     if not kind:
         for plural, singular in KINDS.items():
             typer.echo(f"{plural + ':':15}{', '.join(entry.name for entry in entries(singular)) or 'none'}")
-        typer.echo("\nMore about each: gradleak list attacks, gradleak list defences, ...; images: gradleak list data")
+        typer.echo(
+            "\nMore about each: gradleak list attacks, gradleak list defences, ...; data: gradleak list data"
+        )
         return
     if kind == "data":
         list_data(pattern)

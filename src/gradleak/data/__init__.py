@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +155,10 @@ def load(
             raise DataError(f"{name} is a table; size (--size) is for images.")
         raw, source = _raw_table(name, path, table)
         return _limited(encode(raw, table, source, split), split, limit)
-    stated = [option for option in ("target", "columns") if getattr(table, option)]
-    if stated:
-        raise DataError(f"{stated[0]} (--{stated[0]}) is for tables (.csv, .parquet); {name} is none.")
     images = _load_images(name, split, size, limit)
+    stated = [each.name for each in fields(TableSpec) if getattr(table, each.name) != each.default]
+    if stated and stated != ["classes"] or table.regression:
+        raise DataError(f"{stated[0]} (--{stated[0]}) is for tables (.csv, .parquet); {name} holds images.")
     return images if table.count is None else _with_classes(images, table.count)
 
 

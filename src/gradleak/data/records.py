@@ -307,7 +307,7 @@ def _number(name: str, cells: Cells, spec: TableSpec, known: tuple[str, ...], pl
     """A column of numbers, standardised."""
     values = _numbers(cells)
     if values is None:
-        row = next(row for row, text in enumerate(cells) if _parsed(str(text)) is None) + 1
+        row = next(row for row, text in enumerate(cells) if parsed(str(text)) is None) + 1
         raise DataError(f"{place} should hold numbers, but row {row} is none. Make it a category, or drop it.")
     absent = int(np.isnan(values).sum())
     if absent:
@@ -358,7 +358,7 @@ _KINDS = (*_ENCODERS, "drop")
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def _parsed(text: str) -> float | None:
+def parsed(text: str) -> float | None:
     """The number that a cell spells, NaN for a missing one; None: no number."""
     if text in MISSING:
         return math.nan
@@ -374,7 +374,7 @@ def _numbers(cells: Cells) -> NDArray[np.float64] | None:
         return cells
     values: list[float] = []
     for text in cells:
-        value = _parsed(text)
+        value = parsed(text)
         if value is None:
             return None
         values.append(value)
@@ -391,7 +391,7 @@ def _text(cells: Cells) -> list[str]:
 def _distinct(texts: Sequence[str]) -> tuple[str, ...]:
     """The different texts: by value if they are numbers, else in alphabetical order."""
     names = list(Counter(texts))
-    values = {name: _parsed(name) for name in names}
+    values = {name: parsed(name) for name in names}
     if any(value is None or math.isnan(value) for value in values.values()):
         return tuple(sorted(names))
     return tuple(sorted(names, key=lambda name: (values[name], name)))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from gradleak.data.fetch import DataError, cache_folder
-from gradleak.data.records import Cells, RawTable
+from gradleak.data.records import Cells, RawTable, parsed
 from gradleak.data.sources import in_package, pack_folder
 
 DELIMITERS = ",;\t"
@@ -52,7 +52,7 @@ def open_csv(path: Path, names: Sequence[str] = ()) -> RawTable:
     if not rows:
         raise DataError(f"{path} is empty. Give a line of column names, then a line for each row.")
     if not names:
-        header = not all(map(_is_number, rows[0]))
+        header = any(parsed(cell) is None for cell in rows[0])
         names = [cell or f"column{place}" for place, cell in enumerate(rows[0] if header else [""] * len(rows[0]), 1)]
         rows = rows[header:]
     return _checked(names, list(zip(*rows, strict=True)) if rows else [()] * len(names), path)
@@ -66,14 +66,6 @@ def _decoded(content: bytes, path: Path) -> str:
     if "\0" in text:
         raise DataError(f"{path} holds zero bytes, so it is no text. Save it as CSV in UTF-8.")
     return text
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _checked(names: Sequence[str], columns: Sequence[Sequence[str]], path: Path) -> RawTable:
@@ -107,7 +99,9 @@ def open_parquet(path: Path, dropped: Collection[str] = ()) -> RawTable:
             name: [] if name in dropped else column_cells(table[name].to_pylist(), f"{path}: column {name!r}")
             for name in table.column_names
         }
-    except (pyarrow.ArrowException, OSError) as problem:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as problem:  # also text that is no UTF-8
         reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise DataError(f"{path} is not a readable Parquet file: {reason} Write it again.") from None
     if not cells:
@@ -144,7 +138,8 @@ def open_huggingface(dataset: Any, label: str | None, source: str, dropped: Coll
         values = [value.item() if hasattr(value, "item") else value for value in dataset[name]]
         if type(feature).__name__ == "ClassLabel":
             categories[name] = tuple(feature.names)
-            values = [None if value is None else feature.names[value] for value in values]
+            # Splits whose labels are secret have -1.
+            values = [None if value is None or value < 0 else feature.names[value] for value in values]
         columns[name] = column_cells(values, f"{source}: column {name!r}")
     target = label or (next(iter(categories)) if len(categories) == 1 else "")
     return RawTable(columns, target, categories)
