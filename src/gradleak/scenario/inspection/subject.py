@@ -197,16 +197,17 @@ class Subject:
         # One example is enough, and half the work, unless BatchNorm in training mode needs two.
         blank = self.blank if any(norm.training for norm in batch_norms(task.model)) else task.blank(1)
         unknown = {name: blank[name] for name in continuous(task)}
+        others = {name: value for name, value in blank.items() if name not in unknown}  # each lane has its own
 
-        def match(guess: Batch, buffers: tree.Params) -> Tensor:
-            return tree.squared_norm(task.gradient(weights, {**blank, **guess}, buffers))
+        def match(guess: Batch, others: Batch, buffers: tree.Params) -> Tensor:
+            return tree.squared_norm(task.gradient(weights, {**others, **guess}, buffers))
 
         try:
             if not batched:
-                return tree.flatten(grad(match)(unknown, buffers))
+                return tree.flatten(grad(match)(unknown, others, buffers))
             twice = lambda value: torch.stack([value, value])  # noqa: E731
             apart = {name: torch.stack([value, value * 0.9]) for name, value in unknown.items()}
-            return tree.flatten(vmap(grad(match))(apart, tree.map(twice, buffers)))
+            return tree.flatten(vmap(grad(match))(apart, tree.map(twice, others), tree.map(twice, buffers)))
         except Exception as problem:  # as above: what is raised here is the finding
             return Failed(first_line(problem))
 
