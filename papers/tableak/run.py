@@ -166,8 +166,8 @@ def measure(row: Row, options: Any) -> dict[str, Any]:
     others = torch.randint(len(train), (count, row.examples), generator=draw)
     kind, reference = train.kind, train.kind.comparable(train.x, train.field)
     guess = kind.guesses(x[0].double(), reference)["marginal modes"]
-    cells["marginal modes"] = scores(test, guess.expand(count, -1, -1), x)
-    cells["other rows"] = scores(test, train.x[others], x)
+    guesses = {"marginal modes": guess.expand(count, -1, -1), "other rows": train.x[others]}
+    cells |= {name: scores(test, rows, x) for name, rows in guesses.items() if re.search(options.attacks, name)}
     return {"targets": count, "test_accuracy": accuracy, "cells": cells}
 
 

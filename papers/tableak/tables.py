@@ -23,12 +23,21 @@ def tables(at: Results) -> Tables:
 
     def lines(data: str, apart: str, width: int = 100) -> Iterator[Sequence[str]]:
         sorts = "categories / numbers" if apart == APART else "numbers"
-        yield ["client", "n", "TabLeak", sorts, "spear, then TabLeak", "marginal modes", "other rows"]
+        yield [
+            "client",
+            "n",
+            "TabLeak",
+            sorts,
+            "`spear` (n)",
+            "spear, then TabLeak (n)",
+            "marginal modes",
+            "other rows",
+        ]
         for name, row in settings(data, width):
-            after = at(SHORT, "cpu-exact", row, "spear, then tableak")
+            exact = [at(SHORT + " ({right:n})", "cpu-exact", row, each) for each in ("spear", "spear, then tableak")]
             ours = [at("{right:n}", "cpu", row, "tableak"), at(COLUMNS, "cpu", row, "tableak")]
             guesses = [at(SHORT, "cpu", row, name) for name in ("marginal modes", "other rows")]
-            yield [name, *ours, at(apart, "cpu", row, "tableak"), after, *guesses]
+            yield [name, *ours, at(apart, "cpu", row, "tableak"), *exact, *guesses]
 
     def paper() -> Iterator[Sequence[str]]:
         printed = at.reference["adult, 8 rows, labels known"]

@@ -207,7 +207,11 @@ def _certainty(certain: Tensor, target: int) -> Iterator[Check]:
 
 def _agreement(reconstruction: Reconstruction, target: int, chosen: int) -> Iterator[Check]:
     examples = reconstruction.examples[target]
-    pictures = reconstruction.fields["x"].unit(reconstruction.candidates["x"][target, :, :examples]).clamp(0, 1)
+    field = reconstruction.fields["x"]
+    if not field.continuous:
+        return
+    pictures = field.relative(reconstruction.candidates["x"][target, :, :examples])
+    pictures = pictures.clamp(0, 1) if field.bounded else pictures
     ours = pictures[chosen].flatten(1).double()  # (B, pixels)
     distances = []
     for restart, other in enumerate(pictures.flatten(2).double()):

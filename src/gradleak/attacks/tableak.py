@@ -166,6 +166,22 @@ def uncertainty(table: Table, rows: Tensor) -> Tensor:
     return torch.stack(each, -1)
 
 
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """The match of candidates: scored(x, y) of rows (targets, candidates, examples, width) is (targets, candidates)."""
+
+    task: Task
+    targets: list[Track]
+    knows: Knowledge
+    engine: Engine
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        known = replace(self.knows, given={**self.knows.given, "y": y})
+        attack = Composed("tableak", (Stage(Pixels(), Replay(), Cosine(), (), Still()),), Nothing())
+        run = lambda rows: attack.run(self.task, self.targets, known, engine=self.engine, begin={"x": rows})  # noqa: E731
+        return torch.cat([run(rows).match for rows in x.unbind(1)], dim=1)
+
+
 # --- the attack -------------------------------------------------------------------------------------------------------
 
 
@@ -204,8 +220,7 @@ def tableak(settings: TabLeakSettings) -> Attack:
     the same for all restarts. `settings["uncertainty"]` has its mean for each column by name.
 
     answer   "match": the best restart, or the pooled batch if that matches better. "pooled": always the pooled batch,
-             as in the paper. On Adult the first has more rows and columns right where the search arrives (8 rows), the
-             second slightly more columns where it does not (32 rows, trained networks)
+             as in the paper. papers/tableak has both
     exact    run `spear` first, if it applies, with at most so many `waves`; the paper has no such step
     widest   bounds further apart than this many standard deviations get no sigmoid: a heavy tail leaves the bulk of a
              column in a corner of it. Numbers without finite bounds never have one
@@ -272,7 +287,11 @@ class TabLeak:
         stage = Stage(SoftRows(layout), Replay(), Cosine(), (), SignedAdam(lr=self.options.lr, steps=steps))
         search = self.options.attack(self.name, stage)
         soft = search.run(task, targets, knows, seed, engine=engine, progress=progress, begin=begin)
-        result = self._pooled(soft, table, task, targets, knows, engine)
+        scored = Scored(task, targets, knows, engine)
+        result = self._pooled(soft, table, scored)
+        if begin is not None:  # rows that are nearly right may still explain the update better than those searched for
+            rows = begin["x"].double().cpu()
+            result = offered(result, "as begun", torch.where(rows.isnan(), rows, valid(table, rows)), scored)
         return replace(result, settings={**result.settings, **settings})
 
     def _exact(
@@ -289,16 +308,14 @@ class TabLeak:
         rows = torch.where(sure[..., None], valid(table_of(task), x), x)
         return replace(knows, given={**knows.given, "y": found.batch["y"]}), {"x": rows, "certain": sure}, settings
 
-    def _pooled(
-        self, soft: Reconstruction, table: Table, task: Task, targets: list[Track], knows: Knowledge, engine: Engine
-    ) -> Reconstruction:
-        """Candidates made valid and scored; the pooled batch takes the place of the best restart where it `wins`."""
+    def _pooled(self, soft: Reconstruction, table: Table, scored: Scored) -> Reconstruction:
+        """Candidates made valid and scored; the pooled batch takes the place of the best restart where it wins."""
         x, y = soft.candidates["x"].double(), soft.candidates["y"][:, 0]
         hard = torch.where(x.isnan(), x, valid(table, x))  # padding stays
-        scores = _matches(hard, y, task, targets, knows, engine)
+        scores = scored(hard, y)
         chosen = torch.where(scores.isnan(), torch.inf, scores).argmin(1)
         doubts = x.new_full((*x.shape[:3], len(table.columns)), torch.nan)
-        together = hard[torch.arange(len(targets)), chosen]
+        together = hard[torch.arange(len(chosen)), chosen]
         for target, examples in enumerate(soft.examples):
             usable = scores[target].isfinite()
             if not usable[chosen[target]]:
@@ -308,28 +325,40 @@ class TabLeak:
             rows = aligned(table, x[target, usable, :examples], best, labels)
             together[target, :examples] = valid(table, pooled(rows))
             doubts[target, :, :examples] = uncertainty(table, rows)
-        score = _matches(together[:, None], y, task, targets, knows, engine)[:, 0]
-        wins = (score < scores[torch.arange(len(targets)), chosen]) | (self.options.answer == "pooled")
-        hard[torch.arange(len(targets))[wins], chosen[wins]] = together[wins]
-        scores[torch.arange(len(targets))[wins], chosen[wins]] = score[wins]
-        candidates = {**soft.candidates, "x": hard.to(soft.candidates["x"].dtype)}
-        names = [column.name for column in table.columns]
-        mean = doubts[:, 0].nanmean((0, 1)).tolist()
-        return replace(
+        names, mean = [column.name for column in table.columns], doubts[:, 0].nanmean((0, 1)).tolist()
+        settings = {"attack": repr(self), "uncertainty": dict(zip(names, mean, strict=True))}
+        result = replace(
             soft,
-            candidates=candidates,
-            batch={name: value[torch.arange(len(targets)), chosen] for name, value in candidates.items()},
+            candidates={**soft.candidates, "x": hard.to(soft.candidates["x"].dtype)},
             match=scores,
             objective=scores.clone(),
             chosen=chosen,
             unknowns={"uncertainty": doubts},
-            settings={
-                **soft.settings,
-                "attack": repr(self),
-                "pooled": wins.tolist(),
-                "uncertainty": dict(zip(names, mean, strict=True)),
-            },
+            settings={**soft.settings, **settings},
         )
+        return offered(result, "pooled", together, scored, always=self.options.answer == "pooled")
+
+
+def offered(result: Reconstruction, name: str, rows: Tensor, scored: Scored, *, always: bool = False) -> Reconstruction:
+    """The result, with these valid rows, (targets, examples, width), for the chosen restart where they match better.
+
+    `always`: wherever they are. `settings[name]` says for which targets they were taken.
+    """
+    every, chosen = torch.arange(len(result.chosen)), result.chosen
+    score = scored(rows[:, None], result.candidates["y"][:, 0])[:, 0]
+    wins = (score < result.match[every, chosen]) | always
+    x, match = result.candidates["x"].clone(), result.match.clone()
+    x[every[wins], chosen[wins]] = rows[wins].to(x.dtype)
+    match[every[wins], chosen[wins]] = score[wins]
+    candidates = {**result.candidates, "x": x}
+    return replace(
+        result,
+        candidates=candidates,
+        batch={field: value[every, chosen] for field, value in candidates.items()},
+        match=match,
+        objective=match.clone(),
+        settings={**result.settings, name: wins.tolist()},
+    )
 
 
 def certain(table: Table, x: Tensor, agreement: Tensor) -> Tensor:
@@ -344,11 +373,3 @@ def table_of(task: Task) -> Table:
     kind = task.fields["x"].kind
     assert isinstance(kind, Table)
     return kind
-
-
-def _matches(x: Tensor, y: Tensor, task: Task, targets: list[Track], knows: Knowledge, engine: Engine) -> Tensor:
-    """The match of every candidate, (targets, candidates), of rows (targets, candidates, examples, width)."""
-    known = replace(knows, given={**knows.given, "y": y})
-    attack = Composed("tableak", (Stage(Pixels(), Replay(), Cosine(), (), Still()),), Nothing())
-    each = [attack.run(task, targets, known, engine=engine, begin={"x": rows}).match for rows in x.unbind(1)]
-    return torch.cat(each, dim=1)

@@ -6,8 +6,9 @@ et al., NeurIPS 2021). Here settings and rows give one entry for every capabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from gradleak.audit.summary import Summary
 from gradleak.audit.verdict import strongest_of
 from gradleak.core.files import Row
 from gradleak.scenario.forms import AttackerForm
+from gradleak.scenario.kinds import Table
 from gradleak.scenario.observation import MissingKnowledge
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def ledger_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> tuple[Assumpt
         Assumption("model and loss", True, "The server sent the model itself. Without them the level would be A."),
         Assumption("number of examples", True, "As the client reports it, for weighting the average."),
         Assumption("labels", "y" in given, _labels("y" in given, "y" in fields)),
+        *_columns(fields.get("x", {})),
         *(
             Assumption(name, True, "A public input: the server knows it.")
             if entry.get("public")
@@ -89,6 +92,24 @@ def ledger_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> tuple[Assumpt
         Assumption("public data", False, "None: settings are fixed, not tuned on proxy clients."),
         Assumption("private data", False, "Only the scores use the truth; attack code cannot import it."),
     )
+
+
+def _columns(entry: Mapping[str, Any]) -> Iterator[Assumption]:
+    """What encoded rows tell of a table: names, categories and moments always, bounds where they are finite."""
+    columns = entry.get("settings", {}).get("columns")
+    if not columns:
+        return
+    yield Assumption(
+        "columns",
+        True,
+        f"Names, categories, means and standard deviations of {len(columns)} columns: the input pipeline of the server "
+        "holds them. They come from the whole table.",
+    )
+    numbers = [column for column in columns if not column.get("categories")]
+    bounded = sum("low" in column and "high" in column for column in numbers)
+    granted = "in part" if 0 < bounded < len(numbers) else bounded > 0
+    text = f"Known for {bounded} of {len(numbers)} numeric columns." if bounded else "No number has known bounds."
+    yield Assumption("bounds", granted, text)
 
 
 def _labels(granted: bool, there: bool) -> str:
@@ -128,7 +149,22 @@ def _without_generator(audit: Audit) -> Audit:
     return replace(audit, generator=None, origin=origin)
 
 
+def _columns_without_bounds(audit: Audit) -> Audit:
+    """The same audit with a table whose numbers may be anything."""
+    field_, kind = audit.task.fields["x"], audit.task.fields["x"].kind
+    assert isinstance(kind, Table)
+    free = Table(tuple(replace(column, low=-inf, high=inf) for column in kind.columns))
+    fields = {**audit.task.fields, "x": replace(field_, bounds=free.limits(), kind=free)}
+    return replace(audit, task=replace(audit.task, fields=fields))
+
+
+def _bounded_columns(audit: Audit) -> bool:
+    kind = audit.task.fields["x"].kind
+    return isinstance(kind, Table) and any(isfinite(c.low) or isfinite(c.high) for c in kind.columns)
+
+
 CAPABILITIES: dict[str, Capability] = {
+    "bounds": Capability(_bounded_columns, _columns_without_bounds),
     "labels": Capability(
         lambda audit: "y" in audit.given,
         lambda audit: replace(audit, given=tuple(name for name in audit.given if name != "y")),

@@ -18,6 +18,7 @@ from gradleak import data
 from gradleak.attack import Attack, require
 from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.execution import Analysis, Runner
+from gradleak.audit.preflight import preflight
 from gradleak.audit.private import AuditError, PrivateSide, examples_of
 from gradleak.audit.result import AuditResult
 from gradleak.audit.runfile import arguments, settings_of, toml_of
@@ -34,6 +35,7 @@ from gradleak.federation.checkpoints import Checkpoints
 from gradleak.generators import load as load_generator
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Defence, overrides
+from gradleak.scenario.inspection import Examination
 from gradleak.scenario.probe import NOT_RUN, gradient_of
 from gradleak.scenario.task import Task
 
@@ -262,13 +264,14 @@ class Audit:
         The folder will hold the private examples beside their reconstructions: treat it as the data itself.
         """
         progress = progress or Silent()
+        examination = self.preflight()
         cells, settings, environment = self.cells(), self.settings(), describe()
         for cell in cells:
             require(cell.attack, cell.knows)  # before the first cell, not hours later
         self._try_defences()
         self._demand_unseen(cells)
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
-        engine = replace(self.engine, snapshots=self.snapshots)
+        engine = replace(self.engine, snapshots=self.snapshots, batched=self.engine.batched and examination.batched)
         runner = Runner(self.side, gallery, engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
         store = Memory() if folder is None else Folder(folder)
@@ -291,6 +294,14 @@ class Audit:
             if isinstance(store, Folder):
                 store.close()
         return AuditResult.of(store, settings, environment, folder)
+
+    def preflight(self) -> Examination:
+        """What `gradleak check` finds of this task and these attacks; refuses in its words what it refuses."""
+        granted = {*self.given, *(() if "recipe" in self.withheld else ("training",))}
+        granted |= set() if self.generator is None else {"generator"}
+        checked = preflight(self.task, named_attacks(self.attacks), granted=granted)
+        checked.demand()
+        return checked.examination
 
     def _demand_unseen(self, cells: Sequence[Cell]) -> None:
         """A generator trained on the targets would show them without any update. Cards know images only."""

@@ -30,6 +30,7 @@ from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.fields import Field
 from gradleak.scenario.guarantee import Guarantee
+from gradleak.scenario.inspection import data_problems
 from gradleak.scenario.kinds import Category
 from gradleak.scenario.observation import Observation, Track, stack
 from gradleak.scenario.task import Batch, Task
@@ -200,36 +201,12 @@ def _demand_shape(name: str, value: Tensor, task: Task, what: str) -> None:
 
 
 def _demand_range(batch: Batch, task: Task, what: str) -> None:
-    """Checked before the first cell, since every cell would fail or mislead."""
-    for name, each in task.fields.items():
-        if name not in batch:
-            continue
+    """Checked before the first cell, since every cell would fail or mislead: the words are those of `Task.check`."""
+    for name in batch.keys() & task.fields.keys():
         _demand_shape(name, batch[name], task, what)
-        _demand_values(batch[name], each, f"{what}: {name}" if name != "x" else what)
-
-
-def _demand_values(value: Tensor, field: Field, what: str) -> None:
-    if field.classes is not None and value.is_floating_point() and tuple(value.shape[1:]) == field.shape:
-        raise AuditError(f"{what} holds numbers with a fraction; the task has {field.classes} classes.")
-    if wrong := field.kind.allowed(value, field):
-        raise AuditError(f"{what} does not fit the task: {wrong}.")
-    if not field.continuous:
-        return
-    low, high = field.limits(value)
-    slack = torch.where((high - low).isfinite(), 1e-3 * (high - low), 0.0)
-    if bool(((value > low - slack) & (value < high + slack)).all()):
-        return
-    if field.bounded:
-        unit = field.unit(value)
-        raise AuditError(
-            f"{what} leaves the bounds of the task: in units of those bounds it runs from {float(unit.min()):.3g} to "
-            f"{float(unit.max()):.3g}. Give Task.supervised the mean, std and bounds of the client's input pipeline, "
-            "or give Images in [0, 1]."
-        )
-    raise AuditError(
-        f"{what} leaves the bounds of the task, or is not finite: entries run from {float(value.min()):.3g} to "
-        f"{float(value.max()):.3g}. Load the data as the client's pipeline does, or give the field wider bounds."
-    )
+    for problem in data_problems(task, batch):
+        if problem.severity == "error":
+            raise AuditError(f"{what}: {problem.what} -> {problem.fix}.")
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------

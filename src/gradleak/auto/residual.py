@@ -152,8 +152,7 @@ def alike(batches: Sequence[Batch]) -> list[Batch]:
 
 def roughness(x: Tensor, task: Task) -> float:
     """Mean absolute difference of neighbours, in units of the field's extent; 0 where no axis has neighbours."""
-    field, x = task.fields["x"], x.double().cpu()
-    low, high = field.extent(x)
-    unit = (x - low) / (high - low)
+    field = task.fields["x"]
+    unit = field.relative(x.double().cpu())
     steps = [unit.diff(dim=axis).abs().mean() for axis in field.kind.axes(field.shape) if unit.shape[axis] > 1]
     return float(torch.stack(steps).mean()) if steps else 0.0

@@ -73,7 +73,7 @@ def error(result: Reconstruction, truth: list[Batch], field: Field) -> float:
     """Mean squared error in [0, 1] pixels after one-to-one matching, over all proxies; a missing image counts as 1."""
     total = 0.0
     for target, batch in enumerate(truth):
-        real, guess = (field.unit(v.double().cpu()).flatten(1) for v in (batch["x"], result.target(target)["x"]))
+        real, guess = (field.relative(v.double().cpu()).flatten(1) for v in (batch["x"], result.target(target)["x"]))
         if not bool(guess.isfinite().all()):
             total += 1.0
             continue

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gradleak.cli.formatting import counted
+from gradleak.cli.options import DataOptions
 from gradleak.cli.root import CROSSED
+from gradleak.core.settings import takes
 
 if TYPE_CHECKING:
     from gradleak.audit.preflight import Preflight
     from gradleak.scenario.task import Task
 
 
-def check(
-    reference: Annotated[str, typer.Argument(metavar="FILE.py:NAME", help="A Task; FILE.py alone means FILE.py:task.")],
-    data: Annotated[str, typer.Option(help="Check these too: data by name, a file, a folder or FILE.py:NAME.")] = "",
-) -> None:
+@dataclass(frozen=True)
+class CheckOptions:
+    """The options of `gradleak check`."""
+
+    reference: Annotated[
+        str, typer.Argument(metavar="FILE.py:NAME", help="A Task or a model's name; FILE.py alone means FILE.py:task.")
+    ]
+    data: DataOptions = DataOptions()
+
+
+@takes(CheckOptions)
+def check(options: CheckOptions) -> None:
     """Can this model be attacked as it stands? Every problem with a fix, and every attack; exit code 1 if refused."""
     from gradleak.audit.preflight import preflight
     from gradleak.cli import loading
 
-    task = loading.task(reference)
-    result = preflight(task, batch=loading.few_examples(task, data) if data else None)
+    examples = options.data.load() if options.data.data else None
+    task = loading.task_for(options.reference, examples)
+    result = preflight(task, batch=None if examples is None else loading.few_examples(task, options.data))
     for line in (*_fields(task), "", *_problems(result), *_attacks(result)):
         typer.echo(line)
     errors, findings = len(result.errors), len(result.examination.problems)
     summary = f"{counted(findings, 'finding')}, {counted(errors, 'error')}"
-    typer.echo(f"{reference}: {summary if findings else 'no problems found'}.")
+    typer.echo(f"{options.reference}: {summary if findings else 'no problems found'}.")
     if not result.passed:
         raise typer.Exit(CROSSED)
 

@@ -42,9 +42,7 @@ def list_methods(
     if not kind:
         for plural, singular in KINDS.items():
             typer.echo(f"{plural + ':':15}{', '.join(entry.name for entry in entries(singular)) or 'none'}")
-        typer.echo(
-            "\nMore about each: gradleak list attacks, gradleak list defences, ...; data: gradleak list data"
-        )
+        typer.echo("\nMore about each: gradleak list attacks, gradleak list defences, ...; data: gradleak list data")
         return
     if kind == "data":
         list_data(pattern)

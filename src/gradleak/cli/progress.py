@@ -223,10 +223,13 @@ def single_job(name: str, plain: bool) -> Iterator[Progress]:
 
 
 def outcome(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One cell's rows in a few words: why it failed, or how many targets and their mean PSNR."""
+    """One cell's rows in a few words: why it failed, or how many targets and their mean score."""
     failed = [row for row in rows if row.get("status") == "failed"]
     if failed:
         return f"FAILED ({failed[0].get('error')})"
-    scores = [value for row in rows for value in (row.get("scores") or {}).get("psnr") or () if value is not None]
-    mean = f", mean PSNR {sum(scores) / len(scores):.1f} dB" if scores else ""
+    from gradleak.scenario.kinds import KINDS  # imports torch
+
+    measure = KINDS[rows[0].get("kind", "image")]().headline
+    values = [value for row in rows for value in (row.get("scores") or {}).get(measure.name) or () if value is not None]
+    mean = f", mean {measure.label} {measure.format(sum(values) / len(values))}" if values else ""
     return f"{counted(len(rows), 'target')}{mean}"

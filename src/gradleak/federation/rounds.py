@@ -22,7 +22,8 @@ from gradleak.engine import Engine
 from gradleak.federation.clients import Clients, Work, evaluating, examples_in, flat, unflat
 from gradleak.federation.uploads import ExcludedClient, accepted, mean_buffers
 from gradleak.scenario.defence import Defence, Upload
-from gradleak.scenario.task import Batch, Task, float32_products
+from gradleak.scenario.objectives import prediction_of
+from gradleak.scenario.task import Batch, Task, TaskError, float32_products
 
 if TYPE_CHECKING:
     from gradleak.federation import Federation
@@ -275,8 +276,13 @@ def measured(task: Task, sent: Snapshot, batch: Batch, source: Draws | None = No
 
 def _hits(outputs: list[Any], batch: Batch, like: Tensor) -> Tensor:
     y = batch.get("y")
-    logits = outputs[0] if outputs and isinstance(outputs[0], Tensor) else None
-    if y is None or y.dim() != 1 or y.is_floating_point() or logits is None or logits.shape[:-1] != y.shape:
+    if y is None or y.dim() != 1 or y.is_floating_point() or not outputs:
+        return torch.full_like(like, torch.nan)
+    try:
+        logits = prediction_of(outputs[0])
+    except TaskError:  # an objective of the user's own looks at something else
+        return torch.full_like(like, torch.nan)
+    if logits.shape[:-1] != y.shape:
         return torch.full_like(like, torch.nan)
     return (logits.argmax(-1) == y).sum().to(like.dtype)
 

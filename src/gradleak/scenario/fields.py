@@ -98,6 +98,11 @@ class Field:
         low, high = self.limits(like)
         return torch.where(low.isfinite(), low, -2.0), torch.where(high.isfinite(), high, 2.0)
 
+    def relative(self, x: Tensor) -> Tensor:
+        """Model-input space in units of the extent: [0, 1] for a bounded field (not clamped)."""
+        low, high = self.extent(x)
+        return (x - low) / (high - low)
+
     def unit(self, x: Tensor) -> Tensor:
         """Model-input space to [0, 1] (not clamped)."""
         low, high = self._box(x)
@@ -110,5 +115,7 @@ class Field:
 
     def _box(self, like: Tensor) -> tuple[Tensor, Tensor]:
         if not self.bounded:
-            raise TaskError(f"A field with bounds {self.bounds} is not a picture: it cannot be mapped to [0, 1].")
+            raise TaskError(
+                f"A field with bounds {str(self.bounds):.60} is not a picture: it cannot be mapped to [0, 1]."
+            )
         return self.limits(like)

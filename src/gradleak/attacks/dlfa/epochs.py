@@ -153,7 +153,7 @@ def settled(copies: Tensor, field: Field, complete: int | None = None) -> Tensor
     """
     parts = copies.unbind(1)
     parts = parts if complete is None else parts[: max(1, complete)]
-    pictures = [torch.nan_to_num(field.unit(part.double())) for part in parts]
+    pictures = [torch.nan_to_num(field.relative(part.double())) for part in parts]
     total = parts[0]
     for part, picture in zip(parts[1:], pictures[1:], strict=True):
         total = total + part[assignment.match(assignment.cost_matrix(pictures[0], picture, distance=_minus_psnr))]

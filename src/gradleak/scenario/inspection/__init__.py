@@ -62,6 +62,12 @@ class Examination:
         return tuple(problem for problem in self.problems if problem.severity == "error")
 
 
+def data_problems(task: Task, batch: Batch) -> list[Problem]:
+    """What is wrong with the values of a batch of the auditor's own; no model runs."""
+    subject = Subject(task, batch)
+    return [problem for check in (data.continuous_values, data.labels) for problem in check(subject)]
+
+
 def inspect(task: Task, batch: Batch | None = None) -> Examination:
     """Every problem at once, errors first. `batch` (the auditor's own data) is checked against the declared fields."""
     try:

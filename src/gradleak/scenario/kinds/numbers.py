@@ -81,7 +81,8 @@ class Value(Vector):
 class Series(Numbers):
     """A series (channels, time), audio among them; time_first: (time, channels).
 
-    Recovered when the correlation with the private series is above 0.9, at rank 1.
+    Recovered when the correlation with the private series is above 0.9, at rank 1. Compared as deviations from the mean
+    of other people's series: a course that all share is no leakage.
     """
 
     time_first: bool = False
@@ -96,6 +97,12 @@ class Series(Numbers):
 
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (-2,) if self.time_first and len(shape) > 1 else (-1,)
+
+    def comparable(self, value: Tensor, field: Field, reference: Tensor | None = None) -> Tensor:
+        value = super().comparable(value, field, reference)
+        if reference is None or len(reference) < 2:
+            return value
+        return value - super().comparable(reference.to(value), field, reference).mean(0)
 
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
         guess, real = (flat(value) - flat(value).mean(1, keepdim=True) for value in (found, truth))
