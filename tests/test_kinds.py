@@ -17,6 +17,7 @@ from gradleak.scenario.kinds import (
     KINDS,
     Category,
     ClassMap,
+    Codes,
     Column,
     Image,
     Mask,
@@ -36,6 +37,7 @@ COLUMNS = (
     Column("job", ("a", "b", "c")),
 )
 TABLE = Table(COLUMNS)
+CODES = Codes(tuple(Column(name, tuple("abcdefghi"[:size])) for name, size in (("job", 5), ("sex", 2), ("state", 9))))
 ROWS = torch.tensor([[0.1, 1, 0, 0, 1, 0], [1.0, 0, 1, 0, 0, 1], [-2.0, 1, 0, 1, 0, 0]])
 
 
@@ -52,6 +54,7 @@ EXAMPLES: dict[str, tuple[Field, Tensor]] = {
         Field((5,), classes=20, kind=Tokens(padding=0)),
         torch.tensor([[1, 2, 2, 3, 0], [4] * 5, [7, 8, 9, 1, 2]]),
     ),
+    "codes": (Field((3,), classes=9, kind=CODES), torch.tensor([[0, 1, 7], [4, 0, 8], [2, 1, 0]])),
     "category": (Field((), classes=4), torch.tensor([0, 3, 1])),
     "multi-label": (Field((4,), kind=MultiLabel()), (normal(3, 4) > 0).float()),
     "class-map": (Field((6, 6), classes=3), torch.randint(3, (3, 6, 6), generator=torch.Generator().manual_seed(1))),
@@ -411,3 +414,49 @@ def test_tied_and_frozen_embeddings_are_refused() -> None:
 def test_text_is_nothing_that_a_gradient_moves() -> None:
     for name in ("ig", "dlg", "second-order", "analytic", "sme"):
         assert "x holds texts" in registry.get("attack", name).refuses(text_task())
+
+
+# --- ids beside numbers -----------------------------------------------------------------------------------------------
+
+
+class EmbeddedTable(nn.Module):
+    """Numbers and categorical columns, each with an embedding of its own."""
+
+    def __init__(self, sizes: tuple[int, ...] = (5, 2, 9)) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(size, 4) for size in sizes)
+        self.hidden, self.last = nn.Linear(6 + 4 * len(sizes), 48), nn.Linear(48, 2)
+
+    def forward(self, codes: Tensor, numbers: Tensor) -> Tensor:
+        columns = [embedding(codes[:, place]) for place, embedding in enumerate(self.embeddings)]
+        return self.last(torch.tanh(self.hidden(torch.cat([numbers, *columns], 1))))
+
+
+def embedded_table() -> Task:
+    torch.manual_seed(0)
+    fields = {"codes": EXAMPLES["codes"][0], "numbers": Field((6,), FREE)}
+    batch = {"codes": torch.zeros(2, 3, dtype=torch.long), "numbers": torch.zeros(2, 6), "y": torch.zeros(2).long()}
+    fields["y"] = Field((), classes=2)
+    task = gl.Task.from_batch(EmbeddedTable(), lambda out, b: F.cross_entropy(out, b["y"]), batch, fields=fields)
+    assert set(task.fields) == {"codes", "x", "y"}  # numbers can be moved, so they are x
+    return task
+
+
+def test_codes_are_read_off_their_embeddings_and_numbers_searched_for() -> None:
+    task = embedded_table()
+    batch = {"codes": torch.tensor([[3, 1, 7]]), "x": normal(1, 6), "y": torch.tensor([1])}
+    seen = gl.observe(task, batch, RECIPE)
+    for attack in ("ig", "second-order"):
+        settings = {"steps": 400} if attack == "ig" else {}
+        found = registry.get("attack", attack, **settings).run(task, seen, gl.Knowledge(training=RECIPE))
+        assert found.batch["codes"].tolist() == [[[3, 1, 7]]]
+        assert found.batch["x"][0].float() == pytest.approx(batch["x"], abs=0.05)
+
+
+def test_codes_out_of_range_name_their_column() -> None:
+    field, codes = EXAMPLES["codes"]
+    assert field.kind.allowed(codes, field) == ""
+    assert "'sex' holds 0 to 2 of 2" in field.kind.allowed(torch.tensor([[0, 0, 0], [0, 2, 0]]), field)
+    [job, _, state] = field.kind.exhibit(codes[0], codes[1], field).cells
+    assert (job.name, job.true, job.found, job.right) == ("job", "a", "e", False)
+    assert state.true == "h"

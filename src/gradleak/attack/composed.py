@@ -15,6 +15,7 @@ from gradleak.core import random as randomness
 from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
+from gradleak.parts import embeddings
 from gradleak.parts.protocols import FieldRule, Needs
 from gradleak.parts.spaces import JointSpace, SoftField
 from gradleak.parts.stage import Stage, demand_part
@@ -209,8 +210,9 @@ class Composed:
 
 
 def missing_fields(task: Task, supplied: Collection[str]) -> list[str]:
-    """The private fields that nothing supplies and that a search must find; those that a client draws do not count."""
-    return [name for name in task.fields if name not in supplied and name not in task.drawn]
+    """The private fields that a search must find: not supplied, not drawn by the client, and shown by no embedding."""
+    known = {*supplied, *task.drawn, *embeddings.readable(task)}
+    return [name for name in task.fields if name not in known]
 
 
 def completed(stage: Stage, scenes: Sequence[TargetView]) -> Stage:
@@ -250,7 +252,7 @@ def scenes_of(task: Task, targets: Sequence[Track], knows: Knowledge, fields: Fi
     """The targets as parts see them, with the fields that Knowledge gives and those that the rule reads off."""
     scenes = [_scene(task, target, knows, position, len(targets)) for position, target in enumerate(targets)]
     return [
-        replace(scene, fields={**fields(_averaged(there)), **scene.fields})
+        replace(scene, fields={**embeddings.read(_averaged(there)), **fields(_averaged(there)), **scene.fields})
         for scene, there in zip(scenes, in_turn(scenes), strict=True)
     ]
 

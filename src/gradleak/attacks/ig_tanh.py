@@ -13,8 +13,8 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Adam, StepDecay
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import TotalVariation
-from gradleak.parts.protocols import Space
-from gradleak.parts.spaces import Normal, Pixels
+from gradleak.parts.protocols import Space, needs_numbers
+from gradleak.parts.spaces import Normal
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.task import Batch, Task
@@ -31,7 +31,7 @@ class Squashed(Space):
         return frozenset({"x"})
 
     def refuses(self, task: Task) -> str:
-        return Pixels(self.start).refuses(task)
+        return needs_numbers(task, "x")
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:
         return {"w": self.start(scene, draws, "x")} if before is None or "w" not in before else {"w": before["w"]}

@@ -41,6 +41,7 @@ class Cell:
     control: bool = False  # only the positive control, not part of the grid
     repeats: int = 1  # rounds in which the attacker saw the same client train on the same examples
     given: tuple[str, ...] = ()  # fields that the threat model grants
+    inputs: tuple[str, ...] = ()  # those of them that are public inputs
     generator: Any = None  # the attacker's prior
     withheld: tuple[str, ...] = ()  # capabilities that the threat model withholds: "recipe", "statistics"
 
@@ -50,7 +51,8 @@ class Cell:
         known = AttackerForm(self.form).known(self.defence)
         recipe = self.federation.training_at(self.round)
         # Only the names of granted fields are known here; their values are on the private side.
-        whole = Knowledge(dict.fromkeys(self.given, torch.empty(0)), recipe, known, self.generator)
+        given, inputs = dict.fromkeys(self.given, torch.empty(0)), frozenset(self.inputs)
+        whole = Knowledge(given, recipe, known, self.generator, inputs=inputs)
         return whole.without("recipe") if "recipe" in self.withheld else whole
 
     def __str__(self) -> str:

@@ -144,7 +144,8 @@ class Audit:
                 Cell(
                     *(attack, defence, form, number, seed, self.federation, name, against),
                     repeats=self.repeats if form == "averaged" else 1,
-                    given=self._granted,
+                    given=self.granted,
+                    inputs=self._inputs,
                     generator=self.generator,
                     withheld=tuple(self.withheld),
                 )
@@ -160,10 +161,13 @@ class Audit:
         return list({cell.key: cell for cell in (*apart, *grid)}.values())  # what was named twice runs once
 
     @property
-    def _granted(self) -> tuple[str, ...]:
+    def granted(self) -> tuple[str, ...]:
         """What attackers are given: the granted fields, and those that are public anyway."""
-        public = [name for name, each in self.task.fields.items() if each.public]
-        return tuple(dict.fromkeys([*self.given, *public]))
+        return tuple(dict.fromkeys([*self.given, *self._inputs]))
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        return tuple(name for name, each in self.task.fields.items() if each.public)
 
     def _random(self, defence: Defence | None) -> bool:
         """Does it help to see a client of this defence several times?"""
@@ -178,7 +182,12 @@ class Audit:
         """Undefended, one example, one plain step, before training: an attack that fails here shows nothing."""
         plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
         name, attack = named_attacks(self.attacks[:1])[0]
-        known = {"given": self._granted, "generator": self.generator, "withheld": tuple(self.withheld)}
+        known = {
+            "given": self.granted,
+            "inputs": self._inputs,
+            "generator": self.generator,
+            "withheld": tuple(self.withheld),
+        }
         return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
 
     def _keyed(self, cell: Cell) -> Cell:

@@ -316,7 +316,8 @@ class RecordedAudit(Audit):
             self._keyed(
                 Cell(
                     *(attack, defence, form, group[0].seen.round, seed, self._clients(key, group), name, against),
-                    given=self._granted,
+                    given=self.granted,
+                    inputs=self._inputs,
                     generator=self.generator,
                 )
             )

@@ -47,11 +47,11 @@ def check(options: CheckOptions) -> None:
 
 def _fields(task: Task) -> list[str]:
     """What clients hold, a line for each field."""
-    lines = []
+    lines, width = [], max(map(len, task.fields), default=0) + 2
     for name, field in task.fields.items():
         values = f"{field.classes} values" if field.classes is not None else _bounds(field.bounds, field.bounded)
         known = ", known to the server" if field.public else ""
-        lines.append(f"{name:8}{field.kind.name} {field.shape or 'of one number'}, {values}{known}")
+        lines.append(f"{name:<{width}}{field.kind.name} {field.shape or 'of one number'}, {values}{known}")
     return lines
 
 

@@ -44,6 +44,14 @@ def needs_images(task: Task, why: str) -> str:
     return "" if field is None or isinstance(field.kind, Image) else f"{why}, and x holds {field.kind.noun[1]}"
 
 
+def needs_numbers(task: Task, name: str) -> str:
+    """Why a part that moves a field by a gradient refuses a task in which it holds ids; empty if it holds numbers."""
+    field = task.fields.get(name)
+    if field is None or field.continuous:
+        return ""
+    return f"it moves numbers, and {name} holds {field.kind.noun[1]} of {field.classes} discrete values"
+
+
 class Space(Part):
     """Where the unknowns live, and how they become fields of a batch.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import NOTHING, Needs, Space
+from gradleak.parts.protocols import NOTHING, Needs, Space, needs_numbers
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.inspection.subject import hard_targets
 from gradleak.scenario.task import Batch, Task
@@ -173,10 +173,7 @@ class Pixels(Space):
         return frozenset({self.field})
 
     def refuses(self, task: Task) -> str:
-        field = task.fields.get(self.field)
-        if field is None or field.continuous:
-            return ""
-        return f"it moves numbers, and {self.field} holds {field.kind.noun[1]} of {field.classes} discrete values"
+        return needs_numbers(task, self.field)
 
     def entries(self, task: Task) -> int:
         return entries_of(self.start, task)

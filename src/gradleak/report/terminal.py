@@ -54,9 +54,9 @@ def _threat(audit: Audit, cells: Sequence[Cell]) -> str:
     """The level, what the attacker knows, and what not."""
     fields = {"y": "labels"} | {name: name for name in audit.task.fields if name not in ("x", "y")}
     fields = {name: word for name, word in fields.items() if name in audit.task.fields}
-    known = ["model", "loss", "number of examples", *(fields[name] for name in fields if name in audit.given)]
+    known = ["model", "loss", "number of examples", *(fields[name] for name in fields if name in audit.granted)]
     known += ([] if "recipe" in audit.withheld else ["recipe"]) + ([] if audit.generator is None else ["a generator"])
-    hidden = ["data", *(word for name, word in fields.items() if name not in audit.given)]
+    hidden = ["data", *(word for name, word in fields.items() if name not in audit.granted)]
     level = " and ".join(sorted({cell.knows.level for cell in cells}))
     return f"a passive server, level {level}; knows {', '.join(known)}; not {', '.join(hidden)}"
 

@@ -91,29 +91,40 @@ class Vocabulary(NamedTuple):
 
 
 def entries_of(inputs: Any, reading: Reading) -> list[Entry]:
-    """The inputs of a model: one tensor, a tuple (x, x2, x3), or a dict by argument (the first private one is x)."""
-    named = isinstance(inputs, Mapping)
+    """The inputs of a model: one tensor, a tuple (x, x2, x3), or a dict by argument.
+
+    x is the first private one that holds numbers, which a search can move, else the first private one.
+    """
+    named, kind = isinstance(inputs, Mapping), kind_of(reading.kind)
     if not named:
         values = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        inputs = {"x" if number == 1 else f"x{number}": value for number, value in enumerate(values, start=1)}
+        numbered = {f"x{number}": value for number, value in enumerate(values, start=1)}
+        first = _primary(list(numbered), numbered, kind)
+        inputs = {"x" if name == first else name: value for name, value in numbered.items()}
     public = {*PUBLIC, *reading.public}
     private = [name for name in inputs if name not in public]
     if not private:
         raise TaskError(f"Every input is public ({', '.join(inputs)}): nothing is private, and nothing can leak.")
     if unknown := set(reading.public) - set(inputs):
         raise TaskError(f"public names {', '.join(sorted(unknown))}; the inputs are {', '.join(inputs)}.")
-    first = "x" if "x" in private else private[0]
+    first = "x" if "x" in private else _primary(private, inputs, kind)
     entries = []
     for name, value in inputs.items():
         example = example_of(name, value)
         field = "x" if name == first else name
         input_ = Input(field, name if named else None, example.dtype == torch.bool)
-        kind = kind_of(reading.kind) if field == "x" else Mask() if name == PUBLIC[0] else None
-        entries.append(Entry(input_, example, kind, name in public))
+        declared = kind if field == "x" else Mask() if name == PUBLIC[0] else None
+        entries.append(Entry(input_, example, declared, name in public))
     names = [each.input.field for each in entries]
     if len(set(names)) < len(names) or "y" in names:
         raise TaskError(f"The inputs would be called {', '.join(names)}; x is the first private one and y the target.")
     return entries
+
+
+def _primary(private: Sequence[str], inputs: Mapping[str, Any], kind: Kind | None) -> str:
+    """The input that becomes x, the kind of which may be declared."""
+    numbers = [name for name in private if isinstance(inputs[name], Tensor) and inputs[name].is_floating_point()]
+    return numbers[0] if numbers and (kind is None or kind.continuous) else private[0]
 
 
 def example_of(name: str, value: Any) -> Example:

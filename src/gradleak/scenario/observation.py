@@ -222,7 +222,8 @@ class Knowledge:
     """The threat model: what the adversary is granted besides the observation.
 
     `given`: known fields, such as labels. `training`: the client's recipe. `defence`: the defence in use, so that the
-    attack predicts through it. `generator`, `public`: a prior and data of the attacker's own.
+    attack predicts through it. `generator`, `public`: a prior and data of the attacker's own. `inputs`: names of given
+    fields that are public inputs of the model (`Field.public`): every server knows them.
     """
 
     given: Batch = field(default_factory=dict)
@@ -230,6 +231,7 @@ class Knowledge:
     defence: Defence | None = None
     generator: Any = None
     public: Any = None
+    inputs: frozenset[str] = frozenset()
 
     @staticmethod
     def at(level: str, **granted: Any) -> Knowledge:
@@ -247,7 +249,7 @@ class Knowledge:
             raise ValueError(f"There is no level {level!r}: levels are {', '.join(map(str, LEVELS.values()))}.")
         requested, knowledge = LEVELS[letter], Knowledge(**granted)
         names = knowledge.grants - knowledge.given.keys() | ({"y"} & knowledge.given.keys())
-        names |= {"given"} if knowledge.given.keys() - {"y"} else frozenset()
+        names |= {"given"} if knowledge.given.keys() - {"y"} - knowledge.inputs else frozenset()
         if beyond := sorted(names - set(requested.grants)):
             raise ValueError(
                 f"Level {requested} does not grant {', '.join(beyond)}. What was given is level {knowledge.level}."
@@ -278,7 +280,7 @@ class Knowledge:
     @property
     def level(self) -> str:
         """The nearest model of Carletti et al. (USENIX Security 2025); F-H are active servers and out of scope."""
-        if self.given.keys() - {"y"} or self.generator is not None:
+        if self.given.keys() - {"y"} - self.inputs or self.generator is not None:
             return str(LEVELS["E"])
         if self.public is not None:
             return str(LEVELS["D"])

@@ -11,7 +11,7 @@ from gradleak.scenario.kinds.base import TOLERANCE, Cell, Exhibit, Kind, Measure
 from gradleak.scenario.kinds.classes import Category, ClassMap, Mask, MultiLabel
 from gradleak.scenario.kinds.images import Image
 from gradleak.scenario.kinds.numbers import Series, Value, Vector
-from gradleak.scenario.kinds.tables import Column, Table
+from gradleak.scenario.kinds.tables import Codes, Column, Table
 from gradleak.scenario.kinds.tokens import Tokens
 
 __all__ = [
@@ -30,7 +30,8 @@ __all__ = [
 __all__ += ["MultiLabel", "Series", "Table", "Threshold", "Tokens", "Value", "Vector", "natural_kind"]
 
 KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Image, Vector, Table, Series, Tokens, Category, MultiLabel, ClassMap, Mask, Value)
+    kind.name: kind
+    for kind in (Image, Vector, Table, Codes, Series, Tokens, Category, MultiLabel, ClassMap, Mask, Value)
 }
 """By the names that files and options use."""
 

@@ -124,6 +124,7 @@ class Kind:
     pictures: ClassVar[bool] = False  # an example is a picture (channels, height, width)
     continuous: ClassVar[bool] = True
     soft: ClassVar[bool] = True
+    embedded: ClassVar[bool] = False  # ids that the model looks up in an embedding
     measures: ClassVar[tuple[Measure, ...]] = ()
     thresholds: ClassVar[tuple[Threshold, ...]] = ()
     needed: ClassVar[tuple[str, ...]] = ()  # thresholds that make an example recovered, together with rank 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from gradleak.scenario.kinds.base import TOLERANCE, Cell, Exhibit, Kind, Measure, Threshold
+from gradleak.scenario.kinds.classes import Category
 
 if TYPE_CHECKING:
     from gradleak.scenario.fields import Field
@@ -38,6 +39,10 @@ class Column:
     def width(self) -> int:
         """Entries of an encoded row that it takes."""
         return len(self.categories) or 1
+
+    def category(self, code: int) -> str:
+        """The text of a code; the code itself where there is none."""
+        return self.categories[code] if 0 <= code < len(self.categories) else str(code)
 
     def raw(self, value: float) -> float:
         """The number as it stands in the table."""
@@ -168,6 +173,43 @@ class Table(Kind):
             for (column, place), bad in zip(self.places, wrong, strict=True)
         )
         return Exhibit(cells=tuple(cells))
+
+
+@dataclass(frozen=True)
+class Codes(Category):
+    """Categorical columns as ids that the model embeds, (columns,). `Field.classes`: the most categories of a column.
+
+    No gradient moves an id; the rows of the embeddings that an update changes name it (`parts.embeddings`).
+    """
+
+    columns: tuple[Column, ...] = ()
+    name: ClassVar = "codes"
+    noun: ClassVar = ("row", "rows")
+    soft: ClassVar = False
+    embedded: ClassVar = True
+    measures: ClassVar[tuple[Measure, ...]] = (Measure("right", "columns right", percent=True),)
+    thresholds: ClassVar = (Threshold("exact row", "right", 1.0, strict=False),)
+    needed: ClassVar = ("exact row",)
+    rule: ClassVar = "every column has the right category"
+
+    def settings(self) -> dict[str, Any]:
+        return Table(self.columns).settings()
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Codes:
+        return Codes(Table.of(settings).columns)
+
+    def allowed(self, value: Tensor, field: Field) -> str:
+        for place, column in enumerate(self.columns):
+            ids = value[..., place]
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < column.width:
+                return f"column {column.name!r} holds {int(ids.min())} to {int(ids.max())} of {column.width} categories"
+        return "" if self.columns else super().allowed(value, field)
+
+    def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
+        pairs = enumerate(zip(true.tolist(), found.tolist(), strict=True))
+        named = ((self.columns[place] if self.columns else Column(str(place)), a, b) for place, (a, b) in pairs)
+        return Exhibit(cells=tuple(Cell(c.name, c.category(a), c.category(b), a == b) for c, a, b in named))
 
 
 def _text(column: Column, entries: Tensor) -> str:

@@ -33,6 +33,7 @@ class Tokens(Kind):
     entries: ClassVar = "token"
     continuous: ClassVar = False
     soft: ClassVar = False
+    embedded: ClassVar = True
     measures: ClassVar = (
         Measure("bag", "tokens found", percent=True),
         Measure("order", "in place", percent=True),
