@@ -100,6 +100,27 @@ REPLACED: dict[str, tuple[Function, tuple[int, ...]]] = {
     "multi margin, squared": (lambda x: F.multi_margin_loss(x, LABELS, p=2, margin=0.7, weight=WEIGHT), LOGITS),
     "multilabel margin": (lambda x: F.multilabel_margin_loss(x, SEVERAL), LOGITS),
     "multilabel margin, none": (lambda x: F.multilabel_margin_loss(x, SEVERAL, reduction="none"), LOGITS),
+    **{
+        f"weighted and smoothed cross entropy, {reduction}": (
+            lambda x, reduction=reduction: F.cross_entropy(
+                x, LABELS, WEIGHT, reduction=reduction, label_smoothing=0.1
+            ),
+            LOGITS,
+        )
+        for reduction in ("mean", "sum", "none")
+    },
+    "weighted and smoothed cross entropy, old words": (
+        lambda x: F.cross_entropy(x, LABELS, WEIGHT, size_average=False, label_smoothing=0.1),
+        LOGITS,
+    ),
+    "weighted and smoothed cross entropy of one": (
+        lambda x: F.cross_entropy(x, LABELS[0], WEIGHT, label_smoothing=0.1),
+        (5,),
+    ),
+    "weighted and smoothed cross entropy of pixels": (
+        lambda x: F.cross_entropy(x, PIXELS, WEIGHT, ignore_index=2, label_smoothing=0.1),
+        (2, 5, 3, 3),
+    ),
 }
 
 # Torch has every derivative of these: they stay as they are.
@@ -155,12 +176,10 @@ NATIVE: dict[str, tuple[Function, tuple[int, ...]]] = {
     "bce": (lambda x: F.binary_cross_entropy_with_logits(x, WEIGHT.expand(2, 5), WEIGHT, pos_weight=WEIGHT), LOGITS),
     "nll": (lambda x: F.nll_loss(F.log_softmax(x, 1), LABELS, WEIGHT), LOGITS),
     "cross entropy": (lambda x: F.cross_entropy(x, LABELS), LOGITS),
-    "cross entropy, smoothed": (lambda x: F.cross_entropy(x, LABELS, WEIGHT, label_smoothing=0.1), LOGITS),
+    "cross entropy, weights": (lambda x: F.cross_entropy(x, LABELS, WEIGHT), LOGITS),
+    "cross entropy, smoothed": (lambda x: F.cross_entropy(x, LABELS, label_smoothing=0.1), LOGITS),
     "cross entropy, ignored": (lambda x: F.cross_entropy(x, LABELS, ignore_index=1), LOGITS),
-    "cross entropy of pixels": (
-        lambda x: F.cross_entropy(x, PIXELS, WEIGHT, ignore_index=2, label_smoothing=0.1),
-        (2, 5, 3, 3),
-    ),
+    "cross entropy of pixels": (lambda x: F.cross_entropy(x, PIXELS, WEIGHT, ignore_index=2), (2, 5, 3, 3)),
 }
 
 
@@ -180,6 +199,17 @@ def test_a_formula_has_the_value_and_the_first_derivative_of_torch(name: str) ->
     tolerance = 1e-7 if "hardsigmoid" in name else 1e-12
     with PlainForms():
         torch.testing.assert_close(run(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("settings", [{"weight": WEIGHT}, {"label_smoothing": 0.1}, {"ignore_index": 3}])
+def test_lanes_have_labels_of_their_own(settings: dict[str, Any]) -> None:
+    """Attacks that read labels give every lane others."""
+    loss = lambda x, y: F.cross_entropy(x, y, **{"weight": WEIGHT, "label_smoothing": 0.2, **settings})  # noqa: E731
+    x, y = draw(3, *LOGITS), torch.tensor([[1, 3], [0, 4], [2, 2]])
+    with double_backward_safe():
+        together = vmap(grad(loss))(x, y)
+    for each, labels, lane in zip(x, y, together, strict=True):
+        torch.testing.assert_close(lane, grad(loss)(each, labels), rtol=1e-12, atol=1e-12)
 
 
 def test_every_formula_is_tested() -> None:

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jacfwd, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import largest_difference
+from conftest import largest_difference, normal
 from gradleak.core import tree
 from gradleak.core.recompute import recomputed, rollout
 from gradleak.core.tree import Params, Tree
+from gradleak.scenario.derivatives import PlainForms
 
 LANES, STEPS, BATCH = 3, 7, 5
 EVERY = (1, 3, 7, 100)
@@ -230,3 +231,16 @@ def test_a_step_more_holds_its_weights_and_not_its_activations() -> None:
 def test_blocks_hold_fewer_checkpoints() -> None:
     each, blocks = ((wide(40, every) - wide(16, every)) / 24 for every in (1, 8))
     assert blocks < each / 3
+
+
+def test_what_is_computed_again_sees_the_same_functions() -> None:
+    """A backward pass runs without the modes of its caller; torch has no second derivative of hardsigmoid."""
+    x = normal(4, seed=1)
+
+    def second(function: Callable[[Tensor], Tensor]) -> Tensor:
+        first = grad(lambda x: function(x).square().sum())
+        return grad(lambda x: first(x).sin().sum())(x)
+
+    with PlainForms():
+        again = second(recomputed(F.hardsigmoid))
+    torch.testing.assert_close(again, second(lambda x: (x.clamp(-3, 3) + 3) / 6))

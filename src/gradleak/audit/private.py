@@ -82,13 +82,14 @@ class Read:
     dicts (`gradleak.data.fields_of`).
 
     If the client draws all other fields of the task, items are x alone, or (x, ...) whose rest is ignored.
-    `collate`: of a DataLoader, makes a batch of several items.
+    `collate`: of a DataLoader, makes a batch of several items. `own`: the client's own names for fields, in dicts.
     """
 
     dataset: Any
     fields: Mapping[str, Field]  # those that the data have to give
     like: Tensor
     collate: Callable[[list[Any]], Any] | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -96,14 +97,14 @@ class Read:
     def batch(self, rows: Tensor) -> Batch:
         items = [self.dataset[int(row)] for row in rows]
         if self.collate is not None:
-            return self._placed(fields_of(self.collate(items), tuple(self.fields)))
+            return self._placed(fields_of(self.collate(items), tuple(self.fields), self.own))
         examples = [self._example(item) for item in items]
         return self._placed({name: _stacked(name, [each[name] for each in examples]) for name in self.fields})
 
     def _example(self, item: Any) -> dict[str, Any]:
         names = tuple(self.fields)
         try:
-            example = fields_of(item, names)
+            example = fields_of(item, names, self.own)
         except DataError:
             example = {}
         if not isinstance(example.get("x"), Tensor | np.ndarray) or not set(names) <= example.keys():
@@ -137,9 +138,10 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     like = tree.like(task.weights())
     fields = {name: each for name, each in task.fields.items() if name not in task.drawn}
     if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset):
-        data = from_loader(data, names=tuple(fields))
+        data = from_loader(data, names=tuple(fields), own=task.own_names)
     elif isinstance(data, DataLoader):  # by rows: a loader may shuffle, and targets are the same in every run
-        return Read(data.dataset, fields, like, None if data.batch_sampler is None else data.collate_fn)
+        collate = None if data.batch_sampler is None else data.collate_fn
+        return Read(data.dataset, fields, like, collate, task.own_names)
     elif is_huggingface(data):
         data = from_huggingface(data)
     if isinstance(data, Images):
@@ -150,10 +152,12 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
         data = {"x": data.x, "y": data.y}
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
         data = dict(zip(fields, data, strict=False))
+    elif isinstance(data, (tuple, list)) and data and isinstance(data[-1], Tensor):  # ((x1, x2), y)
+        data = fields_of(data, tuple(fields))
     if isinstance(data, Mapping):
-        return _stored(fields_of(data, tuple(fields)), task, what, like)
+        return _stored(fields_of(data, tuple(fields), task.own_names), task, what, like)
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        return Read(data, fields, like)
+        return Read(data, fields, like, own=task.own_names)
     raise AuditError(
         f"{what} is {type(data).__name__}; give Images, Records, {{'x': tensor, 'y': tensor}}, (x, y), a Dataset or a "
         "DataLoader."

@@ -34,7 +34,8 @@ def default_attacks(
         return images
     wanted = BY_KIND.get(task.fields["x"].kind.name, images)
     # An attack that cannot attack this task is left out; if none can, the audit says why.
-    return tuple(name for name in wanted if not registry.parse("attack", name).refuses(task)) or wanted
+    public = [name for name, field in task.fields.items() if field.public]
+    return tuple(name for name in wanted if not registry.parse("attack", name).refuses(task, public)) or wanted
 
 
 def _of_denoisers(task: Task, examples: int | None, training: LocalTraining | None) -> tuple[str, ...]:

@@ -70,14 +70,18 @@ def proxies(case: Case, count: int, seed: int) -> tuple[list[Observation], list[
 
 
 def error(result: Reconstruction, truth: list[Batch], field: Field) -> float:
-    """Mean squared error in [0, 1] pixels after one-to-one matching, over all proxies; a missing image counts as 1."""
+    """Mean squared error after one-to-one matching, over all proxies, in units of the field's extent.
+
+    A missing example counts as 1.
+    """
     total = 0.0
     for target, batch in enumerate(truth):
-        real, guess = (field.relative(v.double().cpu()).flatten(1) for v in (batch["x"], result.target(target)["x"]))
+        real, guess = (v.double().cpu() for v in (batch["x"], result.target(target)["x"]))
         if not bool(guess.isfinite().all()):
             total += 1.0
             continue
-        cost = assignment.cost_matrix(real, guess.clamp(0, 1))
+        guess = guess.clamp(*field.limits(guess))  # where there are no bounds, nothing is cut off
+        cost = assignment.cost_matrix(*(field.relative(value).flatten(1) for value in (real, guess)))
         total += float(cost[torch.arange(len(real)), assignment.match(cost)].mean())
     return total / len(truth)
 

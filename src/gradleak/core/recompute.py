@@ -11,6 +11,7 @@ A step can still be captured as a CUDA graph; that is not tested on a GPU yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -19,6 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import jvp, vjp
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from gradleak.core import tree
@@ -134,18 +137,25 @@ _TENSOR = object()  # marks the place of a tensor among other leaves
 class _Again:
     """A function of trees as one of flat tensors; other leaves, such as numbers, stay as they are.
 
-    Not a tuple or a dict: torch would take it apart.
+    Not a tuple or a dict: torch would take it apart. `modes`: those that replace functions of torch here. A backward
+    pass runs without them, and what it computes again must be the same function.
     """
 
     def __init__(self, function: Callable[..., Any], takes: TreeSpec, leaves: Sequence[Any]) -> None:
         self.function, self.takes = function, takes
         self.constants = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.result: tuple[TreeSpec, list[Any]]  # set by a call
+        self.modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         following = iter(tensors)
         leaves = [next(following) if value is _TENSOR else value for value in self.constants]
-        flat, gives = tree_flatten(self.function(*tree_unflatten(leaves, self.takes)))
+        with ExitStack() as stack:
+            active = _get_current_function_mode_stack()
+            for mode in self.modes:
+                if not any(mode is each for each in active):
+                    stack.enter_context(mode)
+            flat, gives = tree_flatten(self.function(*tree_unflatten(leaves, self.takes)))
         self.result = gives, [_TENSOR if isinstance(value, Tensor) else value for value in flat]
         return tuple(value for value in flat if isinstance(value, Tensor))
 

@@ -21,20 +21,25 @@ ALIASES = {
 CHUNK = 256  # examples of a Dataset that are read at once
 
 
-def fields_of(item: Any, names: Sequence[str] = ()) -> dict[str, Any]:
+def fields_of(item: Any, names: Sequence[str] = (), own: Mapping[str, str] | None = None) -> dict[str, Any]:
     """An item of a data set, or a batch of a loader, by the names of a task's fields.
 
-    names   the task's fields. A tuple is taken in their order (default: x, y). In a dict they stay what they are; of
-            the other keys the first input becomes "x" and the target "y" (`ALIASES`), and the rest keep their names.
+    names   the task's fields. A tuple is taken in their order (default: x, y); several inputs may be a tuple of their
+            own, ((x1, x2), y). In a dict they stay what they are; of the other keys the first input
+            becomes "x" and the target "y" (`ALIASES`), and the rest keep their names.
+    own     the client's own names for fields of the task (`Task.own_names`); they come before the aliases
     """
     if isinstance(item, Mapping):
-        entries = {str(name): value for name, value in item.items()}
+        renamed = {name: field for name, field in (own or {}).items() if name in item and field not in item}
+        entries = {renamed.get(name, str(name)): value for name, value in item.items()}
         for field, aliases in ALIASES.items():
             alias = next((alias for alias in aliases if alias in entries and alias not in names), None)
             if alias is not None and field not in entries:
                 entries = {field if name == alias else name: value for name, value in entries.items()}
         return entries
     parts = list(item) if isinstance(item, (tuple, list)) else [item]
+    if len(parts) == 2 and isinstance(parts[0], (tuple, list)):
+        parts = [*parts[0], parts[1]]
     names = names or ("x", "y")[: len(parts)]
     if list(names) == ["x"]:
         return {"x": parts[0]}
@@ -47,12 +52,16 @@ def fields_of(item: Any, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def from_loader(
-    loader: Iterable[Any] | Dataset[Any], *, limit: int | None = None, names: Sequence[str] = ()
+    loader: Iterable[Any] | Dataset[Any],
+    *,
+    limit: int | None = None,
+    names: Sequence[str] = (),
+    own: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
     """All examples of a DataLoader or a Dataset of tuples or dicts, as tensors by field: "x", "y", others by name.
 
     limit   the most examples
-    names   the fields of the task (`fields_of`); entries of a dict that are no tensors and no fields are left out
+    names, own   the fields of the task, and the client's names for them (`fields_of`); entries of a dict that are no tensors and no fields are left out
     """
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}. Give at least 1, or None for all.")
@@ -62,7 +71,7 @@ def from_loader(
     parts: list[dict[str, Tensor]] = []
     count = 0
     for batch in batches:
-        parts.append(_tensors(fields_of(batch, names), names, type(loader).__name__))
+        parts.append(_tensors(fields_of(batch, names, own), names, type(loader).__name__))
         count += len(next(iter(parts[-1].values())))
         if limit is not None and count >= limit:
             break

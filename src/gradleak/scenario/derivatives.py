@@ -99,6 +99,32 @@ def _mse_loss(input: Tensor, target: Tensor, **kwargs: Any) -> Tensor:
     return F.mse_loss(input, target + 0 * input, **kwargs)
 
 
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Torch's own but for class indices with weights and smoothing, whose mean selects rows and so rejects vmap."""
+    if weight is None or not label_smoothing or target.is_floating_point():
+        rest = (size_average, ignore_index, reduce, reduction, label_smoothing)
+        return F.cross_entropy(input, target, weight, *rest)
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce, emit_warning=False)
+    axis = 1 if input.dim() > 1 else 0
+    scores, classes = input.log_softmax(axis).movedim(axis, -1), torch.arange(len(weight), device=input.device)
+    shares = (target[..., None] == classes).to(input) * (1 - label_smoothing) + label_smoothing / len(weight)
+    counted = target != ignore_index
+    each = -(scores * shares * weight).sum(-1) * counted
+    if reduction != "mean":
+        return _REDUCTIONS[reduction](each)
+    return each.sum() / (weight[target.where(counted, 0)] * counted).sum()
+
+
 @_reduced
 def _huber_loss(input: Tensor, target: Tensor, delta: float = 1.0, weight: Tensor | None = None) -> Tensor:
     each = delta * F.smooth_l1_loss(input, target, reduction="none", beta=delta)
@@ -149,6 +175,7 @@ WITHOUT: dict[str, Forms] = {
 }
 _INSTEAD: Forms = {
     **{function: form for forms in WITHOUT.values() for function, form in forms.items()},
+    F.cross_entropy: _cross_entropy,
     **RECURRENT_FORMS,
     **BLOCK_FORMS,
 }

@@ -56,10 +56,16 @@ class ModelLoss:
         """The same with the loss's own tensors on a device and in a type."""
         return replace(self, loss=_moved(self.loss, device, dtype))
 
+    @property
+    def own_names(self) -> dict[str, str]:
+        """The client's own names for fields, where its batches are dicts: {"input_ids": "x", "labels": "y"}."""
+        names = {each.argument: each.field for each in self.inputs} | {self.label: "y"}
+        return {name: field for name, field in names.items() if name is not None}
+
     def as_batch(self, batch: Any, fields: Sequence[str]) -> dict[str, Tensor]:
         """A batch of the client's own form by field names; what is no field, such as labels that repeat x, is left."""
         values = dict(batch) if isinstance(batch, Mapping) else self._named(batch)
-        own = {each.field: each.argument for each in self.inputs} | {"y": self.label}
+        own = {field: name for name, field in self.own_names.items()}
         named = {field: own.get(field) if own.get(field) in values else field for field in fields}
         if missing := [name for name in named.values() if name not in values]:
             raise TaskError(f"The batch lacks {', '.join(map(str, missing))}; it has {', '.join(map(str, values))}.")
@@ -108,9 +114,9 @@ class BatchLoss(ModelLoss):
             return own_loss_of(output)
         return self.loss(output, {name: batch[field] for field, name in self.names if field in batch})
 
-    def as_batch(self, batch: Any, fields: Sequence[str]) -> dict[str, Tensor]:
-        own = dict(self.names)
-        return super().as_batch({field: batch.get(own[field], batch.get(field)) for field in fields}, fields)
+    @property
+    def own_names(self) -> dict[str, str]:
+        return {name: field for field, name in self.names}
 
 
 # --- what a model returns ---------------------------------------------------------------------------------------------

@@ -107,6 +107,11 @@ class Task:
         return dict(batch)
 
     @property
+    def own_names(self) -> dict[str, str]:
+        """The client's own names for fields, where its batches are dicts: {"input_ids": "x"}. Often none."""
+        return self.objective.own_names if isinstance(self.objective, ModelLoss) else {}
+
+    @property
     def target(self) -> str | None:
         """The field that the model is trained to predict: "y", else the one class index; None if there is none."""
         if "y" in self.fields:

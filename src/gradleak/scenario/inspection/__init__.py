@@ -30,6 +30,7 @@ CHECKS: tuple[Check, ...] = (
     objective.outputs_and_classes,
     model.dropout_is_off,
     objective.second_derivative,
+    objective.own_functions,
     model.batch_norm_mode,
     objective.soft_labels,
     model.exact_formulas,

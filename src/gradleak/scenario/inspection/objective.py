@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, hard_targets
+from gradleak.scenario.inspection.subject import Failed, Pass, Subject, continuous, device_of, hard_targets, some
 from gradleak.scenario.task import Problem
 
 
@@ -107,4 +107,19 @@ def second_derivative(subject: Subject) -> Iterator[Problem]:
             f"vmap rejects the second derivative: {lanes.why}. Audits attack lane after lane, which is slower",
             "to keep the speed, remove .item(), branches on values, random layers and in-place writes into tensors "
             "made inside forward; in Python pass Engine(batched=False)",
+        )
+
+
+def own_functions(subject: Subject) -> Iterator[Problem]:
+    """A wrong second derivative raises nothing: it makes attacks weak, and that looks like safety."""
+    differentiable = isinstance(subject.lanes, Tensor) or isinstance(subject.one_by_one, Tensor)
+    if not subject.scalar or not continuous(subject.task) or not subject.own_functions or not differentiable:
+        return
+    if not subject.true_slope():
+        yield Problem(
+            "error",
+            f"the gradient cannot be differentiated again: the second derivative through {some(subject.own_functions)} "
+            "(autograd.Function) is not the slope of the first",
+            "write its backward with torch operations that autograd can follow: no once_differentiable, no .data, no "
+            "numpy; or replace it by plain torch operations",
         )

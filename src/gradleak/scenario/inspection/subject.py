@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +21,7 @@ from gradleak.scenario.dropout import drops
 from gradleak.scenario.task import Batch, Field, Problem, Task
 
 BRIEF = 0.5  # seconds
+NEAR, TRIES = 1e-7, 3
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -140,6 +142,31 @@ class Subject:
         """Two lanes of the second derivative under vmap, as the engine takes it."""
         return self._timed[0]
 
+    @cached_property
+    def own_functions(self) -> list[str]:
+        """Names of the autograd.Functions of Python in the graph of the loss: what their backward does is unknown."""
+        value = self.forward.value if isinstance(self.forward, Pass) else None
+        waiting, nodes = [getattr(value, "grad_fn", None)], set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting += [following for following, _ in node.next_functions]
+        own = (type(node).__name__ for node in nodes if isinstance(node, BackwardCFunction))
+        return sorted({name.removesuffix("Backward") for name in own})
+
+    def true_slope(self) -> bool:
+        """Is the second derivative the slope of the first? Two nearby points in double precision tell.
+
+        torch.func takes a backward that is declared once differentiable for a constant, and gives a wrong number.
+        """
+        try:
+            task = self._without_dropout().to(device_of(self.task), torch.float64)
+            # A kink between the points can part the two as well, but not every time.
+            return any(_slopes_agree(task, torch.Generator().manual_seed(attempt)) for attempt in range(TRIES))
+        except Exception:  # it runs in another precision only, and another check says so
+            return True
+
     @property
     def batched(self) -> bool:
         """Can lanes be solved together? True where there is nothing to differentiate."""
@@ -165,27 +192,46 @@ class Subject:
 
     def _attempt(self, batched: bool) -> Tensor | Failed:
         """The gradient, by the unknowns, of the gradient's squared norm. Dropout has a check of its own: off here."""
+        task = self._without_dropout()
+        weights, buffers = task.weights(), task.buffers()
+        # One example is enough, and half the work, unless BatchNorm in training mode needs two.
+        blank = self.blank if any(norm.training for norm in batch_norms(task.model)) else task.blank(1)
+        unknown = {name: blank[name] for name in continuous(task)}
+        others = {name: value for name, value in blank.items() if name not in unknown}  # each lane has its own
+
+        def match(guess: Batch, others: Batch, buffers: tree.Params) -> Tensor:
+            return tree.squared_norm(task.gradient(weights, {**others, **guess}, buffers))
+
+        try:
+            if not batched:
+                return tree.flatten(grad(match)(unknown, others, buffers))
+            twice = lambda value: torch.stack([value, value])  # noqa: E731
+            apart = {name: torch.stack([value, value * 0.9]) for name, value in unknown.items()}
+            return tree.flatten(vmap(grad(match))(apart, tree.map(twice, others), tree.map(twice, buffers)))
+        except Exception as problem:  # as above: what is raised here is the finding
+            return Failed(first_line(problem))
+
+    def _without_dropout(self) -> Task:
         model = copy.deepcopy(self.task.model)
         for module in model.modules():
             if drops(module):
                 module.eval()
-        task = replace(self.task, model=model)
-        weights, buffers = task.weights(), task.buffers()
-        # One example is enough, and half the work, unless BatchNorm in training mode needs two.
-        blank = self.blank if any(norm.training for norm in batch_norms(model)) else task.blank(1)
-        unknown = {name: blank[name] for name in continuous(task)}
+        return replace(self.task, model=model)
 
-        def match(guess: Batch, buffers: tree.Params) -> Tensor:
-            return tree.squared_norm(task.gradient(weights, {**blank, **guess}, buffers))
 
-        try:
-            if not batched:
-                return tree.flatten(grad(match)(unknown, buffers))
-            twice = lambda value: torch.stack([value, value])  # noqa: E731
-            apart = {name: torch.stack([value, value * 0.9]) for name, value in unknown.items()}
-            return tree.flatten(vmap(grad(match))(apart, tree.map(twice, buffers)))
-        except Exception as problem:  # as above: what is raised here is the finding
-            return Failed(first_line(problem))
+def _slopes_agree(task: Task, source: torch.Generator) -> bool:
+    """Along a random line: how the gradient's squared norm rises, and what its derivative says."""
+    weights, buffers, blank = task.weights(), task.buffers(), task.blank(2)
+    middle = {name: blank[name] for name in continuous(task)}
+    noise, ahead = (tree.map(lambda v: torch.randn(v.shape, generator=source).to(v), middle) for _ in range(2))
+    start = tree.add(middle, noise, 0.1)
+
+    def match(guess: Batch) -> Tensor:
+        return tree.squared_norm(task.gradient(weights, {**blank, **guess}, buffers))
+
+    rise = (match(tree.add(start, ahead, NEAR)) - match(start)) / NEAR
+    slope = tree.dot(grad(match)(start), ahead)
+    return bool((rise - slope).abs() <= 0.01 * torch.maximum(rise.abs(), slope.abs()) + 1e-6)
 
 
 Check: TypeAlias = Callable[[Subject], Iterable[Problem]]
