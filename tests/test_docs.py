@@ -91,13 +91,15 @@ task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)
 
 @pytest.fixture
 def folder_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the pages take for granted: a train.py, pictures by class, a recorded update, data by name."""
+    """What the pages take for granted: a train.py, pictures by class, a table, a recorded update, data by name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("GRADLEAK_DATA", str(tmp_path / "data"))
     (tmp_path / "data").mkdir()
     blobs(tmp_path / "data" / "cifar10.npz", 8, 40, 20)
     (tmp_path / "train.py").write_text(TRAIN)
+    people = (f"{n},{20 + 7 * n % 50},{8001 + n % 3},{('low', 'high')[n % 5 > 1]}" for n in range(60))
+    (tmp_path / "people.csv").write_text("\n".join(["id,age,zip,income", *people, "60,,8001,low"]))
     images = gl.data.load(tmp_path / "data" / "cifar10.npz", split="train")
     for folder in ("images", "path/to/images"):
         for number, (pixels, label) in enumerate(zip(images.x, images.y.tolist())):
