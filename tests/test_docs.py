@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import pytest
@@ -132,7 +132,7 @@ VERDICT, ATTACKS = ROOT / "docs" / "verdict.md", ROOT / "docs" / "attacks.md"
 def rows_under(page: Path, head: str) -> str:
     """The rows of the table with this head; empty if it has none yet."""
     _, _, after = page.read_text(encoding="utf-8").partition(f"{head}\n|{'---|' * (head.count('|') - 1)}\n")
-    return "".join(line for line in after.split("\n\n")[0].splitlines(keepends=True) if line.startswith("|"))
+    return "".join(takewhile(lambda line: line.startswith("|"), after.splitlines(keepends=True)))
 
 
 KIND_HEAD = "| kind | first measure | recovered at rank 1 when | control needs | guess without the update |"
