@@ -32,7 +32,7 @@ from gradleak.core.files import BadRun
 from gradleak.core.listeners import Silent
 from gradleak.core.random import Draws, key
 from gradleak.data import Images
-from gradleak.scenario.fields import UNBOUNDED, Field
+from gradleak.scenario.fields import UNBOUNDED, Field, UnsupportedTask
 from gradleak.scenario.kinds import Column, Table, Tokens
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.probe import gradient_of
@@ -306,7 +306,7 @@ class Pairs(torch.utils.data.Dataset):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": (2 * private()[0], private()[1])}, "leaves the bounds"),
+        ({"data": (2 * private()[0], private()[1])}, "outside the declared bounds"),
         ({"data": (private()[0], private()[1] + 1)}, "the classes are 0 to 2"),
         ({"data": (torch.rand(9, 3, 6, 6), torch.zeros(9).long())}, "the task wants"),
         ({"data": {"x": private()[0], "y": private()[1][:3]}}, "as many of every field"),
@@ -690,7 +690,11 @@ def test_a_model_that_cannot_be_probed_is_told_by_its_code() -> None:
 
     planned = replace(audit(), task=gl.Task(OnlyFloat32(False), task().objective, fields))
     assert planned.fingerprint["gradient"] == "not run: RuntimeError"
-    planned.run(progress=Noting())
+    with pytest.raises(UnsupportedTask, match="unsupported: the objective fails on a blank batch"):
+        planned.run()
+    elsewhere = audit()  # a model that runs on its own device only
+    vars(elsewhere)["fingerprint"] = {**elsewhere.fingerprint, "gradient": "not run: RuntimeError"}
+    elsewhere.run(progress=Noting())
     assert "does not run on the CPU" in notes[0]
 
 

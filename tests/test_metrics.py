@@ -414,12 +414,20 @@ def test_series_are_scored_by_their_correlation() -> None:
     waves = torch.stack([torch.sin(time), torch.cos(3 * time)])[:, None]  # (2, 1, 50)
     field = Field((1, 50), (-1.0, 1.0), kind=Series())
     found = Found({"x": 0.5 * waves.flip(0)[None]}, {"x": field})
-    scores = metrics.compare(
-        found, {"x": waves[None]}, gallery={"x": torch.stack([torch.sin(k * time) for k in (2, 5)])[:, None]}
-    )
+    others = torch.stack([torch.sin(k * time) for k in (2, 5, -2, -5)])[:, None]  # their mean is zero
+    scores = metrics.compare(found, {"x": waves[None]}, gallery={"x": others})
     assert scores.assignment.tolist() == [[1, 0]]
     assert scores.hits()["correlation>0.9"].all()
     torch.testing.assert_close(scores.values["correlation"], torch.ones(1, 2, dtype=torch.float64), atol=0.1, rtol=0)
+
+
+def test_a_course_that_all_series_share_is_no_correlation() -> None:
+    trend, draws = torch.linspace(-9, 9, 50), torch.Generator().manual_seed(0)
+    series = trend + torch.randn(6, 1, 50, generator=draws)
+    field = Field((1, 50), (-math.inf, math.inf), kind=Series())
+    found = Found({"x": (trend + torch.randn(1, 1, 50, generator=draws))[None]}, {"x": field})
+    scores = metrics.compare(found, {"x": series[:1][None]}, gallery={"x": series[1:]})
+    assert float(scores.values["correlation"]) < 0.7
 
 
 def test_texts_of_different_numbers_of_examples() -> None:

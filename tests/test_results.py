@@ -888,7 +888,7 @@ FORGED = [
     ('kind = "table"\nsettings = {columns = [{name = "a", odd = 1}]}', "odd"),
     ('kind = "table"\nsettings = {columns = [{name = "a", std = 0.0, low = 0.0}]}', "fields"),
     ('kind = "table"\nsettings = {columns = [{name = "a"}]}', "take 1 entries"),
-    ('kind = "image"', "three positive sizes"),
+    ('kind = "image"', "channels, height, width"),
     ('kind = "vector"\nsettings = {a = 1}', "fields"),
 ]
 

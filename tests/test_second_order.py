@@ -135,7 +135,8 @@ def test_what_is_not_determined_is_filled_by_the_prior_and_certified_as_such() -
     x = found.batch["x"][0]
     assert largest_difference(x[..., :-1], batch["x"][..., :-1]) < 1e-6
     # The likeliest continuation: least squares of the roughness, given all other pixels.
-    terms = jacobian(lambda flat: roughness(flat.reshape(x.shape)), torch.zeros_like(x).flatten())  # (n, terms)
+    rough = lambda flat: roughness(flat.reshape(x.shape), (-1, -2))  # noqa: E731
+    terms = jacobian(rough, torch.zeros_like(x).flatten())  # (n, terms)
     last = torch.zeros_like(x, dtype=torch.bool)
     last[..., -1] = True
     known = terms[~last.flatten()].T @ x[~last]
@@ -144,7 +145,7 @@ def test_what_is_not_determined_is_filled_by_the_prior_and_certified_as_such() -
 
 
 def test_without_an_axis_of_space_rough_is_what_lies_far_from_the_middle() -> None:
-    assert roughness(torch.tensor([[0.5, 0.0], [1.0, 0.75]])).tolist() == [0.0, -0.5, 0.5, 0.25]
+    assert roughness(torch.tensor([[0.5, 0.0], [1.0, 0.75]]), ()).tolist() == [0.0, -0.5, 0.5, 0.25]
 
 
 def test_one_image_is_certified() -> None:

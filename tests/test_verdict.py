@@ -243,7 +243,7 @@ def test_one_call_takes_the_capabilities_away_one_by_one(tmp_path: Path) -> None
     table = found.table()
     assert len(table.splitlines()) == 1 + 1 + len(found.without)
     assert not {"generator"} & set(found.without)  # it was not granted
-    assert set(CAPABILITIES) == {"labels", "statistics", "recipe", "generator", "defence"}
+    assert set(CAPABILITIES) == {"bounds", "labels", "statistics", "recipe", "generator", "defence"}
 
 
 def test_an_attack_that_cannot_do_without_says_so() -> None:

@@ -163,8 +163,8 @@ class Composed(Attack):
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """The first reason of a part, or a field that nothing can supply."""
         rules = (self.fields.reads(task), *(stage.space.decoded for stage in self.stages))
-        supplied = frozenset().union(*rules, given)
-        wanted = (supplied | self.needs) & DRAWN
+        supplied = frozenset().union(*rules, given, self.needs)  # what it needs to know is not for this to say
+        wanted = supplied & DRAWN
         if odd := sorted(wanted - task.fields.keys()):
             return f"it is made for denoisers, whose clients draw {' and '.join(odd)}"
         if drawn := sorted(task.drawn - supplied):

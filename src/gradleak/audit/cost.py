@@ -79,7 +79,7 @@ def _per_step(audit: Audit, cell: Cell, ahead: int) -> float | None:
     for steps in (short, long) * (1 if audit.trial or ahead <= 3 * (short + long) else 3):
         attack = shortened(cell.attack, steps)
         began = time.perf_counter()
-        attack.run(audit.task, observations, knows, engine=audit.engine)
+        attack.run(audit.task, observations, knows, engine=audit.solver)
         best[steps] = min(best[steps], time.perf_counter() - began)
     return max(0.0, best[long] - best[short]) / ((long - short) * len(cell.attack.stages))
 

@@ -273,14 +273,14 @@ class Audit:
         The folder will hold the private examples beside their reconstructions: treat it as the data itself.
         """
         progress = progress or Silent()
-        examination = self.preflight()
+        solver = self.solver  # refuses what cannot be attacked, before any work
         cells, settings, environment = self.cells(), self.settings(), describe()
         for cell in cells:
             require(cell.attack, cell.knows)  # before the first cell, not hours later
         self._try_defences()
         self._demand_unseen(cells)
         gallery = self.side.gallery({cell.federation.examples: cell.federation for cell in cells}.values())
-        engine = replace(self.engine, snapshots=self.snapshots, batched=self.engine.batched and examination.batched)
+        engine = replace(solver, snapshots=self.snapshots)
         runner = Runner(self.side, gallery, engine, self.lpips, self.analyses)
         folder = None if out is None else Path(out)
         store = Memory() if folder is None else Folder(folder)
@@ -304,13 +304,19 @@ class Audit:
                 store.close()
         return AuditResult.of(store, settings, environment, folder)
 
-    def preflight(self) -> Examination:
+    @cached_property
+    def examined(self) -> Examination:
         """What `gradleak check` finds of this task and these attacks; refuses in its words what it refuses."""
         granted = {*self.given, *(() if "recipe" in self.withheld else ("training",))}
         granted |= set() if self.generator is None else {"generator"}
         checked = preflight(self.task, named_attacks(self.attacks), granted=granted)
         checked.demand()
         return checked.examination
+
+    @property
+    def solver(self) -> Engine:
+        """The engine, which takes lane after lane where the model cannot run as lanes."""
+        return replace(self.engine, batched=self.engine.batched and self.examined.batched)
 
     def _demand_unseen(self, cells: Sequence[Cell]) -> None:
         """A generator trained on the targets would show them without any update. Cards know images only."""

@@ -174,6 +174,7 @@ def _run(planned: Audit, options: AuditOptions) -> AuditResult:
     from gradleak.report.terminal import plan
 
     folder = options.output.out or options.folder
+    _ = planned.examined  # refuses what cannot be attacked, before anything is shown or written
     for line in plan(planned, folder, lambda: str(estimate(planned, out=folder))):
         log(line)
     with display(options.output.plain) as progress, options.cluster.workers() as workers:

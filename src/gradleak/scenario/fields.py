@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradleak.scenario.kinds import Kind, Table, natural_kind
+from gradleak.scenario.kinds import Kind, natural_kind
 
 Bounds: TypeAlias = tuple[float, float] | tuple[tuple[float, float], ...]
 """(low, high) of all values, or one pair for each channel."""
@@ -49,11 +49,8 @@ class Field:
     def __post_init__(self) -> None:
         if self.kind is None:
             object.__setattr__(self, "kind", natural_kind(self.shape, self.classes, self._finite))
-        if isinstance(self.kind, Table) and self.shape != (self.kind.width,):
-            raise TaskError(
-                f"The columns of the table take {self.kind.width} entries, but an example has shape {self.shape}. Give "
-                "one-hot blocks as many categories as they have entries."
-            )
+        if reason := self.kind.misfit(self.shape):
+            raise TaskError(reason)
         if self.classes is not None:
             return
         channels = self.shape[0] if self.shape else 1

@@ -153,6 +153,10 @@ class Kind:
 
     # --- searching -------------------------------------------------------------------------------------------------
 
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        """Why an example of this shape cannot be of the kind; empty if it can."""
+        return ""
+
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return ()
 

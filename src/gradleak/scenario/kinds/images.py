@@ -37,6 +37,9 @@ class Image(Kind):
     control: ClassVar = 18.0
     rule: ClassVar = "SSIM > 0.5, PSNR > 18 dB"
 
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        return "" if len(shape) == 3 else f"An image has the shape (channels, height, width); given {shape}."
+
     def axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (-1, -2)
 

@@ -78,8 +78,16 @@ class Table(Kind):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Table:
-        columns = ({**each, "categories": tuple(each.get("categories", ()))} for each in settings["columns"])
+        columns = ({**each, "categories": tuple(each.get("categories", ()))} for each in settings.get("columns", ()))
         return Table(tuple(Column(**each) for each in columns))
+
+    def misfit(self, shape: tuple[int, ...]) -> str:
+        if shape == (self.width,):
+            return ""
+        return (
+            f"The columns of the table take {self.width} entries, but an example has shape {shape}. Give one-hot "
+            "blocks as many categories as they have entries."
+        )
 
     @property
     def width(self) -> int:
