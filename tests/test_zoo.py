@@ -181,7 +181,8 @@ def test_the_command_line_agrees_with_itself(name: str, tmp_path: Path) -> None:
     assert (checked, audited) == ((1, 2) if name in REFUSED else (0, 0)), f"{lines}\n{printed}"
     if name in REFUSED:
         assert REFUSED[name] in plain(lines)
-        assert f"unsupported: {REFUSED[name]}" in plain(printed) or f"attack this task: {REFUSED[name]}" in plain(printed)
+        assert "unsupported: " in printed
+        assert REFUSED[name] in plain(printed)
         assert not Path("run").exists()  # refused before any work
         return
     result = gl.AuditResult.load("run")

@@ -75,11 +75,12 @@ def _per_step(audit: Audit, cell: Cell, ahead: int) -> float | None:
     victims = audit.side.victims(cell.federation, None, 0, (0,), cell.seed)
     observations = [*victims.seen, *victims.unrelated]
     knows = replace(cell.knows, defence=None, given=victims.given(cell.given))
+    engine = replace(audit.engine, batched=audit.engine.batched and audit.preflight().batched)
     best = {short: float("inf"), long: float("inf")}
     for steps in (short, long) * (1 if audit.trial or ahead <= 3 * (short + long) else 3):
         attack = shortened(cell.attack, steps)
         began = time.perf_counter()
-        attack.run(audit.task, observations, knows, engine=audit.engine)
+        attack.run(audit.task, observations, knows, engine=engine)
         best[steps] = min(best[steps], time.perf_counter() - began)
     return max(0.0, best[long] - best[short]) / ((long - short) * len(cell.attack.stages))
 

@@ -306,6 +306,10 @@ class Audit:
 
     def preflight(self) -> Examination:
         """What `gradleak check` finds of this task and these attacks; refuses in its words what it refuses."""
+        return self._examination
+
+    @cached_property
+    def _examination(self) -> Examination:
         granted = {*self.given, *(() if "recipe" in self.withheld else ("training",))}
         granted |= set() if self.generator is None else {"generator"}
         checked = preflight(self.task, named_attacks(self.attacks), granted=granted)

@@ -168,11 +168,12 @@ def audit(options: AuditOptions) -> None:
 
 
 def _run(planned: Audit, options: AuditOptions) -> AuditResult:
-    """Show the plan and its cost, and run it."""
+    """Refuse what `gradleak check` refuses; else show the plan and its cost, and run it."""
     from gradleak.audit import estimate
     from gradleak.cli.progress import display
     from gradleak.report.terminal import plan
 
+    planned.preflight()
     folder = options.output.out or options.folder
     for line in plan(planned, folder, lambda: str(estimate(planned, out=folder))):
         log(line)
