@@ -204,7 +204,6 @@ def typed(entry: Any, name: str) -> str:
 
 def reference() -> str:
     """The public names, in the groups of `gradleak.__all__`; modules are named by their first line."""
-    import importlib
     import inspect
 
     import gradleak
@@ -219,7 +218,7 @@ def reference() -> str:
     modules = [name for name in gradleak.__all__ if inspect.ismodule(getattr(gradleak, name))]
     lines += ["| module | what |", "|---|---|"]
     for name in modules:
-        told = (inspect.getdoc(importlib.import_module(f"gradleak.{name}")) or "").split("\n", 1)[0]
+        told = (inspect.getdoc(getattr(gradleak, name)) or "").split("\n", 1)[0]
         lines.append(f"| `gl.{name}` | {escaped(told)} |".replace("\\|", "|"))
     for name in objects:
         held = getattr(gradleak, name)

@@ -34,6 +34,7 @@ from gradleak.core.configuration import from_toml
 from gradleak.core.durations import duration
 from gradleak.report.terminal import fitted
 from gradleak.report.threshold import crossed
+from gradleak.scenario.kinds import Image
 
 ROOT = Path(__file__).parents[1]
 USER_FILE = """
@@ -784,7 +785,9 @@ def test_the_gate_for_continuous_integration() -> None:
 )
 def test_thresholds(word: str, shares: list[float], message: str) -> None:
     lines = [
-        SimpleNamespace(attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share))
+        SimpleNamespace(
+            attack="ig", defence="none", form="undefended", recovered=SimpleNamespace(value=share), kind=Image()
+        )
         for share in shares
     ]
     result: Any = SimpleNamespace(verdict=SimpleNamespace(word=word), summaries=lines)
@@ -1002,7 +1005,7 @@ Written by `python tests/test_cli.py` from the commands' own help; a test checks
 |---|---|
 | 0 | done; where a threshold was stated, it was not crossed |
 | 1 | a stated threshold was crossed: `audit --fail-above`, `compare --fail-on`, `reproduce --scale paper` |
-| 1 | the answer is no: `check` found errors, `gate` blocks, `prior check` found a target |
+| 1 | the answer is no: `check` found errors or no attack that can run, `gate` blocks, `prior check` found a target |
 | 2 | it could not run: one message on standard error says why and what to do; also where every cell failed |
 | 70 | a defect of gradleak, with its traceback |
 | 130 | interrupted; the message says what is kept and how to go on |

@@ -151,7 +151,7 @@ def test_a_guide_can_be_followed(guide: Path, clone: Path, tmp_path: Path, start
 
 
 def test_there_is_a_guide_for_everything_that_is_added_often() -> None:
-    things = {"attack", "defence", "metric", "report-section", "task"}
+    things = {"attack", "defence", "metric", "report-section", "task", "kind"}
     assert {guide.stem.removeprefix("add-").removeprefix("an-").removeprefix("a-") for guide in GUIDES} == things
 
 

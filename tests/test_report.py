@@ -23,11 +23,12 @@ from gradleak.audit.summary import Certified
 from gradleak.core import pictures
 from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
-from gradleak.report import evidence, gallery, render, repeat
+from gradleak.report import gallery, render, repeat
 from gradleak.report.limits import untested
 from gradleak.report.matrix import matrix
 from gradleak.report.page import SECTIONS, Page, Section
 from gradleak.report.rounds import rounds, scatter
+from gradleak.scenario.fields import Field
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.kinds import KINDS
 
@@ -83,7 +84,9 @@ def sample(images: dict[str, dict[str, Tensor]] | None = None, **changes: Any) -
         "verdicts": {"none": verdict, "fedsam": Verdict("inconclusive", "The attack did not converge.", "")},
         "positive_control": Control(True, 30.0, "ig reached 30.0 dB on one undefended example.", "a" * 16),
         "complete": True,
-        "images": lambda cell: pictures_of[cell],
+        "kind": KINDS["image"](),
+        "fields": {"x": Field((3, 8, 8))},
+        "pairs": lambda cell, name="x": pictures_of[cell],
         "trace": lambda cell: {
             "step": torch.tensor([0, 5, 9]), "match": torch.tensor([[1.0], [1e-3], [1e-4]]).expand(3, 300)
         },
@@ -498,11 +501,11 @@ def test_failed_cells_and_checks_are_listed_gravest_first_and_once() -> None:
 
 
 def test_deleted_arrays_leave_a_report_without_pictures() -> None:
-    def gone(cell: str) -> dict[str, Tensor]:
+    def gone(cell: str, name: str = "x") -> dict[str, Tensor]:
         raise BadRun(cell)
 
     result = sample()
-    result.images = result.trace = result.store.arrays = gone
+    result.pairs = result.trace = result.store.arrays = gone
     page = Reader(render(result))
     assert page.open == []
     assert not page.pictures
@@ -600,7 +603,10 @@ def test_the_evidence_sheet_has_assumptions_tests_results_and_limits() -> None:
     parts = {part.name: dict(part.entries) for part in contents(sample())["evidence"]}
     assert list(parts) == ["System", "Assumptions", "Tests", "Results", "Limits", "Provenance"]
     assert parts["Assumptions"]["threat model"] == (page.threat,)
-    assert parts["Tests"]["measure"] == (evidence.RECOVERED,)
+    assert parts["Tests"]["measure"] == (
+        "an image counts as recovered when SSIM is above 0.5, PSNR above 18 dB, and no other real image of a gallery "
+        "is nearer to the reconstruction",
+    )
     assert parts["Results"]["undefended"] == ("leaks. ig recovered 75 % of the images.",)
     assert parts["Results"]["fedsam"] == ("inconclusive. The attack did not converge.",)
     assert parts["Limits"]["not tested"] == page.untested

@@ -205,14 +205,19 @@ class AuditResult:
 
     # --- arrays ----------------------------------------------------------------------------------------------------
 
-    def pairs(self, cell: str) -> dict[str, Tensor]:
-        """`true` and `found`, each (targets, examples, ...), comparable and paired as they were scored."""
+    def pairs(self, cell: str, name: str = "x") -> dict[str, Tensor]:
+        """`true` and `found` of a field, each (targets, examples, ...), comparable and paired as x was scored."""
         arrays, rows = self._cell(cell)
-        field, kind = self.fields["x"], self.kind
-        reference = None if kind.pictures else _group(self.store.arrays("gallery"), "gallery")["x"]
-        reconstructions = torch.stack([arrays["found/x"][target][row["assignment"]] for target, row in enumerate(rows)])
+        field, lead = self.fields[name], (len(rows), rows[0]["examples"])
+        kind, shapes = field.kind, ((*lead, *field.shape), (*lead, *field.shape, field.classes))
+        for key in (f"found/{name}", f"truth/{name}"):
+            if key not in arrays or tuple(arrays[key].shape) not in shapes:
+                raise BadRun(f"The arrays of cell {cell} do not fit its rows: {key} should be {shapes[0]}.")
+        reference = None if kind.pictures else _group(self.store.arrays("gallery"), "gallery").get(name)
+        values = arrays[f"found/{name}"]
+        reconstructions = torch.stack([values[target][row["assignment"]] for target, row in enumerate(rows)])
         return {
-            "true": kind.comparable(arrays["truth/x"], field, reference),
+            "true": kind.comparable(arrays[f"truth/{name}"], field, reference),
             "found": kind.comparable(reconstructions, field, reference),
         }
 

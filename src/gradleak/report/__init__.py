@@ -51,7 +51,7 @@ def policy(script: str) -> str:
 
 @named("html", kind="report", status="")
 def render(result: AuditResult, study: StudyResult | None = None) -> str:
-    """The whole page. It shows private images: handle it like the data.
+    """The whole page. It shows private examples: handle it like the data.
 
     `study`: curvature over the rounds of the same training (`gradleak analyse`), drawn beside the leakage.
     """

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from gradleak.audit.verdict import attackers_of, headlines_of, labelled
 from gradleak.report.curves import Chart
-from gradleak.report.grid import Column, Line, Table, Value, number, percent, tone
+from gradleak.report.grid import Column, Line, Table, Value, level, number, percent, tone
 from gradleak.report.rounds import scatter
+from gradleak.report.words import Words
 from gradleak.scenario.guarantee import Guarantee, rounded_up
 
 if TYPE_CHECKING:
@@ -46,14 +47,17 @@ def defences(summaries: Sequence[Summary]) -> Defences | None:
     several = len({(each.round, each.examples) for each in headlines}) > 1
     for headline in headlines:
         best, blind, word = headline.strongest, headline.strongest.baseline, headline.word
+        measure = best.kind.headline
         where = f"round {headline.round}, B = {headline.examples}" if several else ""
         levels = (_level(headline.forms.get(form), best) for form in attackers)
-        chance = Value(percent(blind.get("recovered")), note=f"{number(blind.get('psnr'))} dB") if blind else Value("-")
+        scored = level(measure, blind.get(measure.name))
+        chance = Value(percent(blind.get("recovered")), note=scored) if blind else Value("-")
         cells = (Value(headline.defence, note=where), Value(word, tone(word)), _level(headline.undefended), *levels)
         rows.append(Line((*cells, chance, Value(_briefly(headline.guarantee))), hatched=word == "inconclusive"))
     names = ("defence", "verdict", "undefended", *attackers.values(), "no gradient", "formal guarantee")
     columns = tuple(Column(name, name not in ("defence", "verdict", "formal guarantee")) for name in names)
-    caption = "Recovered share and mean PSNR of each attacker's strongest attack. The headline is marked."
+    mean = Words(summaries[0].kind).mean
+    caption = f"Recovered share and {mean} of each attacker's strongest attack. The headline is marked."
     return Defences(Table(caption, columns, tuple(rows)), tuple(_labels(summaries)))
 
 
@@ -61,8 +65,8 @@ def _level(line: Summary | None, best: Summary | None = None) -> Value:
     if line is None or not line.targets:
         return Value("-")
     name = line.attack.partition(":")[0]
-    marked = "void" if line is best else ""
-    return Value(percent(line.recovered.value), marked, f"{number(line.means.get('psnr'))} dB, {name}")
+    marked, measure = "void" if line is best else "", line.kind.headline
+    return Value(percent(line.recovered.value), marked, f"{level(measure, line.means.get(measure.name))}, {name}")
 
 
 def _briefly(proved: Guarantee | None) -> str:

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradleak.report import repeat
-from gradleak.report.grid import number, percent, plural
+from gradleak.report.grid import labelled, percent, plural
+from gradleak.report.words import Words
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Row
     from gradleak.report.page import Page
 
-RECOVERED = (
-    "an image counts as recovered when SSIM is above 0.5, PSNR above 18 dB, and no other real image of a gallery is "
-    "nearer to the reconstruction"
-)
 RECIPE = ("lr", "optimiser", "steps", "epochs", "batch_size")
 
 
@@ -80,7 +77,7 @@ def _tests(result: AuditResult, grid: Sequence[Row]) -> Iterator[tuple[str, str]
         yield "sample", f"up to {plural(sample.targets, 'target')} x {plural(sample.seeds, 'seed')} for each line"
     converged = sum(line.optimised for line in lines)
     yield "searches", f"{converged} of {plural(len(lines), 'line')} converged on at least 80 % of the targets"
-    yield "measure", RECOVERED
+    yield "measure", Words(result.kind).recovered
     yield "control", result.positive_control.text
     if not result.complete:
         yield "incomplete", "some planned cells were not run"
@@ -97,8 +94,9 @@ def _results(result: AuditResult) -> Iterator[tuple[str, str]]:
     worst = max((line for line in result.summaries if line.targets), key=lambda line: line.strength, default=None)
     if worst is not None:
         against = "undefended" if worst.defence == "none" else f"against {worst.defence}"
-        level = f"{percent(worst.recovered.value)} recovered, clearest image {number(worst.worst.get('psnr'))} dB"
-        yield "strongest line", f"{worst}, {against}, round {worst.round}, B = {worst.examples}: {level}"
+        clearest = labelled(measure := worst.kind.headline, worst.worst.get(measure.name))
+        scored = f"{percent(worst.recovered.value)} recovered, clearest {worst.kind.noun[0]} {clearest}"
+        yield "strongest line", f"{worst}, {against}, round {worst.round}, B = {worst.examples}: {scored}"
 
 
 def _provenance(result: AuditResult) -> Iterator[tuple[str, str]]:

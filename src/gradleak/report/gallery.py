@@ -1,7 +1,8 @@
-"""The pictures: for each defence every private image once, as the strongest attack recovered it, clearest first.
+"""The gallery: for each defence every private example once, as the strongest attack recovered it, clearest first.
 
-The page holds all pictures; a browser decodes one when it comes into view, since it does not lay out cards out of view
-(content-visibility). It also draws the difference from the two pictures, so that costs nothing.
+What a card shows of an example is up to its kind (exhibits.py). The page holds all pictures; a browser decodes one when
+it comes into view, since it does not lay out cards out of view (content-visibility). It also draws the difference from
+the two pictures, so that costs nothing.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradleak.core import pictures
 from gradleak.core.files import BadRun
+from gradleak.report.exhibits import Further, View, drawn, further
 from gradleak.report.frames import Strip, restarts, snapshots
-from gradleak.report.grid import Value, number, tone
+from gradleak.report.grid import Value, stated, tone
+from gradleak.report.words import Words
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Row
+    from gradleak.scenario.kinds import Measure
 
-SHOWN = 12  # pictures of each defence that are open; the others are folded
-ROOM = 13_500_000  # bytes of pictures in a page, shared by its defences: small enough to send
+SHOWN = 12  # cards of each defence that are open; the others are folded
+ROOM = 13_500_000  # bytes of cards in a page, shared by its defences: small enough to send
 POINTS = 25  # of the curve of a search
 
 
@@ -37,7 +40,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Shot:
-    """A private image, what was recovered of it, and how the search went. `anchor` is its address in the page."""
+    """A private example, what was recovered of it, and how the search went. `anchor` is its address in the page."""
 
     anchor: str
     attack: str
@@ -50,10 +53,9 @@ class Shot:
     tone: str
     scores: Mapping[str, float | None]
     alt: str
-    true: str
-    found: str
-    width: int
-    height: int
+    one: str
+    view: View
+    further: tuple[Further, ...] = ()
     search: Search | None = None
     steps: Strip | None = None
     restarts: Strip | None = None
@@ -61,7 +63,21 @@ class Shot:
 
     @property
     def size(self) -> int:
-        return len(self.true) + len(self.found)
+        return self.view.size + sum(each.view.size for each in self.further if each.view is not None)
+
+    @property
+    def beside(self) -> tuple[Shot, ...]:
+        """Its other fields that are drawn too."""
+        return tuple(
+            replace(self, one=each.name, detail=each.text, view=each.view, further=())
+            for each in self.further
+            if each.view is not None
+        )
+
+    @property
+    def lines(self) -> tuple[Further, ...]:
+        """Its other fields in words."""
+        return tuple(each for each in self.further if each.view is None)
 
     @property
     def extra(self) -> int:
@@ -70,7 +86,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Group:
-    """The pictures of one defence, clearest first."""
+    """The examples of one defence, clearest first."""
 
     name: str
     defence: str
@@ -92,6 +108,7 @@ class Gallery:
     """Truths beside reconstructions, in groups, with what the filters offer."""
 
     groups: tuple[Group, ...]
+    words: Words
 
     @property
     def shots(self) -> tuple[Shot, ...]:
@@ -102,14 +119,25 @@ class Gallery:
         return list(dict.fromkeys(getattr(shot, what) for shot in self.shots))
 
     @property
+    def reading(self) -> str:
+        """How to read a card."""
+        return self.shots[0].view.reading
+
+    @property
+    def orders(self) -> tuple[Measure, ...]:
+        """Scores besides the headline that cards can be sorted by."""
+        scored = {name for shot in self.shots for name, score in shot.scores.items() if score is not None}
+        return tuple(each for each in self.words.measures[1:] if each.higher and each.name in scored)
+
+    @property
     def moving(self) -> bool:
         """Are there pictures of the searches?"""
         return any(shot.steps for shot in self.shots)
 
 
 def gallery(result: AuditResult, grid: Sequence[Row]) -> Gallery | None:
-    """None if there is no picture to show."""
-    read, best = Reader(result), _strongest(grid)
+    """None if there is no example to show."""
+    read, best = Reader(result), _strongest(grid, result.kind.headline)
     groups = []
     for defence in sorted(best, key=lambda name: (name != "none", name)):
         order = sorted(best[defence].values(), key=lambda entry: -entry[0])
@@ -119,18 +147,18 @@ def gallery(result: AuditResult, grid: Sequence[Row]) -> Gallery | None:
             word = Value(verdict.word, tone(verdict.word)) if verdict else Value("")
             name = "Undefended" if defence == "none" else f"Defence: {defence}"
             groups.append(Group(name, defence, word, shots, len(order) - len(shots)))
-    return Gallery(tuple(groups)) if groups else None
+    return Gallery(tuple(groups), Words(result.kind)) if groups else None
 
 
-def _strongest(grid: Sequence[Row]) -> dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]]:
-    """By defence and private image: PSNR, row and example of the nearest reconstruction."""
+def _strongest(grid: Sequence[Row], measure: Measure) -> dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]]:
+    """By defence and private example: how near the nearest reconstruction is, its row and its place there."""
     best: dict[str, dict[tuple[Any, ...], tuple[float, Row, int]]] = {}
     for row in grid:
-        for example, psnr in enumerate((row.get("scores") or {}).get("psnr") or ()):
-            image = (row["round"], row["seed"], row["observation"], example)
+        for example, score in enumerate((row.get("scores") or {}).get(measure.name) or ()):
+            private = (row["round"], row["seed"], row["observation"], example)
             nearest = best.setdefault(str(row["defence"]), {})
-            if psnr is not None and (image not in nearest or psnr > nearest[image][0]):
-                nearest[image] = (psnr, row, example)
+            if score is not None and (private not in nearest or measure.sign * score > nearest[private][0]):
+                nearest[private] = (measure.sign * score, row, example)
     return best
 
 
@@ -155,18 +183,23 @@ class Reader:
     """Makes shots from the arrays of a run; reads each cell once."""
 
     def __init__(self, result: AuditResult) -> None:
-        self._images = _quiet(result.images)
+        self._words, self._fields = Words(result.kind), result.fields
+        self._granted = frozenset(result.settings.get("given", ()))
+        self._pairs = _quiet(result.pairs)
         self._trace = _quiet(result.trace)
         self._arrays = _quiet(result.store.arrays)
 
     def shot(self, row: Row, example: int) -> Shot | None:
-        """None if the arrays are gone or hold no pictures."""
-        images = self._images(row["cell"])
-        if images is None or not pictures.drawable(images["true"].shape[2:]):
+        """None if the arrays are gone, or hold nothing that can be drawn."""
+        if (pair := self._pairs(row["cell"], "x")) is None:
             return None
-        target = int(row["target"])
-        true, reconstruction = images["true"][target, example], images["found"][target, example]
+        target, private = int(row["target"]), self._fields["x"]
+        true, reconstruction = pair["true"][target, example], pair["found"][target, example]
+        if (view := drawn(private.kind.exhibit(true, reconstruction, private))) is None:
+            return None
         scores = {name: values[example] for name, values in row["scores"].items() if values}
+        first, *others = self._words.measures
+        stating = [first, *(measure for measure in others if scores.get(measure.name) is not None)]
         outcome, colour = _outcome(row, example)
         attack, _, settings = str(row["attack"]).partition(":")
         of_batch = f", example {example + 1} of {row['examples']}" if row["examples"] > 1 else ""
@@ -179,17 +212,25 @@ class Reader:
             defence=str(row["defence"]),
             form="" if row["form"] == "undefended" else str(row["form"]),
             key=f"{row['observation']}{of_batch}{place}{seeded}",
-            detail=f"PSNR {number(scores.get('psnr'), 1)} dB, SSIM {number(scores.get('ssim'), 2)}",
+            detail=", ".join(stated(measure, scores.get(measure.name)) for measure in stating),
             outcome=outcome,
             tone=colour,
-            scores={name: scores.get(name) for name in ("psnr", "ssim")},
+            scores={measure.name: scores.get(measure.name) for measure in self._words.measures},
             alt=f"example {example + 1} of target {row['observation']}",
-            true=pictures.data_uri(true),
-            found=pictures.data_uri(reconstruction),
-            width=true.shape[-1],
-            height=true.shape[-2],
+            one=self._words.one,
+            view=view,
+            further=tuple(self._further(row["cell"], target, example)),
             search=self._search(row, target),
         )
+
+    def _further(self, cell: str, target: int, example: int) -> Iterator[Further]:
+        """The other fields that were searched for. A picture's class is left out: "labels right" scores it."""
+        for name, field in self._fields.items():
+            is_class = not field.shape and not field.continuous
+            if name == "x" or name in self._granted or field.public or (is_class and self._fields["x"].kind.pictures):
+                continue
+            if (pair := self._pairs(cell, name)) is not None:
+                yield further(name, pair["true"][target, example], pair["found"][target, example], field)
 
     def moving(self, shot: Shot, row: Row, example: int) -> Shot:
         """The same with pictures of the search and of the other restarts, if the run kept them."""
@@ -223,7 +264,7 @@ def _path(values: Sequence[float]) -> str:
 
 
 def _outcome(row: Row, example: int) -> tuple[str, str]:
-    """The outcome in words, and its tone. A search that did not converge shows nothing by not recovering an image."""
+    """The outcome in words, and its tone. A search that did not converge shows nothing by not recovering an example."""
     hits = (row.get("hits") or {}).get("recovered")
     if hits and hits[example]:
         return "recovered", "bad"
@@ -232,13 +273,13 @@ def _outcome(row: Row, example: int) -> tuple[str, str]:
     return ("not recovered", "void") if row.get("converged") else ("did not converge", "hatched")
 
 
-def _quiet(read: Callable[[str], Mapping[str, Tensor]]) -> Callable[[str], Mapping[str, Tensor] | None]:
-    """`read`, once for each cell; None if the arrays were deleted, which is sensible for private images."""
+def _quiet(read: Callable[..., Mapping[str, Tensor]]) -> Callable[..., Mapping[str, Tensor] | None]:
+    """`read`, once for each cell; None if the arrays were deleted, which is sensible for private data."""
 
     @cache
-    def arrays(cell: str) -> Mapping[str, Tensor] | None:
+    def arrays(*names: str) -> Mapping[str, Tensor] | None:
         try:
-            return read(cell)
+            return read(*names)
         except BadRun:
             return None
 
@@ -247,7 +288,7 @@ def _quiet(read: Callable[[str], Mapping[str, Tensor]]) -> Callable[[str], Mappi
 
 @dataclass(frozen=True)
 class Control:
-    """The positive control, with a few of its pictures."""
+    """The positive control, with a few of its examples."""
 
     word: str
     tone: str
@@ -256,7 +297,7 @@ class Control:
 
 
 def control(result: AuditResult) -> Control:
-    """The positive control: did an attack that must succeed succeed? With up to three of its pictures."""
+    """The positive control: did an attack that must succeed succeed? With up to three of its examples."""
     outcome = result.positive_control
     rows = [row for row in result.rows if row.get("cell") == outcome.cell and row.get("status") != "failed"]
     read = Reader(result)

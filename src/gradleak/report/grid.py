@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Rate
+    from gradleak.scenario.kinds import Measure
 
 TONES = {"leaks": "bad", "leaks in part": "warn", "not shown to leak": "good", "inconclusive": "void", "void": "void"}
 
@@ -60,6 +61,27 @@ def number(value: float | None, digits: int = 1) -> str:
 def percent(value: float | None) -> str:
     """A share as a whole percentage; a dash if there is none."""
     return "-" if value is None or not math.isfinite(value) else f"{100 * value:.0f}\N{NO-BREAK SPACE}%"
+
+
+def plain(measure: Measure, value: float | None) -> str:
+    """A score without its unit: 31.4, or 96 %."""
+    return percent(value) if measure.percent else number(value, measure.digits)
+
+
+def level(measure: Measure, value: float | None) -> str:
+    """A score with its unit: 31.4 dB, or 96 %."""
+    return f"{plain(measure, value)}{f' {measure.unit}' if measure.unit else ''}"
+
+
+def labelled(measure: Measure, value: float | None) -> str:
+    """A score that says what it is of: by its unit (31.4 dB), else by its label (96 % columns right)."""
+    return level(measure, value) if measure.unit else f"{plain(measure, value)} {measure.label}"
+
+
+def stated(measure: Measure, value: float | None) -> str:
+    """A score with its label: PSNR 31.4 dB, or 96 % columns right."""
+    text = level(measure, value)
+    return f"{text} {measure.label}" if measure.percent else f"{measure.label} {text}"
 
 
 def interval(rate: Rate) -> str:

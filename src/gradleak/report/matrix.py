@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from gradleak.audit.ruling import INCONCLUSIVE, PART
 from gradleak.audit.verdict import strongest_of, word_on
-from gradleak.report.grid import interval, number, percent
+from gradleak.report.grid import interval, labelled, percent
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Summary
 
-SHADES = 4  # above 0: one for each quarter of the images
+SHADES = 4  # above 0: one for each quarter of the examples
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def _square(lines: Sequence[Summary], void: bool, varied: Sequence[str]) -> Squa
         return Square("failed", best.errors[0] if best.errors else "", word, -1, True)
     share = best.recovered.value
     where = {"round": f"round {best.round}", "examples": f"B = {best.examples}"}
-    notes = [f"{interval(best.recovered)}, {number(best.means.get('psnr'))} dB"]
+    measure = best.kind.headline
+    notes = [f"{interval(best.recovered)}, {labelled(measure, best.means.get(measure.name))}"]
     notes += [best.form] if best.form != "undefended" else []
     notes += [where[name] for name in varied]
     notes += [f"converged on {percent(best.converged)}"] if not best.optimised else []

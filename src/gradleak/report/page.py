@@ -7,7 +7,7 @@ sections/ANCHOR.html.j2 (it draws `content`), and add one line to `SECTIONS`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from gradleak.report.rounds import rounds
 from gradleak.report.scores import baselines, results
 from gradleak.report.strip import Banner, banner
 from gradleak.report.threat import ledger, threat
+from gradleak.report.words import Words
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Row, Summary
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 class Section:
     """One section. `anchor` is its address in the page and names its template, `title` is its entry in the menu.
 
+    title     may name what the gallery shows: {gallery}, which is Pictures, or Recovered rows
     content   what the template draws, made from the page; None, or empty: this run has no such section
     """
 
@@ -47,13 +49,13 @@ class Section:
 
 SECTIONS: tuple[Section, ...] = (
     Section("matrix", "Attacks and defences", lambda page: matrix(page.lines, page.void)),
-    Section("gallery", "Pictures", lambda page: gallery(page.result, page.rows)),
+    Section("gallery", "{gallery}", lambda page: gallery(page.result, page.rows)),
     Section("rounds", "Over rounds", lambda page: rounds(page.lines, page.rows, page.study)),
     Section("utility", "Privacy and utility", lambda page: utility(page.lines)),
     Section("proofs", "Identifiability", lambda page: tuple(proofs(page.rows, page.lines))),
     Section("defences", "Defences", lambda page: defences(page.lines)),
-    Section("results", "All figures", lambda page: results(page.lines)),
-    Section("baselines", "Without any gradient", lambda page: baselines(page.rows)),
+    Section("results", "All figures", lambda page: results(page.lines, page.words)),
+    Section("baselines", "Without any gradient", lambda page: baselines(page.rows, page.words)),
     Section("control", "Positive control", lambda page: control(page.result)),
     Section("checks", "Checks", lambda page: checks(page.rows)),
     Section("assumptions", "Assumptions", lambda page: ledger(page.assumptions)),
@@ -76,7 +78,15 @@ class Page:
     def sections(self) -> tuple[tuple[Section, Any], ...]:
         """The sections that this run has, in order, each with its content."""
         contents = ((section, section.content(self)) for section in SECTIONS)
-        return tuple((section, content) for section, content in contents if content)
+        named = {
+            section: replace(section, title=section.title.format(gallery=self.words.gallery)) for section in SECTIONS
+        }
+        return tuple((named[section], content) for section, content in contents if content)
+
+    @cached_property
+    def words(self) -> Words:
+        """How to speak of the private data of this run."""
+        return Words(self.result.kind)
 
     @property
     def lines(self) -> Sequence[Summary]:

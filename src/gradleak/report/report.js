@@ -7,8 +7,10 @@
 
   // --- pictures: the search and the restarts of one card ---------------------------------------------------------
 
+  const pictured = (card) => (find(card, ".three") || {}).style;  // none where examples are no pictures
   const show = (card, uri, count, place) => {
-    const style = find(card, ".three").style;
+    const style = pictured(card);
+    if (!style) return;
     if (uri) style.setProperty("--found", `url(${uri})`);
     style.setProperty("--count", count);
     style.setProperty("--at", count > 1 ? `${(100 * place) / (count - 1)}%` : "0%");
@@ -17,7 +19,7 @@
   const equip = (card) => {
     if (card.equipped) return;
     card.equipped = true;
-    const name = card.dataset.name, own = find(card, ".three").style.getPropertyValue("--found").slice(4, -1);
+    const name = card.dataset.name, style = pictured(card), own = style ? style.getPropertyValue("--found").slice(4, -1) : "";
     const steps = (card.dataset.steps || "").split(" ").filter(Boolean).map(Number);
     const curve = (card.dataset.search || "").split(" ").filter(Boolean).map((pair) => pair.split(":").map(Number));
     const buttons = [];
@@ -101,11 +103,11 @@
   const linked = new Map(groups.flatMap((one) => one.cards.map((card) => [card.id, card])));
   const value = (card, name) => (Number.isFinite(parseFloat(card.dataset[name])) ? parseFloat(card.dataset[name]) : -1e9);
   const orders = {
-    "": null,  // as the page came
-    faint: (a, b) => value(a, "psnr") - value(b, "psnr"),
-    ssim: (a, b) => value(b, "ssim") - value(a, "ssim"),
+    "": null,  // as the page came: clearest first; "faint" is the reverse
     name: (a, b) => a.dataset.name.localeCompare(b.dataset.name, "en", { numeric: true }),
   };
+  const order = (sort) => (sort in orders ? orders[sort] : (a, b) => value(b, sort) - value(a, sort));
+  const shown = find(document, "#shown"), noun = shown ? shown.textContent.replace(/^\d+ /, "") : "";
   const wanted = () => Object.fromEntries([...new FormData(controls)].filter(([, text]) => text !== ""));
 
   const apply = () => {
@@ -115,7 +117,8 @@
     let count = 0;
     for (const one of groups) {
       const kept = one.cards.filter(fits);
-      if (orders[sort]) kept.sort(orders[sort]);
+      if (sort === "faint") kept.reverse();
+      else if (order(sort)) kept.sort(order(sort));
       one.first.replaceChildren(...kept.slice(0, few));
       one.more.replaceChildren(...kept.slice(few));
       one.fold.hidden = kept.length <= few;
@@ -123,7 +126,7 @@
       one.group.hidden = kept.length === 0;
       count += kept.length;
     }
-    find(document, "#shown").textContent = count === linked.size ? `${count} pictures` : `${count} of ${linked.size} pictures`;
+    shown.textContent = count === linked.size ? `${count} ${noun}` : `${count} of ${linked.size} ${noun}`;
   };
 
   const fill = (asked) => {

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from gradleak.audit.verdict import strongest_of
 from gradleak.report.curves import COLOURS, Chart, Series, chart
+from gradleak.report.words import Words
 
 if TYPE_CHECKING:
     from gradleak.audit.result import Row, Summary
     from gradleak.curvature.result import StudyResult
+    from gradleak.scenario.kinds import Measure
 
 CURVATURE = {"log_determinant": "Log-determinant of the Hessian", "highest": "Largest eigenvalue of the Hessian"}
 MOST = 4  # charts of a run's own analyses
@@ -38,15 +40,20 @@ def rounds(summaries: Sequence[Summary], grid: Sequence[Row], study: StudyResult
         return None
     curves, left_out = _strongest(lines)
     more = f" {left_out} weaker ones are in the table of results." if left_out else ""
-    caption = f"The strongest attacker of each attack and defence. {HOLLOW}{more}"
+    caption, words = f"The strongest attacker of each attack and defence. {HOLLOW}{more}", Words(lines[0].kind)
     leakage = (
         chart(
-            "Images recovered, %",
+            _recovered(words),
             [_share(name, curve) for name, curve in curves],
             caption=f"Bands: 95 %. {caption}",
             within=PERCENT,
         ),
-        chart("PSNR, dB", [_psnr(name, curve) for name, curve in curves], caption=f"Mean over targets. {caption}"),
+        chart(
+            words.titled,
+            [_scores(name, curve, words.headline) for name, curve in curves],
+            caption=f"Mean over targets. {caption}",
+            within=PERCENT if words.headline.percent else (),
+        ),
     )
     curvature = tuple(_of_study(study)) if study is not None else tuple(_of_rows(grid))
     return Rounds(leakage, curvature, "" if curvature else UNMEASURED)
@@ -77,10 +84,15 @@ def _share(name: str, lines: Sequence[Summary]) -> Series:
     return Series(name, [line.round for line in lines], value, low, high, [not line.optimised for line in lines])
 
 
-def _psnr(name: str, lines: Sequence[Summary]) -> Series:
-    lines = [line for line in lines if math.isfinite(line.means.get("psnr", math.nan))]
-    doubtful = [not line.optimised for line in lines]
-    return Series(name, [line.round for line in lines], [line.means["psnr"] for line in lines], doubtful=doubtful)
+def _recovered(words: Words) -> str:
+    return f"{words.many.capitalize()} recovered, %"
+
+
+def _scores(name: str, lines: Sequence[Summary], measure: Measure) -> Series:
+    lines = [line for line in lines if math.isfinite(line.means.get(measure.name, math.nan))]
+    doubtful, scale = [not line.optimised for line in lines], 100 if measure.percent else 1
+    values = [scale * line.means[measure.name] for line in lines]
+    return Series(name, [line.round for line in lines], values, doubtful=doubtful)
 
 
 def _of_study(study: StudyResult) -> Iterator[Chart]:
@@ -125,4 +137,5 @@ def scatter(summaries: Sequence[Summary]) -> Chart | None:
     if len(points) < 2:
         return None
     caption = f"Whiskers: 95 % intervals. {HOLLOW} Accuracy is that of the training whose weights were attacked."
-    return chart("Images recovered, %", points, caption=caption, across="test accuracy, %", within=PERCENT)
+    title = _recovered(Words(summaries[0].kind))
+    return chart(title, points, caption=caption, across="test accuracy, %", within=PERCENT)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradleak.audit.verdict import strongest_of
-from gradleak.report.grid import interval, number, percent, plural, tone
+from gradleak.report.grid import interval, labelled, level, percent, plural, tone
 
 if TYPE_CHECKING:
     from gradleak.audit.result import AuditResult, Summary
@@ -50,10 +50,11 @@ def _facts(result: AuditResult) -> Iterator[Fact]:
         against = "undefended" if line.defence == "none" else f"against {line.defence}"
         seeds = "" if line.seeds == 1 else f" x {line.seeds} seeds"
         yield Fact("recovered", percent(line.recovered.value), f"95 % interval {interval(line.recovered)}, {against}")
-        mean = f"mean {number(line.means.get('psnr'))} dB"
-        yield Fact("clearest image", f"{number(line.worst.get('psnr'))} dB", mean)
+        measure, (one, many) = line.kind.headline, line.kind.noun
+        mean = f"mean {labelled(measure, line.means.get(measure.name))}"
+        yield Fact(f"clearest {one}", level(measure, line.worst.get(measure.name)), mean)
         if math.isfinite(line.means.get("labels", math.nan)):
-            yield Fact("labels right", percent(line.means["labels"]), "scored apart from the images")
+            yield Fact("labels right", percent(line.means["labels"]), f"scored apart from the {many}")
         size = f"{plural(line.examples, 'example')} each{', a small sample' if line.small else ''}"
         yield Fact("sample", f"{plural(line.targets, 'target')}{seeds}", size)
     converged, every = sum(each.optimised for each in result.summaries), len(result.summaries)

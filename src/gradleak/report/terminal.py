@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from gradleak.audit.cells import Cell
     from gradleak.audit.result import AuditResult
 
-DISPENSABLE = (
-    *("seconds", "match", "round", "B", "baseline", "labels", "SSIM", "converged"),
-    *("rank 1 (chance)", "targets", "form"),
+FIRST, LAST = (
+    ("seconds", "match", "round", "B", "baseline", "labels"),
+    ("converged", "rank 1 (chance)", "targets", "form"),
 )
+"""Columns that a narrow terminal leaves out; between the two, all measures but the headline."""
 
 
 Branch: TypeAlias = "tuple[str, str | Callable[[], str], list[Branch]]"
@@ -52,8 +53,9 @@ def drawn(branches: Sequence[Branch], indent: str = "") -> Iterator[str]:
 
 def _threat(audit: Audit, cells: Sequence[Cell]) -> str:
     """The level, what the attacker knows, and what not."""
-    fields = {"y": "labels"} | {name: name for name in audit.task.fields if name not in ("x", "y")}
-    fields = {name: word for name, word in fields.items() if name in audit.task.fields}
+    further = {name: field for name, field in audit.task.fields.items() if name != "x"}
+    fields = {"y": further["y"].kind.noun[1]} if "y" in further else {}
+    fields |= {name: name for name in further if name != "y"}
     known = ["model", "loss", "number of examples", *(fields[name] for name in fields if name in audit.granted)]
     known += ([] if "recipe" in audit.withheld else ["recipe"]) + ([] if audit.generator is None else ["a generator"])
     hidden = ["data", *(word for name, word in fields.items() if name not in audit.granted)]
@@ -90,7 +92,8 @@ def fitted(result: AuditResult, width: int | None) -> str:
     """The table, without the columns that do not fit into `width` (None: a pipe), and a line that says so."""
     if width is None:
         return result.table()
-    rows, left_out = _narrowed(entries(result.summaries), width)
+    further = [measure.label for measure in result.kind.measures[1:] if measure.column]
+    rows, left_out = _narrowed(entries(result.summaries), width, (*FIRST, *reversed(further), *LAST))
     parts = [text_of(rows)]
     if left_out:
         parts[0] += f"\n({left_out} more columns in a wider terminal, in a pipe and in the report)"
@@ -100,10 +103,10 @@ def fitted(result: AuditResult, width: int | None) -> str:
     return "\n\n".join([*parts, *notes(result.summaries)])
 
 
-def _narrowed(rows: Grid, width: int) -> tuple[Grid, int]:
+def _narrowed(rows: Grid, width: int, dispensable: Sequence[str]) -> tuple[Grid, int]:
     """The table without as many dispensable columns as it takes, and their number."""
     left_out = 0
-    for name in DISPENSABLE:
+    for name in (each for each in dispensable if each in rows[0]):
         if _width(rows) <= width:
             break
         column = rows[0].index(name)

@@ -20,6 +20,6 @@ def crossed(result: AuditResult, share: float) -> str:
     if worst.recovered.value <= share:
         return ""
     return (
-        f"{worst.attack} against {worst.defence} ({worst.form}) recovered {worst.recovered.value:.0%} of the images, "
-        f"which is above the stated {share:.0%}."
+        f"{worst.attack} against {worst.defence} ({worst.form}) recovered {worst.recovered.value:.0%} of the "
+        f"{worst.kind.noun[1]}, which is above the stated {share:.0%}."
     )

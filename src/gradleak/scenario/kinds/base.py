@@ -94,12 +94,16 @@ class Exhibit:
     cells      entries side by side
     curves     (true, found), each (channels, time)
     running    cells are the words of a text rather than the columns of a row
+    left_out   cells that a kind leaves out, since an example has too many
+    unit       of the numbers, where the kind compares them in another unit than the data have
     """
 
     pictures: tuple[Tensor, Tensor] | None = None
     cells: tuple[Cell, ...] = ()
     curves: tuple[Tensor, Tensor] | None = None
     running: bool = False
+    left_out: int = 0
+    unit: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 RMSE = Measure("rmse", "RMSE (SD)", digits=3, higher=False)
 SHOWN = 64  # entries of a vector in a report
+UNIT = "standard deviations"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ class Vector(Numbers):
     rule: ClassVar = "every entry is within 0.319 standard deviations"
 
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
-        pairs = list(zip(true.flatten().tolist(), found.flatten().tolist(), strict=True))[:SHOWN]
+        pairs = zip(true.flatten()[:SHOWN].tolist(), found.flatten()[:SHOWN].tolist(), strict=True)
         cells = (Cell(str(n), f"{a:.3g}", f"{b:.3g}", abs(a - b) < TOLERANCE) for n, (a, b) in enumerate(pairs))
-        return Exhibit(cells=tuple(cells))
+        return Exhibit(cells=tuple(cells), left_out=max(0, true.numel() - SHOWN), unit=UNIT)
 
 
 @dataclass(frozen=True)
@@ -111,4 +112,4 @@ class Series(Numbers):
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
         rows = [value.reshape(-1, value.shape[-1]) for value in (true, found)]
         true, found = (value.mT for value in rows) if self.time_first else rows
-        return Exhibit(curves=(true, found))
+        return Exhibit(curves=(true, found), unit=UNIT)
