@@ -102,9 +102,7 @@ REPLACED: dict[str, tuple[Function, tuple[int, ...]]] = {
     "multilabel margin, none": (lambda x: F.multilabel_margin_loss(x, SEVERAL, reduction="none"), LOGITS),
     **{
         f"weighted and smoothed cross entropy, {reduction}": (
-            lambda x, reduction=reduction: F.cross_entropy(
-                x, LABELS, WEIGHT, reduction=reduction, label_smoothing=0.1
-            ),
+            lambda x, reduction=reduction: F.cross_entropy(x, LABELS, WEIGHT, reduction=reduction, label_smoothing=0.1),
             LOGITS,
         )
         for reduction in ("mean", "sum", "none")

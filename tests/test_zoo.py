@@ -35,6 +35,7 @@ REFUSED = {
     "gpt2": "the embedding 'transformer.wte' is also the output layer",
     "gpt2-lora": "the embedding 'base_model.model.transformer.wte' is frozen",
     "dropout": "dropout is active (dropout (Dropout))",
+    "batch-norm-of-one": "a batch of one example fails in this mode",
     "own-kernel": "the gradient cannot be differentiated again",
     "own-kernel-once": "through _Once (autograd.Function) is not the slope of the first",
 }

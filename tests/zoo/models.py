@@ -324,6 +324,13 @@ def dropout() -> Victim:
     return supervised(others.Tiny(4, dropout=0.3).train(), images(), classes(4))
 
 
+@entry("batch-norm-of-one")
+def batch_norm_of_one() -> Victim:
+    """BatchNorm of one value per channel: a batch of one example has no statistics."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 4))
+    return supervised(model, images(), classes(4))
+
+
 @entry("branches")
 def branches() -> Victim:
     return supervised(others.Branches(4), images(), classes(4))

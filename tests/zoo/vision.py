@@ -33,9 +33,7 @@ class Basic(nn.Module):
         self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
         same = stride == 1 and inputs == outputs
-        self.downsample = (
-            None if same else nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
-        )
+        self.downsample = None if same else nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
