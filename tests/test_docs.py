@@ -152,7 +152,6 @@ def kind_rows() -> str:
 
 ATTACK_HEAD = "| attacks | images | tables | vectors | series | text |"
 STATUS = {"runs": "yes", "needs": "with a generator", "unsupported": "-"}
-UNDECLARED = {("ig-tanh", "tokens")}  # its space refuses no ids yet, but a run of it raises
 
 
 class Bag(nn.Module):
@@ -181,13 +180,7 @@ def classifiers() -> list[gl.Task]:
 
 def attack_rows() -> str:
     """The attacks that run on the same kinds in one row; those for denoisers are left out."""
-    results = [
-        {
-            line.attack: "-" if (line.attack, task.fields["x"].kind.name) in UNDECLARED else STATUS[line.status]
-            for line in preflight(task).lines
-        }
-        for task in classifiers()
-    ]
+    results = [{line.attack: STATUS[line.status] for line in preflight(task).lines} for task in classifiers()]
     cells = {name: tuple(result[name] for result in results) for name in results[0]}
     kept = {name: row for name, row in cells.items() if set(row) != {"-"}}
     order = sorted(kept, key=lambda name: ([cell == "-" for cell in kept[name]], kept[name], name))

@@ -34,8 +34,9 @@ from gradleak.core import tree
 from gradleak.core.tree import Params
 from gradleak.scenario.client import LocalTraining, observe
 from gradleak.scenario.defence import Client, Compute, Defence
+from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.rules import SGD, constant
-from gradleak.scenario.task import Batch, Task, double_backward_safe
+from gradleak.scenario.task import Batch, Task
 
 LINE, BEZIER = 1 / 120, 1 / 480  # of squared curvature, in unit time
 GRID = 21  # points of a segment or curve at which gradients are taken

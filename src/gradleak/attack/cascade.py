@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, Reconstruction, of_each
+from gradleak.attack import Attack, Composed, Reconstruction, of_each
 from gradleak.core.listeners import Share
 from gradleak.parts.protocols import Needs
 from gradleak.scenario.observation import Knowledge, Seen, as_targets
@@ -17,7 +17,7 @@ from gradleak.scenario.task import Task
 
 
 @dataclass(frozen=True)
-class EscalatingRestarts:
+class EscalatingRestarts(Attack):
     """The same attack again, from new starts, on the targets that it has not solved.
 
     A search that either finds the image or is stuck needs many starts for few targets. Every wave has twice the starts
@@ -49,10 +49,6 @@ class EscalatingRestarts:
     @property
     def search_needs(self) -> Needs:
         return self.attack.search_needs
-
-    @property
-    def work(self) -> int | None:
-        return None  # as many waves as it takes
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self.attack.refuses(task, given)

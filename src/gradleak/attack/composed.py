@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
 from gradleak.parts import embeddings
-from gradleak.parts.protocols import FieldRule, Needs
+from gradleak.parts.protocols import NOTHING, FieldRule, Needs
 from gradleak.parts.spaces import JointSpace, SoftField
 from gradleak.parts.stage import Stage, demand_part
 from gradleak.parts.view import TargetView, in_turn
@@ -39,30 +39,36 @@ def lowest_match(match: Tensor) -> Tensor:
     return torch.where(match.isnan(), torch.inf, match).argmin(dim=1)
 
 
-class Attack(Protocol):
-    """What every attack has, composed of stages or not."""
+class Attack:
+    """What every attack has, composed of stages or not. An own one defines `name` and `run`, and what it changes."""
 
-    @property
-    def name(self) -> str:
-        """Its name in tables and errors."""
-        ...
+    if TYPE_CHECKING:  # a field of some attacks, a property of others
+
+        @property
+        def name(self) -> str:
+            """Its name in tables and errors."""
 
     @property
     def needs(self) -> Needs:
         """What `Knowledge` must grant."""
-        ...
+        return NOTHING
+
+    @property
+    def search_needs(self) -> Needs:
+        """What it must grant if the labels are given."""
+        return self.needs
 
     @property
     def work(self) -> int | None:
         """Gradient evaluations of a target, in all restarts; 0: a closed form, None: not known beforehand."""
-        ...
+        return None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """Why it cannot attack this task, in words that follow "unsupported: "; empty if it can.
 
         given   names of the fields that the threat model grants
         """
-        ...
+        return ""
 
     def run(
         self,
@@ -75,7 +81,7 @@ class Attack(Protocol):
         progress: Share | None = None,
     ) -> Reconstruction:
         """Attack one target or several independent ones."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +124,7 @@ class Reconstruction:
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(Attack):
     """An attack made of stages: it reads fields (such as labels), runs every stage over all lanes, then chooses."""
 
     name: str
@@ -230,7 +236,8 @@ def supported(attack: Attack, task: Task, knows: Knowledge) -> None:
 
 def require(attack: Attack, knows: Knowledge) -> None:
     """Refuse to run without the knowledge that the attack needs. If labels are given, no label rule has to run."""
-    needs = getattr(attack, "search_needs", attack.needs) if "y" in knows.grants else attack.needs
+    given = "y" in knows.grants and isinstance(attack, Attack)
+    needs = attack.search_needs if given else attack.needs
     missing = sorted(needs - knows.grants)
     if missing:
         how = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from gradleak.attack import Composed, Reconstruction, require, supported
+from gradleak.attack import Attack, Composed, Reconstruction, require, supported
 from gradleak.core import assignment
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -32,7 +32,7 @@ from gradleak.scenario.task import Batch, Task, TaskError
 
 @named("analytic", kind="attack", paper="Phong et al., IEEE TIFS 2018; Geiping et al., NeurIPS 2020, proposition 3.1")
 @dataclass(frozen=True)
-class Analytic:
+class Analytic(Attack):
     """Read the input off the first layer, if it is linear with a bias: no optimisation, exact for one example.
 
     With d_ir the derivative by pre-activation r of example i, dL/dW_r = sum_i d_ir x_i and dL/db_r = sum_i d_ir. One

@@ -233,7 +233,7 @@ def tableak(settings: TabLeakSettings) -> Attack:
 
 
 @dataclass(frozen=True)
-class TabLeak:
+class TabLeak(Attack):
     """The search over all restarts, then scoring, alignment and pooling."""
 
     options: TabLeakSettings

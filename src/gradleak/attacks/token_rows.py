@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradleak.attack import Reconstruction, require, scenes_of, supported
+from gradleak.attack import Attack, Reconstruction, require, scenes_of, supported
 from gradleak.core.listeners import Share
 from gradleak.core.registry import named
 from gradleak.engine import Engine
@@ -26,7 +26,7 @@ from gradleak.scenario.task import Batch, Task
     paper="Melis, Song, De Cristofaro, Shmatikov, Exploiting Unintended Feature Leakage, S&P 2019, section 4.1",
 )
 @dataclass(frozen=True)
-class TokenRows:
+class TokenRows(Attack):
     """Read the bag of tokens off the embedding: a row is zero where its token does not appear (`parts.embeddings`).
 
     The order of the tokens, how often each appears and which example of a batch has which are not read: places are

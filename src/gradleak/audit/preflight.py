@@ -92,13 +92,14 @@ def preflight(
 
 
 def _line(name: str, attack: Attack, task: Task, known: Collection[str], examination: Examination) -> Line:
-    if reason := attack.refuses(task, known):
+    own = isinstance(attack, Attack)  # anything else with a name, needs and run is taken at its word
+    if own and (reason := attack.refuses(task, known)):
         return Line(name, UNSUPPORTED, reason)
     if missing := sorted(attack.needs - set(known)):
         return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in missing))
-    if not attack.work:
-        return Line(name, RUNS, UNKNOWN if attack.work is None else CLOSED)
-    if examination.seconds is None:
+    if own and attack.work == 0:
+        return Line(name, RUNS, CLOSED)
+    if not own or attack.work is None or examination.seconds is None:
         return Line(name, RUNS, UNKNOWN)
     seconds = attack.work * examination.seconds
     return Line(name, RUNS, next(word for most, word in COSTS if seconds < most))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.attack import Reconstruction, require
+from gradleak.attack import Attack, Reconstruction, require
 from gradleak.attack.checks import Check, Checks, checks_of
 from gradleak.auto.members import MEMBERS, POLISH, PRESETS, Member
 from gradleak.auto.polish import polished
@@ -84,7 +84,7 @@ class _Best:
 
 @named("auto", kind="attack", paper=f"gradleak's own, version {VERSION}; after AutoAttack, Croce and Hein, ICML 2020")
 @dataclass(frozen=True)
-class Auto:
+class Auto(Attack):
     """Run every attack that applies to this observation, and return for each target what explains the update best.
 
     Uses only the observation, the task and the knowledge. The table of members (`auto.MEMBERS`) says when each applies.
@@ -125,10 +125,6 @@ class Auto:
     def needs(self) -> Needs:
         """Nothing: members that need more than is granted are left out. Only tuning needs public data."""
         return frozenset({"public"} if self.tune else ())
-
-    @property
-    def work(self) -> int | None:
-        return None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """It can attack what any of its members can."""

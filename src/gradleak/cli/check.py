@@ -34,7 +34,7 @@ def check(options: CheckOptions) -> None:
     from gradleak.cli import loading
 
     examples = options.data.load() if options.data.data else None
-    task = loading.task_for(options.reference, examples)
+    task = loading.task(options.reference) if examples is None else loading.task_for(options.reference, examples)
     result = preflight(task, batch=None if examples is None else loading.few_examples(task, options.data))
     for line in (*_fields(task), "", *_problems(result), *_attacks(result)):
         typer.echo(line)

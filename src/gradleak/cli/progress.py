@@ -229,7 +229,7 @@ def outcome(rows: Sequence[Mapping[str, Any]]) -> str:
         return f"FAILED ({failed[0].get('error')})"
     from gradleak.scenario.kinds import KINDS  # imports torch
 
-    measure = KINDS[rows[0].get("kind", "image")]().headline
+    measure = KINDS[next((row["kind"] for row in rows if "kind" in row), "image")]().headline
     values = [value for row in rows for value in (row.get("scores") or {}).get(measure.name) or () if value is not None]
     mean = f", mean {measure.label} {measure.format(sum(values) / len(values))}" if values else ""
     return f"{counted(len(rows), 'target')}{mean}"

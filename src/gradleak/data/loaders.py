@@ -61,8 +61,8 @@ def from_loader(
     """All examples of a DataLoader or a Dataset of tuples or dicts, as tensors by field: "x", "y", others by name.
 
     limit   the most examples
-    names   the fields of the task (`fields_of`); entries of a dict that are no tensors and no fields are left out
-    own     the client's own names for them
+    names, own   the fields of the task, and the client's names for them (`fields_of`); entries of a dict that are
+                 neither tensors nor fields are left out
     """
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}. Give at least 1, or None for all.")

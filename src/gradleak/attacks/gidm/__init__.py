@@ -312,7 +312,7 @@ def gidm(settings: GIDMSettings) -> Attack:
 
 
 @dataclass(frozen=True)
-class StepSearch:
+class StepSearch(Attack):
     """Try out steps in short searches, keep those that match best, and attack with the winner. One example a target.
 
     Candidates are the ten steps that explain the time MLP's gradient best (`read`), or, for networks whose time MLP
@@ -333,10 +333,6 @@ class StepSearch:
     @property
     def needs(self) -> Needs:
         return self.whole.needs - {"t"}
-
-    @property
-    def work(self) -> int | None:
-        return None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self.whole.refuses(task, {*given, "t"})

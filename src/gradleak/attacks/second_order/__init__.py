@@ -9,7 +9,7 @@ from itertools import permutations, product
 
 import torch
 
-from gradleak.attack import Composed, Reconstruction, missing_fields, require, supported
+from gradleak.attack import Attack, Composed, Reconstruction, missing_fields, require, supported
 from gradleak.attack.cascade import given_of, matches, part, taken, unsolved
 from gradleak.attacks.second_order.krylov import GaussNewtonKrylov
 from gradleak.attacks.second_order.peeling import Peeled, applies
@@ -53,7 +53,7 @@ MOST_ORDERS = 16  # of the examples in a client's minibatches that are tried
 
 @named("second-order", kind="attack", paper="gradleak's own; Levenberg 1944, Marquardt 1963")
 @dataclass(frozen=True)
-class SecondOrder:
+class SecondOrder(Attack):
     """Solve for the images that give exactly this update: least squares with second-order steps, in float64.
 
     min over x of mean_j ((f_j(x) - u_j) / RMS of u's tensor)^2 + mu * roughness of x (`parts.priors.roughness`), f the
@@ -110,10 +110,6 @@ class SecondOrder:
         if self.after:
             return self.search_needs | registry.parse("attack", self.after).needs
         return self.search_needs | label_rule(self.labels).needs
-
-    @property
-    def work(self) -> int | None:
-        return None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         diffusion = isinstance(task.objective, Denoising)

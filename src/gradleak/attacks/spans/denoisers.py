@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gradleak.attack import Composed, Reconstruction, require, scenes_of
+from gradleak.attack import Attack, Composed, Reconstruction, require, scenes_of
 from gradleak.attack.cascade import EscalatingRestarts, matches, part
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.spans.layers import Layer, Outside, Spans, as_sent, spanning_layers
@@ -90,7 +90,7 @@ def _one_by_one(task: Task, targets: Sequence[Track], knows: Knowledge, engine: 
 
 @named("span-dm", kind="attack", paper="gradleak's own")
 @dataclass(frozen=True)
-class SpanDM:
+class SpanDM(Attack):
     """A denoiser's x_t from the span of a layer's inputs, which the gradient gives for any noise; then the noise.
 
     At the lowest resolution of a U-Net a convolution has no more places than outputs, and its gradient gives the span
@@ -132,10 +132,6 @@ class SpanDM:
     @property
     def needs(self) -> Needs:
         return self._behind().needs
-
-    @property
-    def work(self) -> int | None:
-        return None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return self._behind().refuses(task, {*given, "t"})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, Reconstruction, require, supported
+from gradleak.attack import Attack, Composed, Reconstruction, require, supported
 from gradleak.attacks.spear.directions import Layer, factorise
 from gradleak.attacks.spear.layers import by_class, relu_layer
 from gradleak.attacks.spear.selection import Basis, recover
@@ -57,7 +57,7 @@ class Recovered:
 
 @named("spear", kind="attack", paper="Dimitrov et al., SPEAR, NeurIPS 2024; the search is gradleak's own")
 @dataclass(frozen=True)
-class Spear:
+class Spear(Attack):
     """Read a whole batch off a first layer that is linear, with a bias, and followed by ReLU: exact, no labels needed.
 
     With Z = W X^T + b before the ReLU and D = dL/dZ, [dL/dW, dL/db] = D [X, 1]. An SVD gives D = L Q and X = Q^-1 R up
@@ -99,10 +99,6 @@ class Spear:
     @property
     def needs(self) -> Needs:
         return label_rule(self.labels).needs
-
-    @property
-    def work(self) -> int | None:
-        return None  # as many waves as it takes
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):
