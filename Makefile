@@ -74,5 +74,5 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/pip
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing into .venv: a minute or more, torch is large'
-	$(INSTALL) -e '.[dev,data,tables,dp,metrics,secure,fl-sim,diffusion,docs]'
+	$(INSTALL) -e '.[dev,data,tables,dp,metrics,secure,fl-sim,diffusion,zoo,docs]'
 	@touch $(CORE) $@

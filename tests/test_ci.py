@@ -15,7 +15,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("package", ["flwr", "ray", "cryptography", "sklearn", "diffusers", "mkdocs"])
+@pytest.mark.parametrize(
+    "package", ["flwr", "ray", "cryptography", "sklearn", "diffusers", "mkdocs", "transformers", "peft"]
+)
 def test_packages_that_tests_would_be_skipped_without_are_here(package: str) -> None:
     assert find_spec(package) is not None
 

@@ -35,6 +35,7 @@ REFUSED = {
     "gpt2": "the embedding 'transformer.wte' is also the output layer",
     "gpt2-lora": "the embedding 'base_model.model.transformer.wte' is frozen",
     "dropout": "dropout is active (dropout (Dropout))",
+    "batch-norm-of-one": "a batch of one example fails in this mode",
     "own-kernel": "the gradient cannot be differentiated again",
     "own-kernel-once": "through _Once (autograd.Function) is not the slope of the first",
 }
@@ -181,9 +182,8 @@ def test_the_command_line_agrees_with_itself(name: str, tmp_path: Path) -> None:
     assert (checked, audited) == ((1, 2) if name in REFUSED else (0, 0)), f"{lines}\n{printed}"
     if name in REFUSED:
         assert REFUSED[name] in plain(lines)
-        assert f"unsupported: {REFUSED[name]}" in plain(printed) or f"attack this task: {REFUSED[name]}" in plain(
-            printed
-        )
+        assert "unsupported: " in printed
+        assert REFUSED[name] in plain(printed)
         assert not Path("run").exists()  # refused before any work
         return
     result = gl.AuditResult.load("run")

@@ -211,13 +211,13 @@ def smooth(*shape: int) -> Tensor:
 
 @entry("series-lstm")
 def series_lstm() -> Victim:
-    x = smooth(COUNT, 3, 10).mT.contiguous()
-    return supervised(others.RecurrentSeries(3), x, classes(3), kind=Series(time_first=True))
+    x = smooth(COUNT, 2, 6).mT.contiguous()
+    return supervised(others.RecurrentSeries(2), x, classes(3), kind=Series(time_first=True))
 
 
 @entry("series-cnn")
 def series_cnn() -> Victim:
-    return supervised(others.series_cnn(2, 3).eval(), smooth(COUNT, 2, 24), classes(3))
+    return supervised(others.series_cnn(2, 3).eval(), smooth(COUNT, 2, 10), classes(3))
 
 
 @entry("series-forecast")
@@ -228,7 +228,7 @@ def series_forecast() -> Victim:
 
 @entry("audio-cnn")
 def audio_cnn() -> Victim:
-    return supervised(others.audio_cnn(), smooth(COUNT, 1, 96).clamp(-1, 1), classes(3), bounds=(-1.0, 1.0))
+    return supervised(others.audio_cnn(), smooth(COUNT, 1, 32).clamp(-1, 1), classes(3), bounds=(-1.0, 1.0))
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -322,6 +322,13 @@ def hf_resnet() -> Victim:
 @entry("dropout")
 def dropout() -> Victim:
     return supervised(others.Tiny(4, dropout=0.3).train(), images(), classes(4))
+
+
+@entry("batch-norm-of-one")
+def batch_norm_of_one() -> Victim:
+    """BatchNorm of one value per channel: a batch of one example has no statistics."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 16), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 4))
+    return supervised(model, images(), classes(4))
 
 
 @entry("branches")

@@ -46,7 +46,7 @@ def series_cnn(channels: int, classes: int) -> nn.Module:
 def audio_cnn() -> nn.Module:
     """Raw samples, a long stride first, as in M5."""
     return nn.Sequential(
-        nn.Conv1d(1, 8, 16, stride=4), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv1d(8, 8, 3), nn.Tanh(),
+        nn.Conv1d(1, 8, 8, stride=4), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv1d(8, 8, 3), nn.Tanh(),
         nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(16, 3),
     )  # fmt: skip
 

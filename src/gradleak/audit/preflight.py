@@ -83,7 +83,7 @@ def preflight(
     granted   what the threat model grants: "training", "generator", "public" and names of fields
     """
     known = {*granted, *(name for name, field in task.fields.items() if field.public)}
-    examination = inspect(task, batch)
+    examination = inspect(task, batch, fewest=1)  # the positive control of an audit
     if attacks is None:
         attacks = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
     if examination.errors:  # an attack could only repeat them

@@ -168,7 +168,7 @@ def audit(options: AuditOptions) -> None:
 
 
 def _run(planned: Audit, options: AuditOptions) -> AuditResult:
-    """Show the plan and its cost, and run it."""
+    """Refuse what `gradleak check` refuses; else show the plan and its cost, and run it."""
     from gradleak.audit import estimate
     from gradleak.cli.progress import display
     from gradleak.report.terminal import plan

@@ -66,12 +66,11 @@ def unread(task: Task, name: str) -> str:
     layers = embeddings_of(task, name)
     if {place for places in layers.values() for place in places} != set(range(task.fields[name].shape[0])):
         return f"no nn.Embedding sees the ids of {name}"
-    trained = {weight for weight, p in task.model.named_parameters() if p.requires_grad}
     for layer in layers:
+        if not task.model.get_submodule(layer).weight.requires_grad:
+            return f"the embedding {layer!r} is frozen, so no update holds its rows"
         if tied(task, layer):
             return f"the embedding {layer!r} is also the output layer, so every row changes"
-        if f"{layer}.weight" not in trained:
-            return f"the embedding {layer!r} is frozen, so no update holds its rows"
     return ""
 
 

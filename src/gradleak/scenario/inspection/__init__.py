@@ -15,7 +15,7 @@ import torch
 from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.inspection import batch as data
 from gradleak.scenario.inspection import model, objective
-from gradleak.scenario.inspection.subject import Check, Subject, device_of, first_line
+from gradleak.scenario.inspection.subject import Check, Subject, device_of, examples_in, first_line
 from gradleak.scenario.task import Batch, Problem, Task
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -68,8 +68,12 @@ def data_problems(task: Task, batch: Batch) -> list[Problem]:
     return [problem for check in (data.continuous_values, data.labels) for problem in check(subject)]
 
 
-def inspect(task: Task, batch: Batch | None = None) -> Examination:
-    """Every problem at once, errors first. `batch` (the auditor's own data) is checked against the declared fields."""
+def inspect(task: Task, batch: Batch | None = None, fewest: int | None = None) -> Examination:
+    """Every problem at once, errors first.
+
+    batch    the auditor's own data, checked against the declared fields
+    fewest   examples of the smallest batch that the model must take; None: those of `batch`
+    """
     try:
         copied = replace(task, model=copy.deepcopy(task.model))
     except Exception as problem:  # whatever a user's own __deepcopy__ raises
@@ -84,7 +88,7 @@ def inspect(task: Task, batch: Batch | None = None) -> Examination:
         )
     device = device_of(copied)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), double_backward_safe():
-        subject = Subject(copied, batch)
+        subject = Subject(copied, batch, fewest or examples_in(batch or {}))
         problems = [problem for check in CHECKS for problem in check(subject)]
     problems.sort(key=lambda problem: _ORDER[problem.severity])
     return Examination(tuple(problems), subject.batched, subject.seconds)

@@ -10,7 +10,7 @@ from torch import nn
 from gradleak.core import tree
 from gradleak.scenario.derivatives import WITHOUT
 from gradleak.scenario.dropout import drops
-from gradleak.scenario.inspection.subject import BATCH_NORM, Failed, Pass, Subject, examples_in, some
+from gradleak.scenario.inspection.subject import BATCH_NORM, Failed, Pass, Subject, some
 from gradleak.scenario.recurrence import RECURRENT_FORMS
 from gradleak.scenario.task import Problem
 
@@ -89,11 +89,11 @@ def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
     )
     alone = subject.run(subject.task.blank(1))
     if isinstance(alone, Failed) and isinstance(subject.forward, Pass):
-        one = subject.data is not None and examples_in(subject.data) == 1
         yield Problem(
-            "error" if one else "warning",
+            "error" if subject.fewest == 1 else "warning",
             f"a batch of one example fails in this mode: {alone.why}",
-            "use at least two examples per step, or model.eval()",
+            "use at least two examples per step (an audit attacks one, in its positive control), larger inputs, or "
+            "model.eval()",
         )
 
 

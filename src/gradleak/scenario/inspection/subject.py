@@ -87,10 +87,11 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What the checks look at; everything expensive is computed once."""
+    """What the checks look at; everything expensive is computed once. `fewest`: examples of the smallest batch."""
 
     task: Task
     data: Batch | None = None
+    fewest: int | None = None
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
