@@ -20,10 +20,13 @@ from gradleak.attack import Reconstruction
 from gradleak.engine import Engine
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Observation
 from gradleak.scenario.task import TaskError
+from test_kinds import text_task
 from test_latent import TRAINING, Toy, knowing, observed
 from test_spans import net
 from test_steps import TRAINING as DIFFUSION
 from test_steps import drawn, toy
+from test_tableak import rows as table_rows
+from test_tableak import task as tabular
 
 NAMES = gl.attacks.names()
 FEW: dict[str, int] = {"steps": 5, "weight_steps": 4, "fine_steps": 4, "sampler_steps": 2, "features": 2}
@@ -54,7 +57,21 @@ def denoiser(task: gl.Task) -> World:
     return task, seen, Knowledge(training=DIFFUSION, generator=task.model, given=given)
 
 
+def of_rows() -> World:
+    task = tabular(24)
+    seen = [gl.observe(task, table_rows(1, seed=seed), TRAINING, key=f"t{seed}") for seed in range(2)]
+    return task, seen, Knowledge(training=TRAINING)
+
+
+def of_texts() -> World:
+    task = text_task()
+    texts = [{"x": torch.tensor([[4, 8, 3, 3, 17, 22, 0, 0, place]]), "y": torch.tensor([place])} for place in (1, 2)]
+    seen = [gl.observe(task, text, TRAINING, key=f"t{place}") for place, text in enumerate(texts)]
+    return task, seen, Knowledge(training=TRAINING)
+
+
 WORLDS = (classifier, lambda: classifier(nn.ReLU), with_generator, lambda: denoiser(toy()), lambda: denoiser(net()))
+WORLDS += (of_rows, of_texts)
 
 
 def case(name: str) -> World:

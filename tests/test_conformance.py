@@ -43,6 +43,7 @@ from gradleak.scenario.rules import Adam
 from gradleak.scenario.task import Batch, Field, TaskError
 from test_defences_table import NAMES as DEFENCES
 from test_defences_table import made
+from test_kinds import text_task
 from test_latent import Toy
 from test_spans import net
 from test_steps import Small, drawn, toy
@@ -212,7 +213,7 @@ RECIPES = {
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
-TABULAR = ("tableak",)
+OTHER_DATA = ("tableak", "token-rows")  # attacks on tables and on texts
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +254,19 @@ class World:
         batch["x"], other["x"], other["y"] = batch["x"].to(dtype), other["x"].to(dtype), batch["y"] + 1
         return World(tabular(24, CLASSES, dtype), batch, other, Knowledge(training=training))
 
+    @staticmethod
+    def textual(training: LocalTraining = TRAINING, dtype: torch.dtype = torch.float64, examples: int = 2) -> World:
+        ids = torch.randint(1, 50, (2, examples, 9), generator=torch.Generator().manual_seed(0))
+        batch, other = ({"x": part, "y": torch.arange(examples) % CLASSES} for part in ids)
+        task = text_task()
+        task.model.to(dtype)
+        return World(task, batch, {**other, "y": (other["y"] + 1) % CLASSES}, Knowledge(training=training))
+
+    @staticmethod
+    def of_kind(name: str, *how: Any, **settings: Any) -> World:
+        """The world of an attack on other data than images."""
+        return {"tableak": World.tabular, "token-rows": World.textual}[name](*how, **settings)
+
     def granting(self, attack: gl.Attack) -> World:
         """With what the attack needs, copied: known steps and noise are not swapped with the client's."""
         given = {name: self.batch[name].clone() for name in attack.needs & self.batch.keys()}
@@ -270,7 +284,8 @@ def world_of(name: str, training: LocalTraining = TRAINING) -> World:
     if name in DENOISING:
         made = World.denoising(name)
     else:
-        made = World.tabular(training) if name in TABULAR else World.classifying(training, classifier_for(name))
+        other = name in OTHER_DATA
+        made = World.of_kind(name, training) if other else World.classifying(training, classifier_for(name))
     return made.granting(short(name))
 
 
@@ -625,7 +640,9 @@ def test_nothing_in_an_observation_or_a_task_can_hold_private_data() -> None:
     batch = private(2)
     task = gl.Task.supervised(perceptron().model, nn.functional.cross_entropy, like=(batch["x"], batch["y"]))
     assert not any(isinstance(value, Tensor) for f in task.fields.values() for value in vars(f).values())
-    assert vars(task.objective) == {"loss": nn.functional.cross_entropy}
+    assert not any(isinstance(value, Tensor) for value in vars(task.objective).values())
+    assert task.objective.loss is nn.functional.cross_entropy
+    assert {f.name for f in fields(task.objective)} == {"loss", "inputs", "label", "target", "meet"}
 
 
 # --- nothing changed behind it ----------------------------------------------------------------------------------------
@@ -656,7 +673,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 # A linear layer must see the input; and a population in a vmap of its own is refused by BatchNorm in training mode.
-WITHOUT_NORM = (*DENOISING, *TABULAR, "analytic", "spear", "ggl")
+WITHOUT_NORM = (*DENOISING, *OTHER_DATA, "analytic", "spear", "ggl")
 CHANGED = [(name, norm) for name in NAMES for norm in ([None] if name in WITHOUT_NORM else [None, "train"])]
 
 
@@ -668,8 +685,8 @@ def test_no_attack_changes_what_it_is_given(name: str, norm: str | None) -> None
         world = World.denoising(name).granting(attack)
     else:
         task = tiny(norm=norm, dtype=torch.float32) if norm else classifier_for(name, torch.float32)
-        rows = name in TABULAR
-        world = World.tabular(dtype=torch.float32) if rows else World.classifying(task=task)
+        other = name in OTHER_DATA
+        world = World.of_kind(name, dtype=torch.float32) if other else World.classifying(task=task)
         world = world.granting(attack)
         world.knows.given["y"] = torch.tensor([1, 2])
     task, seen, knows = world.task, world.seen(), world.knows
@@ -689,8 +706,9 @@ def test_a_result_shares_no_memory_with_the_observation(name: str) -> None:
     if name in DENOISING:
         world = World.denoising(name).granting(attack)
     else:
-        task, rows = classifier_for(name, torch.float32), name in TABULAR
-        world = World.tabular(dtype=torch.float32, examples=1) if rows else World.classifying(task=task, examples=1)
+        task, one = classifier_for(name, torch.float32), {"examples": 1}
+        other = name in OTHER_DATA
+        world = World.of_kind(name, dtype=torch.float32, **one) if other else World.classifying(task=task, **one)
         world = world.granting(attack)
         world.knows.given["y"] = torch.tensor([1])
     seen, knows = world.seen(), world.knows

@@ -147,7 +147,7 @@ def test_a_method_that_is_not_there_or_does_not_apply_says_so(paper: ModuleType,
     labelled = paper.Method("idlg", lambda effort: {"steps": 2})
     bench.run({"gone": missing, "labels": labelled})
     assert bench.cells["gone"] == {"skipped": "no attack is registered as gidm-2"}
-    assert bench.cells["labels"]["skipped"].startswith(("TaskError", "RuleDoesNotApply", "MissingKnowledge"))
+    assert bench.cells["labels"]["skipped"].startswith(("UnsupportedTask", "RuleDoesNotApply", "MissingKnowledge"))
     assert bench.best == {}
 
 

@@ -70,9 +70,11 @@ class TokenRows(Attack):
         """Read every target. `match` is the share of the embedding's gradient in rows that were not named."""
         supported(self, task, knows)
         require(self, knows)
-        targets, began = as_targets(seen), time.perf_counter()
-        scenes = scenes_of(task, targets, knows, Labels(label_rule(self.labels)))
-        read = [bag_of(scene, "x") for scene in in_turn(scenes)]
+        targets, began, engine = as_targets(seen), time.perf_counter(), engine or Engine()
+        with engine.settings():
+            work = task.to(engine.where, engine.dtype)
+            scenes = scenes_of(work, targets, knows, Labels(label_rule(self.labels)))
+            read = [bag_of(scene, "x") for scene in in_turn(scenes)]
         batch = _padded([{**scene.fields, "x": ids} for scene, (ids, _) in zip(scenes, read, strict=True)])
         match = torch.tensor([[rest] for _, rest in read], dtype=torch.float64)
         if progress is not None:
