@@ -3,6 +3,7 @@
 from gradleak.attack.composed import (
     Attack,
     Composed,
+    ReadOff,
     Reconstruction,
     lowest_match,
     missing_fields,
@@ -12,5 +13,5 @@ from gradleak.attack.composed import (
     supported,
 )
 
-__all__ = ["Attack", "Composed", "Reconstruction", "lowest_match", "missing_fields", "of_each", "require", "scenes_of"]
-__all__ += ["supported"]
+__all__ = ["Attack", "Composed", "ReadOff", "Reconstruction", "lowest_match", "missing_fields", "of_each", "require"]
+__all__ += ["scenes_of", "supported"]

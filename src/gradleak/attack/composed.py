@@ -16,6 +16,7 @@ from gradleak.core import tree
 from gradleak.core.listeners import Share
 from gradleak.engine.lanes import Engine, solve
 from gradleak.parts import embeddings
+from gradleak.parts.fields import label_rule
 from gradleak.parts.protocols import NOTHING, FieldRule, Needs
 from gradleak.parts.spaces import JointSpace, SoftField
 from gradleak.parts.stage import Stage, demand_part
@@ -82,6 +83,21 @@ class Attack:
     ) -> Reconstruction:
         """Attack one target or several independent ones."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ReadOff(Attack):
+    """An attack that reads examples off the update, and labels by a rule: it needs what the rule needs."""
+
+    labels: str = "auto"
+
+    @property
+    def search_needs(self) -> Needs:
+        return NOTHING
+
+    @property
+    def needs(self) -> Needs:
+        return label_rule(self.labels).needs
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from gradleak.attack import Attack, Composed, Reconstruction, require, supported
+from gradleak.attack import Composed, ReadOff, Reconstruction, require, supported
 from gradleak.core import assignment
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -22,7 +22,6 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Needs
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
@@ -32,7 +31,7 @@ from gradleak.scenario.task import Batch, Task, TaskError
 
 @named("analytic", kind="attack", paper="Phong et al., IEEE TIFS 2018; Geiping et al., NeurIPS 2020, proposition 3.1")
 @dataclass(frozen=True)
-class Analytic(Attack):
+class Analytic(ReadOff):
     """Read the input off the first layer, if it is linear with a bias: no optimisation, exact for one example.
 
     With d_ir the derivative by pre-activation r of example i, dL/dW_r = sum_i d_ir x_i and dL/db_r = sum_i d_ir. One
@@ -46,21 +45,12 @@ class Analytic(Attack):
     `settings` of the result say, per target, how many examples are "exact" and how many are "padded" with grey.
     """
 
-    labels: str = "auto"
     agree: float = 1e-4
     distinct: float = 0.02
 
     @property
     def name(self) -> str:
         return "analytic"
-
-    @property
-    def search_needs(self) -> Needs:
-        return frozenset()
-
-    @property
-    def needs(self) -> Needs:
-        return label_rule(self.labels).needs
 
     @property
     def work(self) -> int | None:

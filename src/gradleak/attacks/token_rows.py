@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from gradleak.attack import Attack, Reconstruction, require, scenes_of, supported
+from gradleak.attack import ReadOff, Reconstruction, require, scenes_of, supported
 from gradleak.core.listeners import Share
 from gradleak.core.registry import named
 from gradleak.engine import Engine
 from gradleak.parts.embeddings import bag_of, unread
 from gradleak.parts.fields import Labels, label_rule
-from gradleak.parts.protocols import Needs
 from gradleak.parts.view import in_turn
 from gradleak.scenario.observation import Knowledge, Seen, as_targets
 from gradleak.scenario.task import Batch, Task
@@ -26,7 +25,7 @@ from gradleak.scenario.task import Batch, Task
     paper="Melis, Song, De Cristofaro, Shmatikov, Exploiting Unintended Feature Leakage, S&P 2019, section 4.1",
 )
 @dataclass(frozen=True)
-class TokenRows(Attack):
+class TokenRows(ReadOff):
     """Read the bag of tokens off the embedding: a row is zero where its token does not appear (`parts.embeddings`).
 
     The order of the tokens, how often each appears and which example of a batch has which are not read: places are
@@ -34,19 +33,9 @@ class TokenRows(Attack):
     out. Categorical columns with an embedding each are read column by column, exactly for one example.
     """
 
-    labels: str = "auto"
-
     @property
     def name(self) -> str:
         return "token-rows"
-
-    @property
-    def search_needs(self) -> Needs:
-        return frozenset()
-
-    @property
-    def needs(self) -> Needs:
-        return label_rule(self.labels).needs
 
     @property
     def work(self) -> int | None:

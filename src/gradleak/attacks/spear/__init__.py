@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradleak.attack import Attack, Composed, Reconstruction, require, supported
+from gradleak.attack import Composed, ReadOff, Reconstruction, require, supported
 from gradleak.attacks.spear.directions import Layer, factorise
 from gradleak.attacks.spear.layers import by_class, relu_layer
 from gradleak.attacks.spear.selection import Basis, recover
@@ -27,7 +27,6 @@ from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still, require_positive
 from gradleak.parts.predictions import Replay, gradient
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import Needs
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
@@ -57,7 +56,7 @@ class Recovered:
 
 @named("spear", kind="attack", paper="Dimitrov et al., SPEAR, NeurIPS 2024; the search is gradleak's own")
 @dataclass(frozen=True)
-class Spear(Attack):
+class Spear(ReadOff):
     """Read a whole batch off a first layer that is linear, with a bias, and followed by ReLU: exact, no labels needed.
 
     With Z = W X^T + b before the ReLU and D = dL/dZ, [dL/dW, dL/db] = D [X, 1]. An SVD gives D = L Q and X = Q^-1 R up
@@ -82,7 +81,6 @@ class Spear(Attack):
     waves    waves of starts at most
     """
 
-    labels: str = "auto"
     waves: int = 20
 
     def __post_init__(self) -> None:
@@ -91,14 +89,6 @@ class Spear(Attack):
     @property
     def name(self) -> str:
         return "spear"
-
-    @property
-    def search_needs(self) -> Needs:
-        return frozenset()
-
-    @property
-    def needs(self) -> Needs:
-        return label_rule(self.labels).needs
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):
