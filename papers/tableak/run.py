@@ -87,7 +87,7 @@ def _few(restarts: int, steps: int) -> Attacks:
 
 
 def _after(row: Row) -> Attacks:
-    return {name: settings for name, settings in row.attacks.items() if name in AFTER}
+    return {name: settings for name, settings in row.attacks.items() if name in {**SPEAR, **AFTER}}
 
 
 def _beside(data: str, examples: int) -> Attacks:
