@@ -44,7 +44,7 @@ class Tokens(Kind):
         Threshold("bag>90%", "bag", 0.9),
     )
     needed: ClassVar = ("every token",)
-    control: ClassVar = 0.9
+    control: ClassVar = 0.5  # rows of an embedding name a token once, however often it stands in a text
     rule: ClassVar = "every token is in its place"
 
     def settings(self) -> dict[str, object]:
