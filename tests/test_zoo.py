@@ -123,7 +123,7 @@ SLOW = ("auto", "second-order", "ratio-second-order")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", SLOW)
-@pytest.mark.parametrize("name", ["mobilenetv3_small_100", "unet-segmentation", "series-lstm", "table-categories"])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "unet-segmentation", "series-lstm", "table-categories"])
 def test_exact_searches_run_too(name: str, attack: str) -> None:
     model = victim(name)
     run_all(model, [attack], preflight(model.task), gl.LocalTraining(lr=0.1))

@@ -251,4 +251,5 @@ def timm_model(name: str) -> tuple[nn.Module, int]:
         import timm
     except ImportError:
         return BY_HAND[name](), 16
-    return timm.create_model(name, num_classes=CLASSES, **({"img_size": 32} if name in SIZED else {})), 32
+    side = 64 if name == "resnet18" else 32  # BatchNorm of a single example needs more than one value per channel
+    return timm.create_model(name, num_classes=CLASSES, **({"img_size": side} if name in SIZED else {})), side
