@@ -191,3 +191,13 @@ def test_the_command_line_agrees_with_itself(name: str, tmp_path: Path) -> None:
     assert not result.failed
     assert result.verdict.word in (*WORDS, VOID)
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_a_model_that_takes_no_single_example_is_audited_with_two() -> None:
+    """Its positive control has two examples too."""
+    model = victim("batch-norm-of-one")
+    clients = gl.Federation(examples=2, training=gl.LocalTraining(lr=0.1))
+    audit = gl.Audit(model.task, model.data, ["ig:steps=2"], targets=1, unrelated=1, federation=clients)
+    result = audit.run()
+    assert not result.failed
+    assert "on updates of 2 undefended examples" in result.positive_control.text

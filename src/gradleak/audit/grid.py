@@ -36,6 +36,7 @@ from gradleak.generators import load as load_generator
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.defence import Defence, overrides
 from gradleak.scenario.inspection import Examination
+from gradleak.scenario.inspection.subject import fewest_examples
 from gradleak.scenario.probe import NOT_RUN, gradient_of
 from gradleak.scenario.task import Task
 
@@ -179,8 +180,12 @@ class Audit:
             return False
 
     def _control(self) -> Cell:
-        """Undefended, one example, one plain step, before training: an attack that fails here shows nothing."""
-        plain = replace(self.federation, examples=1, training=LocalTraining(lr=self.federation.training.lr))
+        """Undefended, one example, one plain step, before training: an attack that fails here shows nothing.
+
+        Two examples where the model takes no single one.
+        """
+        recipe = LocalTraining(lr=self.federation.training.lr)
+        plain = replace(self.federation, examples=self._fewest, training=recipe)
         name, attack = named_attacks(self.attacks[:1])[0]
         known = {
             "given": self.granted,
@@ -189,6 +194,10 @@ class Audit:
             "withheld": tuple(self.withheld),
         }
         return self._keyed(Cell(attack, None, UNDEFENDED, 0, self.seeds[0], plain, name, "none", **known))
+
+    @cached_property
+    def _fewest(self) -> int:
+        return fewest_examples(self.task)
 
     def _keyed(self, cell: Cell) -> Cell:
         """The cell, with a key that hashes everything its result depends on."""
@@ -309,7 +318,7 @@ class Audit:
         """What `gradleak check` finds of this task and these attacks; refuses in its words what it refuses."""
         granted = {*self.given, *(() if "recipe" in self.withheld else ("training",))}
         granted |= set() if self.generator is None else {"generator"}
-        checked = preflight(self.task, named_attacks(self.attacks), granted=granted)
+        checked = preflight(self.task, named_attacks(self.attacks), granted=granted, examples=self.federation.examples)
         checked.demand()
         return checked.examination
 

@@ -75,15 +75,17 @@ def preflight(
     *,
     batch: Batch | None = None,
     granted: Collection[str] = ("training",),
+    examples: int | None = 1,
 ) -> Preflight:
     """Examine the task, and ask every attack.
 
     attacks   (name, attack); None: every registered one
     batch     examples of the auditor's own, checked against the fields
     granted   what the threat model grants: "training", "generator", "public" and names of fields
+    examples  in an update; None: any number
     """
     known = {*granted, *(name for name, field in task.fields.items() if field.public)}
-    examination = inspect(task, batch, fewest=1)  # the positive control of an audit
+    examination = inspect(task, batch, fewest=examples)
     if attacks is None:
         attacks = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
     if examination.errors:  # an attack could only repeat them

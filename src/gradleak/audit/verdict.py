@@ -100,7 +100,9 @@ def control_of(rows: Sequence[Row], cell: str, kind: Kind) -> Control:
     scores = [row["scores"][measure.name] for row in rows if row["status"] == "done"]
     values = [value for each in scores for value in each if value is not None]
     middle = median(values) if values else NAN
-    setting = f"{rows[0]['attack'] if rows else 'the first attack'} on updates of one undefended example"
+    one = not rows or rows[0]["examples"] == 1
+    clients = "one undefended example" if one else f"{rows[0]['examples']} undefended examples"
+    setting = f"{rows[0]['attack'] if rows else 'the first attack'} on updates of {clients}"
     level = _reached(measure, measure.format(middle))
     reached = f"{setting} reaches a median {level}, {needed_of(kind)} are needed"
     if values and measure.sign * middle >= measure.sign * kind.control:

@@ -25,6 +25,7 @@ class CheckOptions:
         str, typer.Argument(metavar="FILE.py:NAME", help="A Task or a model's name; FILE.py alone means FILE.py:task.")
     ]
     data: DataOptions = DataOptions()
+    examples: Annotated[int, typer.Option(min=1, help="Examples of a client in a round, as audit takes them.")] = 1
 
 
 @takes(CheckOptions)
@@ -35,7 +36,8 @@ def check(options: CheckOptions) -> None:
 
     examples = options.data.load() if options.data.data else None
     task = loading.task(options.reference) if examples is None else loading.task_for(options.reference, examples)
-    result = preflight(task, batch=None if examples is None else loading.few_examples(task, options.data))
+    batch = None if examples is None else loading.few_examples(task, options.data)
+    result = preflight(task, batch=batch, examples=options.examples)
     for line in (*_fields(task), "", *_problems(result), *_attacks(result)):
         typer.echo(line)
     errors, findings = len(result.errors), len(result.examination.problems)

@@ -92,8 +92,7 @@ def batch_norm_mode(subject: Subject) -> Iterator[Problem]:
         yield Problem(
             "error" if subject.fewest == 1 else "warning",
             f"a batch of one example fails in this mode: {alone.why}",
-            "use at least two examples per step (an audit attacks one, in its positive control), larger inputs, or "
-            "model.eval()",
+            "audit clients with at least two examples (--examples 2), larger inputs, or model.eval()",
         )
 
 

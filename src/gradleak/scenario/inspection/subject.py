@@ -248,6 +248,14 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, BATCH_NORM)]
 
 
+def fewest_examples(task: Task) -> int:
+    """How many examples the model takes at least: 1, or 2 where BatchNorm in training mode refuses a single one."""
+    if not any(norm.training for norm in batch_norms(task.model)):
+        return 1
+    subject = Subject(replace(task, model=copy.deepcopy(task.model)))
+    return 2 if isinstance(subject.run(task.blank(1)), Failed) else 1
+
+
 def hard_targets(task: Task) -> str:
     """Why the loss takes no class probabilities in place of a class, so that no search can move them; empty: it does.
 
