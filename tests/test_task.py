@@ -286,7 +286,7 @@ PROBLEMS: dict[str, tuple[Callable[[], gl.Task], str, str, str]] = {
     "sqrt at zero": (
         lambda: task_of(Forward(lambda x: (x - 0.5).square().sqrt())),
         "warning",
-        "not finite at a blank image",
+        "not finite at a blank example",
         "sqrt",
     ),
     "weights of the loss": (

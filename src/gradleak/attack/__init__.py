@@ -7,11 +7,12 @@ from gradleak.attack.composed import (
     Reconstruction,
     lowest_match,
     missing_fields,
+    no_gradients,
     of_each,
     require,
     scenes_of,
     supported,
 )
 
-__all__ = ["Attack", "Composed", "ReadOff", "Reconstruction", "lowest_match", "missing_fields", "of_each", "require"]
-__all__ += ["scenes_of", "supported"]
+__all__ = ["Attack", "Composed", "ReadOff", "Reconstruction", "lowest_match", "missing_fields", "no_gradients"]
+__all__ += ["of_each", "require", "scenes_of", "supported"]

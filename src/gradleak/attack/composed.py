@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from gradleak.parts.protocols import NOTHING, FieldRule, Needs
 from gradleak.parts.spaces import JointSpace, SoftField
 from gradleak.parts.stage import Stage, demand_part
 from gradleak.parts.view import TargetView, in_turn
+from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, MissingKnowledge, Seen, Track, as_targets
+from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Field, Task
 
 if TYPE_CHECKING:
@@ -41,7 +43,12 @@ def lowest_match(match: Tensor) -> Tensor:
 
 
 class Attack:
-    """What every attack has, composed of stages or not. An own one defines `name` and `run`, and what it changes."""
+    """What every attack has, composed of stages or not. An own one defines `name` and `run`, and what it changes.
+
+    gradients_only   it reads gradients: clients of other rules than SGD send something else
+    """
+
+    gradients_only: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # a field of some attacks, a property of others
 
@@ -187,6 +194,9 @@ class Composed(Attack):
             return f"the client draws {' and '.join(drawn)}, and it does not search for that; dlg-dm and span-dm do"
         parts = [self.fields, *(part for stage in self.stages for part in stage.parts)]
         unknown = [SoftField(name) for name in missing_fields(task, supplied)]
+        if given:  # what is given is no unknown: parts see it as public
+            fields = {name: replace(f, public=f.public or name in given) for name, f in task.fields.items()}
+            task = replace(task, fields=fields)
         return next((reason for part in (*parts, *unknown) if (reason := part.refuses(task))), "")
 
     @property
@@ -245,9 +255,18 @@ def completed(stage: Stage, scenes: Sequence[TargetView]) -> Stage:
 
 
 def supported(attack: Attack, task: Task, knows: Knowledge) -> None:
-    """Refuse a task that the attack cannot attack, before any work."""
-    if reason := attack.refuses(task, knows.given):
+    """Refuse a task, or clients, that the attack cannot attack, before any work."""
+    if not isinstance(attack, Attack):  # anything else with a name, needs and run is taken at its word
+        return
+    if reason := attack.refuses(task, knows.given) or no_gradients(attack, knows.training):
         raise UnsupportedTask(f"unsupported: {attack.name} cannot attack this task: {reason}.")
+
+
+def no_gradients(attack: Attack, training: LocalTraining | None) -> str:
+    """Why an attack that reads gradients refuses clients of this recipe; empty if it does not."""
+    if not attack.gradients_only or training is None or isinstance(training.optimiser, SGD):
+        return ""
+    return f"it reads gradients, and these clients send what {type(training.optimiser).__name__} makes of them"
 
 
 def require(attack: Attack, knows: Knowledge) -> None:

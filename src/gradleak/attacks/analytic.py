@@ -119,11 +119,8 @@ class Analytic(ReadOff):
         return images.unflatten(1, field.shape).to(low).clamp(low, high), int(exact)
 
 
-def input_layer(task: Task, attack: str = "analytic") -> str:
-    """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example.
-
-    attack   who needs it: the name in the error where there is none
-    """
+def input_layer(task: Task) -> str:
+    """The name, with its dot, of a trained linear layer with a bias whose input is the flattened example."""
     modules, weights = dict(task.model.named_modules()), task.weights()
     entries = math.prod(task.fields["x"].shape)
     linear = [
@@ -139,7 +136,7 @@ def input_layer(task: Task, attack: str = "analytic") -> str:
             return prefix
     first = next((module for module in modules.values() if any(True for _ in module.parameters(recurse=False))), None)
     raise TaskError(
-        f"{attack!r} needs a trained nn.Linear with a bias that sees the flattened input before any other layer; this "
+        f"it needs a trained nn.Linear with a bias that sees the flattened input before any other layer; this "
         f"model begins with {first}. Use an attack that optimises, such as 'ig' or 'idlg'. If the model normalises its "
         "input itself, do that before the model and pass mean= and std= to Task.supervised."
     )
@@ -149,7 +146,8 @@ def _by_label(y: Tensor, images: Tensor, scene: TargetView) -> Tensor:
     """The images in the order of the labels: a step along the update lowers the logit of an image's label most."""
     if len(images) == 1:
         return images
-    buffers = {name: value.clone() for name, value in (scene.buffers or {}).items()}  # BatchNorm writes into them
-    slopes = jvp(lambda weights: scene.task.call(weights, buffers)(images), (scene.weights,), (scene.update,))[1]
+    batch = {**scene.task.blank(len(images)), **scene.fields, "x": images}
+    logits = lambda weights: scene.task.output(weights, batch, scene.buffers)  # noqa: E731
+    slopes = jvp(logits, (scene.weights,), (scene.update,))[1]
     wanted = y if y.is_floating_point() else one_hot(y, slopes.shape[1], slopes.dtype)
     return images[assignment.match(wanted @ slopes.T)]  # (labels, images)

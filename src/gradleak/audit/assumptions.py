@@ -12,7 +12,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradleak.attack import require
+from gradleak.attack import require, supported
 from gradleak.audit.cells import named_attacks
 from gradleak.audit.comparison import difference
 from gradleak.audit.intervals import NAN, Rate
@@ -20,6 +20,7 @@ from gradleak.audit.ruling import VOID
 from gradleak.audit.summary import Summary
 from gradleak.audit.verdict import strongest_of
 from gradleak.core.files import Row
+from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.forms import AttackerForm
 from gradleak.scenario.kinds import Table
 from gradleak.scenario.observation import MissingKnowledge
@@ -235,7 +236,8 @@ def _able(audit: Audit) -> tuple[Audit | None, dict[str, str]]:
     for cell in audit.cells():
         try:
             require(cell.attack, cell.knows)
-        except MissingKnowledge as problem:
+            supported(cell.attack, audit.task, cell.knows)
+        except (MissingKnowledge, UnsupportedTask) as problem:
             idle.setdefault(cell.attack_name, str(problem))
     names = [name for name, _ in named_attacks(audit.attacks)]
     able = [attack for attack, name in zip(audit.attacks, names, strict=True) if name not in idle]

@@ -19,7 +19,7 @@ from gradleak.attack import Attack, require
 from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.execution import Analysis, Runner
 from gradleak.audit.preflight import preflight
-from gradleak.audit.private import AuditError, PrivateSide, examples_of
+from gradleak.audit.private import AuditError, PrivateSide, examples_of, few_of
 from gradleak.audit.result import AuditResult
 from gradleak.audit.runfile import arguments, settings_of, toml_of
 from gradleak.audit.store import Arrays, Folder, Memory, prepare
@@ -318,7 +318,14 @@ class Audit:
         """What `gradleak check` finds of this task and these attacks; refuses in its words what it refuses."""
         granted = {*self.given, *(() if "recipe" in self.withheld else ("training",))}
         granted |= set() if self.generator is None else {"generator"}
-        checked = preflight(self.task, named_attacks(self.attacks), granted=granted, examples=self.federation.examples)
+        checked = preflight(
+            self.task,
+            named_attacks(self.attacks),
+            batch=few_of(self.side.data),
+            granted=granted,
+            examples=self.federation.examples,
+            training=self.federation.training,
+        )
         checked.demand()
         return checked.examination
 

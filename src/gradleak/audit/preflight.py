@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from gradleak.attack import Attack
+from gradleak.attack import Attack, no_gradients
 from gradleak.core import registry
+from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.inspection import Examination, inspect
 from gradleak.scenario.task import Batch, Problem, Task
@@ -76,6 +77,7 @@ def preflight(
     batch: Batch | None = None,
     granted: Collection[str] = ("training",),
     examples: int | None = 1,
+    training: LocalTraining | None = None,
 ) -> Preflight:
     """Examine the task, and ask every attack.
 
@@ -83,6 +85,7 @@ def preflight(
     batch     examples of the auditor's own, checked against the fields
     granted   what the threat model grants: "training", "generator", "public" and names of fields
     examples  in an update; None: any number
+    training  the clients' recipe; None: any
     """
     known = {*granted, *(name for name, field in task.fields.items() if field.public)}
     examination = inspect(task, batch, fewest=examples)
@@ -90,18 +93,23 @@ def preflight(
         attacks = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
     if examination.errors:  # an attack could only repeat them
         return Preflight(examination, ())
-    return Preflight(examination, tuple(_line(name, attack, task, known, examination) for name, attack in attacks))
+    lines = [
+        _line(name, attack, attack.refuses(task, known) or no_gradients(attack, training), known, examination)
+        if isinstance(attack, Attack)
+        else Line(name, RUNS, UNKNOWN)  # anything else with a name, needs and run is taken at its word
+        for name, attack in attacks
+    ]
+    return Preflight(examination, tuple(lines))
 
 
-def _line(name: str, attack: Attack, task: Task, known: Collection[str], examination: Examination) -> Line:
-    own = isinstance(attack, Attack)  # anything else with a name, needs and run is taken at its word
-    if own and (reason := attack.refuses(task, known)):
+def _line(name: str, attack: Attack, reason: str, known: Collection[str], examination: Examination) -> Line:
+    if reason:
         return Line(name, UNSUPPORTED, reason)
     if missing := sorted(attack.needs - set(known)):
         return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in missing))
-    if own and attack.work == 0:
+    if attack.work == 0:
         return Line(name, RUNS, CLOSED)
-    if not own or attack.work is None or examination.seconds is None:
+    if attack.work is None or examination.seconds is None:
         return Line(name, RUNS, UNKNOWN)
     seconds = attack.work * examination.seconds
     return Line(name, RUNS, next(word for most, word in COSTS if seconds < most))

@@ -36,6 +36,7 @@ from gradleak.scenario.observation import Observation, Track, stack
 from gradleak.scenario.task import Batch, Task
 
 SIGNAL = 8  # targets at most whose updates are measured for their size
+FEW = 64  # examples that a check looks at
 GALLERY = 200  # images at most, if the gallery is the rest of the data: a guess identifies one image in 200
 
 
@@ -126,6 +127,11 @@ class Read:
         """A hash of 64 examples: reading all of them may take hours."""
         rows = torch.linspace(0, len(self) - 1, min(64, len(self))).long()
         return digest([type(self.dataset).__name__, len(self), self.batch(rows)])
+
+
+def few_of(examples: Examples) -> Batch:
+    """Some examples, for a check of their values."""
+    return examples.batch(torch.arange(min(FEW, len(examples))))
 
 
 def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:

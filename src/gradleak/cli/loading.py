@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradleak import data
-from gradleak.audit.private import examples_of
+from gradleak.audit.private import examples_of, few_of
 from gradleak.cli.formatting import sentence
 from gradleak.cli.options import DataOptions
 from gradleak.cli.references import BUILTIN, is_reference, load_object
@@ -30,7 +30,6 @@ BUILTIN_MODEL = "lenet-zhu"
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
 TABLE_MODEL = "mlp"  # what the built-in model is for a table
 DATA_FORMS = "--data NAME, a folder, a file (.npz, .csv, .parquet) or FILE.py:NAME (gradleak data list shows the names)"
-FEW = 64  # examples that `gradleak check --data` looks at
 
 
 def methods(texts: Iterable[str]) -> tuple[str, ...]:
@@ -197,8 +196,7 @@ def few_examples(task: Task, text: str | DataOptions) -> Batch:
     if "x" not in task.fields:
         raise LoadError(f"--data is checked against a field x; the task's fields are {', '.join(task.fields)}.")
     options = DataOptions(text) if isinstance(text, str) else text
-    stored = examples_of(options.load(), task)
-    return stored.batch(torch.arange(min(FEW, len(stored))))
+    return few_of(examples_of(options.load(), task))
 
 
 def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:

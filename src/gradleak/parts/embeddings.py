@@ -17,17 +17,18 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.kinds import Codes
 from gradleak.scenario.task import Batch, Task
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 COLUMNS = 32  # examples of a probe: so many random ids tell columns apart
 LEAST = 1e-6  # of the longest row: a shorter one counts as zero
 
 
 def embeddings_of(task: Task, name: str) -> dict[str, tuple[int, ...]]:
-    """Every nn.Embedding that sees ids of this field, with the places of an example that it sees.
+    """Every embedding that sees ids of this field, with the places of an example that it sees.
 
     Found by running the model once on ids that tell the places apart. A shared one sees all places; in a table each
     column may have its own.
     """
-    layers = [layer for layer, module in task.model.named_modules() if isinstance(module, nn.Embedding)]
+    layers = [layer for layer, module in task.model.named_modules() if isinstance(module, EMBEDDINGS)]
     if not layers:
         return {}
     ids = _distinct(task, name)
@@ -65,7 +66,7 @@ def unread(task: Task, name: str) -> str:
     """Why the ids of a field cannot be read off an update; empty if they can."""
     layers = embeddings_of(task, name)
     if {place for places in layers.values() for place in places} != set(range(task.fields[name].shape[0])):
-        return f"no nn.Embedding sees the ids of {name}"
+        return f"no embedding sees the ids of {name}"
     for layer in layers:
         if not task.model.get_submodule(layer).weight.requires_grad:
             return f"the embedding {layer!r} is frozen, so no update holds its rows"
@@ -86,7 +87,7 @@ def bag_of(scene: TargetView, name: str) -> tuple[Tensor, float]:
     for layer, places in embeddings_of(scene.task, name).items():
         energy = observed[f"{layer}.weight"].detach().double().cpu().square().sum(1)
         module = scene.task.model.get_submodule(layer)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if isinstance(module, EMBEDDINGS) and module.padding_idx is not None:
             energy[module.padding_idx] = 0
         rows = energy.argsort(descending=True, stable=True)[: count * len(places)]
         rows = rows[energy[rows] > LEAST**2 * energy.max()]

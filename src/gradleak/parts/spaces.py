@@ -204,9 +204,10 @@ class _Unknown(Space):
         return frozenset({self.field})
 
     def refuses(self, task: Task) -> str:
-        kind = task.fields[self.field].kind if self.field in task.fields else None
-        if kind is None or kind.continuous:
+        field = task.fields.get(self.field)
+        if field is None or field.continuous or field.public:
             return ""
+        kind = field.kind
         return hard_targets(task) if kind.soft else f"{self.field} holds {kind.noun[1]}: no gradient moves discrete ids"
 
     def variables(self, scene: TargetView, draws: Draws, before: Tree | None) -> Tree:

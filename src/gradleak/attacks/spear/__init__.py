@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, ReadOff, Reconstruction, require, supported
+from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, supported
 from gradleak.attacks.spear.directions import Layer, factorise
 from gradleak.attacks.spear.layers import by_class, relu_layer
 from gradleak.attacks.spear.selection import Basis, recover
@@ -31,7 +31,6 @@ from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.observation import Knowledge, Seen
-from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Task, TaskError
 
 PRECISE = 1e-3  # expected relative error of an example that may be called certain
@@ -66,7 +65,8 @@ class Spear(ReadOff):
 
     The client may take several steps of SGD: the update is a sum of such products with the same X. An output that
     switches on the way has no zero, so the record is approximate there. Equal examples, and examples whose gradient is
-    below the rounding of the others, lower the rank; what is not found is blank.
+    below the rounding of the others, lower the rank; what is not found is blank. So are all of more examples than the
+    layer has outputs, or one more than it has inputs: the gradient does not tell those apart.
 
     `settings` of the result hold, per target: "rank", the number of examples that the gradient tells apart; "certain",
     "padded", those that are blank; "residual", the relative distance of D X from the gradient; and "waves" of starts.
@@ -83,6 +83,8 @@ class Spear(ReadOff):
 
     waves: int = 20
 
+    gradients_only: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         require_positive(self, whole=("waves",))
 
@@ -97,6 +99,8 @@ class Spear(ReadOff):
             relu_layer(task)
         except TaskError as problem:
             return str(problem).removesuffix(".")
+        if unread := missing_fields(task, {"x", "y", *given}):
+            return f"it finds x and reads labels y; this task also has {', '.join(unread)}"
         return ""
 
     def run(
@@ -112,7 +116,6 @@ class Spear(ReadOff):
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         supported(self, task, knows)
         require(self, knows)
-        demand_gradients(task, knows)
         labels, results = Labels(label_rule(self.labels)), list[Recovered]()
 
         def read(scene: TargetView) -> Batch:
@@ -141,20 +144,22 @@ class Spear(ReadOff):
         low, high = scene.limits["x"]
         blank = scene.task.blank(scene.num_examples)["x"].to(low)
         shares = torch.tensor([[0.0], [0.0], [1.0]], dtype=torch.float64).repeat(1, len(blank))
-        factors = factorise(layer, scene.num_examples, draws.child(0)) if bool(layer.deltas.any()) else None
+        outputs, inputs = layer.weight.shape
+        separable = scene.num_examples <= min(outputs, inputs + 1) and bool(layer.deltas.any())
+        factors = factorise(layer, scene.num_examples, draws.child(0)) if separable else None
         if factors is None or not factors.rank:
             return Recovered(blank, layer.weight[:0, :0], shares, _record(0, shares, 1.0, 0))
         basis, waves = recover(factors, draws.child(1), self.waves)
         shown = _shown(basis)
-        inputs = basis.points[shown] @ factors.right
-        noise = factors.right_noise * basis.points[shown].norm(dim=1) / inputs.square().mean(1).sqrt()
+        rows = basis.points[shown] @ factors.right
+        noise = factors.right_noise * basis.points[shown].norm(dim=1) / rows.square().mean(1).sqrt()
         certain = (noise < PRECISE) & (basis.agreement == 1).all()  # one wrong direction changes the other examples
-        shares[:, : len(inputs)] = torch.stack([certain.double(), basis.agreement[shown], noise.clamp(max=1)])
+        shares[:, : len(rows)] = torch.stack([certain.double(), basis.agreement[shown], noise.clamp(max=1)])
         derivatives = factors.left @ torch.linalg.inv(basis.points)[:, shown]  # D, (m, shown)
-        residual = float((layer.rows - derivatives @ inputs).norm() / layer.rows.norm())
-        bounded = inputs.unflatten(1, scene.task.fields["x"].shape).to(low).clamp(low, high)
+        residual = float((layer.rows - derivatives @ rows).norm() / layer.rows.norm())
+        bounded = rows.unflatten(1, scene.task.fields["x"].shape).to(low).clamp(low, high)
         record = _record(factors.rank, shares, residual, waves)
-        return Recovered(torch.cat([bounded, blank[len(inputs) :]]), derivatives.T, shares, record)
+        return Recovered(torch.cat([bounded, blank[len(rows) :]]), derivatives.T, shares, record)
 
 
 def labelled(scene: TargetView, result: Recovered, rule: Labels) -> tuple[Tensor, Tensor]:
@@ -181,33 +186,12 @@ def labelled(scene: TargetView, result: Recovered, rule: Labels) -> tuple[Tensor
     return torch.tensor(labels, device=scene.like.device), torch.arange(count)
 
 
-def demand_gradients(task: Task, knows: Knowledge) -> None:
-    """Refuse clients that do not send gradients, and tasks with other unknown fields than inputs and labels."""
-    if knows.training is not None and not isinstance(knows.training.optimiser, SGD):
-        raise TaskError(
-            f"spear reads a gradient; these clients send what {knows.training.optimiser!r} makes of it. Use "
-            "'sign-matching'."
-        )
-    unread = sorted(set(task.fields) - {"x", "y"} - set(knows.given))
-    if unread:
-        raise TaskError(
-            f"spear finds the field 'x' and reads labels 'y'; this task also has {', '.join(unread)}. Give them in "
-            "Knowledge(given=...), or use 'second-order'."
-        )
-
-
 def read_layer(scene: TargetView) -> Layer:
-    """The first layer and its gradient, on the CPU in double precision; an error if they cannot give the batch."""
+    """The first layer and its gradient, on the CPU in double precision."""
     name, observed = relu_layer(scene.task), gradient(scene)
     sent = [scene.weights[f"{name}{part}"] for part in ("weight", "bias")]
-    told = [observed[f"{name}{part}"] for part in ("weight", "bias")]
-    weight, bias, rows, deltas = (value.detach().cpu().double() for value in (*sent, *told))
-    outputs, inputs = weight.shape
-    if scene.num_examples > min(outputs, inputs + 1):
-        raise TaskError(
-            f"spear needs no more examples than the first layer has outputs ({outputs}) and one more than it has "
-            f"inputs ({inputs}); given {scene.num_examples} examples. Use 'second-order' or 'ig'."
-        )
+    gradients = [observed[f"{name}{part}"] for part in ("weight", "bias")]
+    weight, bias, rows, deltas = (value.detach().cpu().double() for value in (*sent, *gradients))
     return Layer(weight, bias, rows, deltas)
 
 

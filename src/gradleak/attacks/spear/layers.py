@@ -37,7 +37,7 @@ class _Uses(TorchFunctionMode):
 
 def relu_layer(task: Task) -> str:
     """The name, with its dot, of the linear layer that sees the input, if its output goes straight into a ReLU."""
-    prefix = input_layer(task, "spear")
+    prefix = input_layer(task)
     uses = _Uses(task.model.get_submodule(prefix.removesuffix(".")))
     try:
         with torch.no_grad(), uses:
@@ -48,7 +48,7 @@ def relu_layer(task: Task) -> str:
         return prefix
     names = ", ".join(sorted({function.__name__ for function in uses.functions})) or "nothing"
     raise TaskError(
-        "'spear' needs a first linear layer whose output goes straight into a ReLU, which makes exact zeros; here it "
+        "it needs a first linear layer whose output goes straight into a ReLU, which makes exact zeros; here it "
         f"goes into {names}. Use 'second-order' or, for one example, 'analytic'."
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 from gradleak.core import tree
 from gradleak.scenario.derivatives import WITHOUT
 from gradleak.scenario.dropout import drops
-from gradleak.scenario.inspection.subject import BATCH_NORM, Failed, Pass, Subject, some
+from gradleak.scenario.inspection.subject import BATCH_NORM, Failed, Pass, Subject, continuous, some
 from gradleak.scenario.recurrence import RECURRENT_FORMS
 from gradleak.scenario.task import Problem
 
@@ -171,7 +171,7 @@ def in_place_operations(subject: Subject) -> Iterator[Problem]:
 def kinks(subject: Subject) -> Iterator[Problem]:
     """Piecewise linear layers stop second-order searches; that looks like safety, but is not."""
     flat = sorted(name for name in _called(subject) if "max_pool" in name or name in _PIECEWISE_LINEAR)
-    if flat:
+    if flat and continuous(subject.task):
         yield Problem(
             "note",
             f"piecewise linear layers ({some(flat)}): their second derivative is zero almost everywhere. Signed and "

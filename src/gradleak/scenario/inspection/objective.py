@@ -92,7 +92,7 @@ def second_derivative(subject: Subject) -> Iterator[Problem]:
         if not lanes.isfinite().all():
             yield Problem(
                 "warning",
-                "the second derivative is not finite at a blank image: lanes that start there freeze at once",
+                "the second derivative is not finite at a blank example: lanes that start there freeze at once",
                 "look for sqrt, norm, log or division at zero in model and loss; add a small constant inside them",
             )
     elif isinstance(subject.one_by_one, Failed):

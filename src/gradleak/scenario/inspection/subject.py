@@ -20,7 +20,7 @@ from gradleak.core import tree
 from gradleak.scenario.dropout import drops
 from gradleak.scenario.task import Batch, Field, Problem, Task
 
-BRIEF = 0.5  # seconds
+BRIEF = 3.0  # seconds: more than torch takes to get ready
 NEAR, TRIES = 1e-7, 3
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
