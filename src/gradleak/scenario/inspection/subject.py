@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.func import grad, vmap
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
 from gradleak.core import tree
 from gradleak.scenario.dropout import drops
 from gradleak.scenario.task import Batch, Field, Problem, Task
 
-BRIEF = 3.0  # seconds: more than torch takes to get ready
+BRIEF = 0.5  # seconds
 NEAR, TRIES = 1e-7, 3
 BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -181,6 +182,7 @@ class Subject:
     @cached_property
     def _timed(self) -> tuple[Tensor | Failed, float]:
         """The attempt, and its time for one lane. A fast one is repeated: the first is mostly preparation."""
+        _warm_up()
         began = time.perf_counter()
         attempt, ended = self._attempt(batched=True), time.perf_counter()
         if ended - began < BRIEF and isinstance(attempt, Tensor):
@@ -233,6 +235,14 @@ def _slopes_agree(task: Task, source: torch.Generator) -> bool:
     rise = (match(tree.add(start, ahead, NEAR)) - match(start)) / NEAR
     slope = tree.dot(grad(match)(start), ahead)
     return bool((rise - slope).abs() <= 0.01 * torch.maximum(rise.abs(), slope.abs()) + 1e-6)
+
+
+@cache
+def _warm_up() -> None:
+    """Let torch load what it needs for second derivatives: seconds, once in a process, that are no cost of a model."""
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Flatten(), nn.Linear(1, 2))
+    fields = {"x": Field((1, 1, 1)), "y": Field((), classes=2)}
+    Subject(Task(model, lambda call, batch: cross_entropy(call(batch["x"]), batch["y"]), fields))._attempt(batched=True)
 
 
 Check: TypeAlias = Callable[[Subject], Iterable[Problem]]
