@@ -243,7 +243,7 @@ def test_one_call_takes_the_capabilities_away_one_by_one(tmp_path: Path) -> None
     table = found.table()
     assert len(table.splitlines()) == 1 + 1 + len(found.without)
     assert not {"generator"} & set(found.without)  # it was not granted
-    assert set(CAPABILITIES) == {"bounds", "labels", "statistics", "recipe", "generator", "defence"}
+    assert set(CAPABILITIES) == {"bounds", "moments", "labels", "statistics", "recipe", "generator", "defence"}
 
 
 def test_an_attack_that_cannot_do_without_says_so() -> None:
@@ -297,3 +297,20 @@ def test_the_stored_risk_score_orders_settings_as_attacks_do() -> None:
     assert held["spearman"]["score"] > 0.7
     ranks = [np.argsort(np.argsort([row[name] for row in held["rows"]])) for name in ("score", "psnr")]
     assert np.corrcoef(*ranks)[0, 1] == pytest.approx(held["spearman"]["score"], abs=0.05)  # ties apart
+
+
+def test_the_knowledge_of_a_table_is_in_the_ledger_and_has_a_price(tmp_path: Path) -> None:
+    records = gl.data.load("wine", bounds=True)
+    model = torch.nn.Sequential(torch.nn.Linear(records.x.shape[1], 40), torch.nn.Tanh(), torch.nn.Linear(40, 3))
+    task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=(records.x, records.y), kind=records.kind)
+    clients = gl.Federation(training=gl.LocalTraining(lr=0.1))
+    audit = gl.Audit(task, records, ["ig:steps=5"], targets=1, unrelated=1, federation=clients)
+    found = ablation(audit, tmp_path / "run")
+    assert {"bounds", "moments", "recipe"} <= set(found.without)
+    ledger = {a.capability: a.granted for a in found.whole.ledger}
+    assert ledger["columns"] is ledger["bounds"] is ledger["means and deviations"] is True
+    for name, capability in (("bounds", "bounds"), ("moments", "means and deviations")):
+        less = found.without[name]
+        assert isinstance(less, gl.AuditResult)
+        assert not less.failed
+        assert {a.capability: a.granted for a in less.ledger}[capability] is False

@@ -22,7 +22,7 @@ from gradleak.audit.verdict import strongest_of
 from gradleak.core.files import Row
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.forms import AttackerForm
-from gradleak.scenario.kinds import Table
+from gradleak.scenario.kinds import Column, Table
 from gradleak.scenario.observation import MissingKnowledge
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ def _columns(entry: Mapping[str, Any]) -> Iterator[Assumption]:
     if not columns:
         return
     yield Assumption(
-        "columns",
-        True,
-        f"Names, categories, means and standard deviations of {len(columns)} columns: the input pipeline of the server "
-        "holds them. They come from the whole table.",
+        "columns", True, f"Names and categories of {len(columns)} columns: the input pipeline of the server holds them."
     )
     numbers = [column for column in columns if not column.get("categories")]
+    moments = any((column.get("mean", 0.0), column.get("std", 1.0)) != (0.0, 1.0) for column in numbers)
+    text = "Of every numeric column, from the whole table." if moments else "Numbers are known in standard units only."
+    yield Assumption("means and deviations", moments, text)
     bounded = sum("low" in column and "high" in column for column in numbers)
     granted = "in part" if 0 < bounded < len(numbers) else bounded > 0
     text = f"Known for {bounded} of {len(numbers)} numeric columns." if bounded else "No number has known bounds."
@@ -150,22 +150,32 @@ def _without_generator(audit: Audit) -> Audit:
     return replace(audit, generator=None, origin=origin)
 
 
-def _columns_without_bounds(audit: Audit) -> Audit:
-    """The same audit with a table whose numbers may be anything."""
+def _columns_with(audit: Audit, **changes: Any) -> Audit:
+    """The same audit of a table whose numeric columns are known otherwise."""
     field_, kind = audit.task.fields["x"], audit.task.fields["x"].kind
     assert isinstance(kind, Table)
-    free = Table(tuple(replace(column, low=-inf, high=inf) for column in kind.columns))
-    fields = {**audit.task.fields, "x": replace(field_, bounds=free.limits(), kind=free)}
+    table = Table(tuple(c if c.categories else replace(c, **changes) for c in kind.columns))
+    fields = {**audit.task.fields, "x": replace(field_, bounds=table.limits(), kind=table)}
     return replace(audit, task=replace(audit.task, fields=fields))
 
 
-def _bounded_columns(audit: Audit) -> bool:
+def _numbers(audit: Audit) -> list[Column]:
+    """The numeric columns of a table."""
     kind = audit.task.fields["x"].kind
-    return isinstance(kind, Table) and any(isfinite(c.low) or isfinite(c.high) for c in kind.columns)
+    return [column for column in kind.columns if not column.categories] if isinstance(kind, Table) else []
 
 
+UNBOUNDED = {"low": -inf, "high": inf}
 CAPABILITIES: dict[str, Capability] = {
-    "bounds": Capability(_bounded_columns, _columns_without_bounds),
+    "bounds": Capability(
+        lambda audit: any(isfinite(c.low) or isfinite(c.high) for c in _numbers(audit)),
+        lambda audit: _columns_with(audit, **UNBOUNDED),
+    ),
+    # Without them no bound and no whole number can be told in standard units.
+    "moments": Capability(
+        lambda audit: any((c.mean, c.std) != (0.0, 1.0) for c in _numbers(audit)),
+        lambda audit: _columns_with(audit, mean=0.0, std=1.0, whole=False, **UNBOUNDED),
+    ),
     "labels": Capability(
         lambda audit: "y" in audit.given,
         lambda audit: replace(audit, given=tuple(name for name in audit.given if name != "y")),

@@ -239,7 +239,8 @@ def _ambiguous(case: Case, what: str, first: str, second: str) -> TaskError:
     name = type(case.loss).__name__ if isinstance(case.loss, nn.Module) else getattr(case.loss, "__name__", "loss")
     return TaskError(
         f"The loss {name!r} does not say what its targets are, and {what} ({case.target.shape}, {case.target.dtype}, "
-        f"output {case.output}) has two readings: {first} (pass target='multi-label'), or {second} (pass target='value'). "
+        f"output {case.output}) has two readings: {first} (pass target='multi-label'), or {second} (pass "
+        "target='value'). "
         "Probabilities of classes are target='category'."
     )
 
