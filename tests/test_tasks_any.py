@@ -21,7 +21,7 @@ from conftest import largest_difference
 from gradleak.scenario import probe
 from gradleak.scenario.fields import UNBOUNDED, Field, TaskError
 from gradleak.scenario.fit import fits
-from gradleak.scenario.kinds import Column, Series, Table, Tokens
+from gradleak.scenario.kinds import ClassMap, Column, Series, Table, Tokens
 from gradleak.scenario.objectives import prediction_of
 
 B, VOCABULARY, LENGTH = 3, 11, 5
@@ -294,6 +294,38 @@ def test_soft_class_maps_equal_hard_ones(name: str) -> None:
     assert largest_difference(hard, soft) < 1e-14
     with pytest.raises(TaskError, match="class-map: masks"):
         _ = task.classifier
+
+
+def ignoring(y: Tensor, index: int) -> Tensor:
+    """A third of the places without a class."""
+    return torch.where(torch.arange(y.numel()).reshape(y.shape) % 3 == 0, index, y)
+
+
+IGNORING: dict[str, tuple[Callable[[], nn.Module], Any, Tensor, Tensor, dict[str, Any]]] = {
+    "pixels": (SEGMENT, partial(F.cross_entropy, ignore_index=255), images(), ids(B, 4, 4, below=4), {}),
+    "pixels, module": (SEGMENT, nn.CrossEntropyLoss(ignore_index=255), images(), ids(B, 4, 4, below=4), {}),
+    "tags": (TAGGER, F.cross_entropy, ids(), ids(below=4), {}),
+    "tags, given classes": (TAGGER, F.cross_entropy, ids(), ids(below=4), {"classes": 4}),
+    "tags, own loss": (TAGGER, tag_line, ids(), ids(below=4), {}),
+}
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_places_that_the_loss_ignores_are_allowed_and_not_scored(name: str) -> None:
+    model, loss, x, y, settings = IGNORING[name]
+    index = 255 if name.startswith("pixels") else -100
+    masked = ignoring(y, index)
+    task = gl.Task.supervised(model(), loss, like=(x, masked), **settings)
+    field, batch = task.fields["y"], {"x": x, "y": masked}
+    assert field == Field(tuple(y.shape[1:]), classes=4, kind=ClassMap(ignored=index))
+    scores = task.model(x) if name.startswith("pixels") else task.model(x).mT
+    sound(task, batch, F.cross_entropy(scores, masked, ignore_index=index))
+    assert not [each for each in task.check(batch) if each.severity == "error"]
+    assert "holds -7" in field.kind.allowed(masked.masked_fill(masked == index, -7), field)
+    found, truth = (field.kind.comparable(each, field) for each in (y, masked))
+    assert field.kind.scores(found, truth)["right"].tolist() == [1.0] * B
+    assert field.kind.scores(found, truth)["iou"].tolist() == [1.0] * B
+    assert field.kind.exhibit(truth[0], found[0], field) is not None
 
 
 def test_no_example_is_compared_with_another() -> None:
