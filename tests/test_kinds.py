@@ -472,6 +472,20 @@ def test_codes_are_read_off_their_embeddings_and_numbers_searched_for() -> None:
         assert found.batch["x"][0].float() == pytest.approx(batch["x"], abs=0.05)
 
 
+def test_an_embedded_table_is_read_off_its_model() -> None:
+    torch.manual_seed(0)
+    like = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 6)), torch.zeros(2).long()
+    task = gl.Task.supervised(EmbeddedTable(), F.cross_entropy, like=like)
+    codes = task.fields["x1"]
+    assert isinstance(codes.kind, Codes)
+    assert codes.classes == 9
+    assert [(column.name, column.width) for column in codes.kind.columns] == [("0", 5), ("1", 2), ("2", 9)]
+    batch = {"x1": torch.tensor([[3, 1, 7]]), "x": normal(1, 6), "y": torch.tensor([1])}
+    seen = gl.observe(task, batch, RECIPE)
+    found = registry.get("attack", "ig", steps=400).run(task, seen, gl.Knowledge(training=RECIPE))
+    assert found.batch["x1"].tolist() == [[[3, 1, 7]]]
+
+
 def test_codes_out_of_range_name_their_column() -> None:
     field, codes = EXAMPLES["codes"]
     assert field.kind.allowed(codes, field) == ""

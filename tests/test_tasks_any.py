@@ -21,7 +21,7 @@ from conftest import largest_difference
 from gradleak.scenario import probe
 from gradleak.scenario.fields import UNBOUNDED, Field, TaskError
 from gradleak.scenario.fit import fits
-from gradleak.scenario.kinds import ClassMap, Column, Series, Table, Tokens
+from gradleak.scenario.kinds import ClassMap, Codes, Column, Series, Table, Tokens
 from gradleak.scenario.objectives import prediction_of
 
 B, VOCABULARY, LENGTH = 3, 11, 5
@@ -376,7 +376,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "next token or own text, in a dict": (
         lambda: seeded(lambda: Text(causal=True)), F.cross_entropy, {"input_ids": ids(), "y": ids()}, "two readings",
     ),
-    "columns of several sizes": (lambda: seeded(lambda: Columns(5, 6)), F.cross_entropy, (ids(B, 2), FEW), r"\[5, 6\]"),
+    "one place, several sizes": (
+        lambda: seeded(lambda: Columns(5, 6, before=lambda x: x[:, :1].expand(-1, 2))),
+        F.cross_entropy, (ids(B, 2), FEW), "different sizes.*fields={'x': Field",
+    ),
     "encoder without target": (lambda: seeded(lambda: Text()), F.cross_entropy, (ids(),), "no target"),
     "no batch axis": (lambda: flat(4, 3), F.cross_entropy, (torch.tensor(1.0), FEW), "batch axis"),
 }  # fmt: skip
@@ -454,6 +457,27 @@ def test_embedded_columns_have_the_vocabulary_of_their_embedding() -> None:
         gl.Task.supervised(
             Columns(7, before=lambda x: x + torch.tensor([0, 3])), F.cross_entropy, like=(ids(B, 2), FEW)
         )
+
+
+def test_columns_with_embeddings_of_their_own_sizes_are_codes() -> None:
+    task = gl.Task.supervised(seeded(lambda: Columns(5, 6)), F.cross_entropy, like=(ids(B, 2), FEW))
+    columns = tuple(Column(str(n), tuple(map(str, range(size)))) for n, size in enumerate((5, 6)))
+    assert task.fields["x"] == Field((2,), classes=6, kind=Codes(columns))
+    sound(task, {"x": ids(B, 2, below=5), "y": FEW}, F.cross_entropy(task.model(ids(B, 2, below=5)), FEW))
+    with pytest.raises(TaskError, match="'codes'"):
+        gl.Task.supervised(task.model, F.cross_entropy, like=(ids(B, 2), FEW), kind="tokens")
+
+
+def test_a_declared_field_is_not_read_off_the_model() -> None:
+    """Both embeddings take the first place, which no reading tells: the way that the error names works."""
+    model = seeded(lambda: Columns(5, 6, before=lambda x: x[:, :1].expand(-1, 2)))
+    field = Field((2,), classes=6, kind=Codes((Column("a", tuple("abcde")), Column("b", tuple("abcdef")))))
+    batch = {"x": ids(B, 2, below=5), "y": FEW}
+    loss = lambda output, b: F.cross_entropy(output, b["y"])  # noqa: E731
+    with pytest.raises(TaskError, match="different sizes"):
+        gl.Task.from_batch(model, loss, batch)
+    task = gl.Task.from_batch(model, loss, batch, fields={"x": field})
+    assert (task.fields["x"], task.fields["y"]) == (field, Field((), classes=3))
 
 
 def test_a_batch_with_ids_out_of_the_vocabulary_is_refused() -> None:
