@@ -132,6 +132,25 @@ def test_values_that_are_not_finite_can_be_compared() -> None:
         assert all(score.isfinite().all() or name == "series" for score in scores.values())
 
 
+def test_places_without_a_class_count_nowhere() -> None:
+    """Ignored places of the truth are left out; places that were not found are wrong, and not class 0."""
+    kind = ClassMap(ignored=255)
+    field = Field((2, 2), classes=3, kind=kind)
+    truth = kind.comparable(torch.tensor([[[0, 1], [255, 255]]]), field)
+    scores = {name: float(value) for name, value in kind.scores(torch.tensor([[[0, -1], [2, 0]]]), truth).items()}
+    assert scores == {"right": 0.5, "iou": 0.5}
+    nothing = torch.full((1, 2, 2), -1)
+    assert [float(value) for value in kind.scores(nothing, nothing).values()] == [0, 0]
+    shown, _ = kind.exhibit(truth[0], truth[0], field).pictures or ()
+    assert shown.tolist() == [[[0, 0.5], [0, 0]]]
+    tags = torch.tensor([2, -1, 0])
+    assert [cell.name for cell in kind.exhibit(tags, tags, field).cells] == ["0", "2"]
+    others = kind.comparable(torch.tensor([[[255, 1]], [[255, 1]], [[2, 0]]]), field)
+    assert kind.guesses(others[:1], others)["most frequent"].tolist() == [[[2, 1]]]
+    assert ClassMap.of(kind.settings()) == kind
+    assert (kind.settings(), ClassMap().settings()) == ({"ignored": 255}, {})
+
+
 def test_a_kind_follows_from_the_shape_where_none_is_declared() -> None:
     kinds = {
         Image: Field((3, 8, 8)),
@@ -451,6 +470,20 @@ def test_codes_are_read_off_their_embeddings_and_numbers_searched_for() -> None:
         found = registry.get("attack", attack, **settings).run(task, seen, gl.Knowledge(training=RECIPE))
         assert found.batch["codes"].tolist() == [[[3, 1, 7]]]
         assert found.batch["x"][0].float() == pytest.approx(batch["x"], abs=0.05)
+
+
+def test_an_embedded_table_is_read_off_its_model() -> None:
+    torch.manual_seed(0)
+    like = (torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 6)), torch.zeros(2).long()
+    task = gl.Task.supervised(EmbeddedTable(), F.cross_entropy, like=like)
+    codes = task.fields["x1"]
+    assert isinstance(codes.kind, Codes)
+    assert codes.classes == 9
+    assert [(column.name, column.width) for column in codes.kind.columns] == [("0", 5), ("1", 2), ("2", 9)]
+    batch = {"x1": torch.tensor([[3, 1, 7]]), "x": normal(1, 6), "y": torch.tensor([1])}
+    seen = gl.observe(task, batch, RECIPE)
+    found = registry.get("attack", "ig", steps=400).run(task, seen, gl.Knowledge(training=RECIPE))
+    assert found.batch["x1"].tolist() == [[[3, 1, 7]]]
 
 
 def test_codes_out_of_range_name_their_column() -> None:

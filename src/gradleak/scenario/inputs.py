@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradleak.scenario.fields import UNBOUNDED, Bounds, Field, TaskError
-from gradleak.scenario.kinds import KINDS, Category, Kind, Mask, Table, Tokens
+from gradleak.scenario.kinds import KINDS, Category, Codes, Column, Kind, Mask, Table, Tokens
 from gradleak.scenario.objectives import Input, Supervised, prediction_of
 
 PUBLIC = ("attention_mask", "token_type_ids", "position_ids")
@@ -81,10 +81,14 @@ class Entry(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """The embedding that an input reaches: its number of rows, and the row of padding."""
+    """The embedding that an input reaches: its number of rows, and the row of padding.
+
+    columns   rows by place, where places have embeddings of different sizes; 0: which one a place has is not known
+    """
 
     rows: int
     padding: int | None
+    columns: tuple[int, ...] = ()
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -160,11 +164,27 @@ def field_of(entry: Entry, vocabulary: Vocabulary | None, reading: Reading) -> F
             "known. If they are quantities, convert them to floating point; if they are ids, use Task.from_batch with "
             f"fields={{{name!r}: Field(shape, classes=...)}}."
         )
+    if vocabulary.columns and not (isinstance(kind, Codes) and kind.columns):
+        kind = _codes(entry, vocabulary)
     if kind is None:
         kind = Tokens() if shape else Category()
     if isinstance(kind, Tokens) and kind.padding is None:
         kind = replace(kind, padding=vocabulary.padding)
     return Field(shape, classes=vocabulary.rows, kind=kind, public=entry.public)
+
+
+def _codes(entry: Entry, vocabulary: Vocabulary) -> Codes:
+    """Columns with embeddings of their own: each has as many categories as its embedding has rows."""
+    name, other = entry.input.field, entry.kind is not None and not isinstance(entry.kind, Codes)
+    if other or not all(vocabulary.columns):
+        reason = "which are columns (kind 'codes')" if other else "and which place reaches which is not known"
+        raise TaskError(
+            f"Input {name!r} reaches embeddings of different sizes, the largest with {vocabulary.rows} rows, {reason}. "
+            f"Use Task.from_batch with fields={{{name!r}: Field({entry.example.shape}, classes={vocabulary.rows}, "
+            "kind=Codes((Column(name, categories), ...)))}, one Column for each place."
+        )
+    columns = enumerate(vocabulary.columns)
+    return Codes(tuple(Column(str(place), tuple(map(str, range(rows)))) for place, rows in columns))
 
 
 def _bounds(shape: tuple[int, ...], kind: Kind | None) -> Bounds:
@@ -221,25 +241,16 @@ class Trial:
         ids = {each.input.field: self.blank[each.input.field] for each in self.entries if each.has_ids}
         # Views of the ids, such as one column, share their memory.
         memory = {_address(value): field for field, value in ids.items()}
-        reached: dict[str, set[Vocabulary]] = {field: set() for field in ids}
-        others = []
+        reached: dict[str, list[tuple[Vocabulary, Tensor]]] = {field: [] for field in ids}
+        others: list[tuple[Vocabulary, Tensor]] = []
         for layer, value in calls:
             vocabulary, field = Vocabulary(layer.num_embeddings, layer.padding_idx), memory.get(_address(value))
-            if field is None:
-                others.append((vocabulary, value))
-            else:
-                reached[field].add(vocabulary)
+            (others if field is None else reached[field]).append((vocabulary, value))
         for field, direct in reached.items():
             # A copy, such as of another type, is equal to them; ids with an offset are not, and stay unknown.
-            sizes = direct or {vocabulary for vocabulary, value in others if torch.equal(value, ids[field].to(value))}
-            if len({each.rows for each in sizes}) > 1:
-                raise TaskError(
-                    f"Input {field!r} reaches embeddings of {sorted(each.rows for each in sizes)} rows: its columns "
-                    "have vocabularies of their own. Use Task.from_batch with the largest of them: "
-                    f"fields={{{field!r}: Field(shape, classes=...)}}."
-                )
-            if sizes:
-                self.embedded[field] = min(sizes, key=lambda each: each.padding is None)
+            takers = direct or [each for each in others if torch.equal(each[1], ids[field].to(each[1]))]
+            if takers:
+                self.embedded[field] = _joined(takers, ids[field])
         return output
 
     def is_causal(self) -> bool | None:
@@ -255,6 +266,22 @@ class Trial:
         rounding = 8 * torch.finfo(before.dtype).eps * before.abs().max()
         changed = ((before - after).abs() > rounding).any(-1).any(0)  # (length,)
         return None if not changed.any() else not bool(changed[:-1].any())
+
+
+def _joined(takers: Sequence[tuple[Vocabulary, Tensor]], ids: Tensor) -> Vocabulary:
+    """The vocabulary of an input, from the embeddings that take its ids, or views of them."""
+    sizes = {vocabulary for vocabulary, _ in takers}
+    if len({each.rows for each in sizes}) == 1:
+        return min(sizes, key=lambda each: each.padding is None)
+    # The same view of numbered places shows which places it has.
+    numbered = torch.arange(ids.numel()) % ids[0].numel()
+    rows: dict[int, set[int]] = {place: set() for place in range(ids[0].numel())}
+    for vocabulary, value in takers:
+        if _address(value) == _address(ids) and value.dtype == ids.dtype and ids.dim() == 2:
+            for place in numbered.as_strided(value.shape, value.stride(), value.storage_offset()).unique().tolist():
+                rows[place].add(vocabulary.rows)
+    columns = tuple(max(each) if len(each) == 1 else 0 for each in rows.values())
+    return Vocabulary(max(each.rows for each in sizes), None, columns)
 
 
 def core_of(shape: Iterable[int]) -> tuple[int, ...]:

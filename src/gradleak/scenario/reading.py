@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradleak.scenario.fields import UNBOUNDED, Field, TaskError
 from gradleak.scenario.inputs import Entry, Example, Reading, Trial, core_of, entries_of, example_of, field_of
-from gradleak.scenario.kinds import Kind, MultiLabel, Tokens, Value
+from gradleak.scenario.kinds import ClassMap, Kind, MultiLabel, Tokens, Value
 from gradleak.scenario.objectives import (
     IGNORED,
     BatchLoss,
@@ -134,7 +134,7 @@ def read_classes(case: Case) -> Read:
         places, classes = (scores[:-1], scores[-1]) if last else (scores[1:], scores[0])
         if y.shape == (places if y.whole else scores):  # probabilities have the output's shape
             meet = ClassesMeet(last) if places and case.known else None
-            return Read(Field(places, classes=classes, kind=case.kind), meet)  # type: ignore[arg-type]
+            return Read(Field(places, classes=classes, kind=_kind_at(places, case)), meet)  # type: ignore[arg-type]
     raise TaskError(
         f"The model's output for one example has shape {scores} and the target {y.shape} ({y.dtype}): classes are "
         "indices (int64), one for each example or for each place of the output, or probabilities of the output's "
@@ -148,7 +148,15 @@ def read_given_classes(case: Case) -> Read:
     places = y.shape if y.whole else ()
     several = len(case.output or ()) > 1 and case.known
     meet = ClassesMeet(case.scores[:-1] == places) if several else None
-    return Read(Field(places, classes=case.classes, kind=case.kind), meet)  # type: ignore[arg-type]
+    return Read(Field(places, classes=case.classes, kind=_kind_at(places, case)), meet)  # type: ignore[arg-type]
+
+
+def _kind_at(places: tuple[int, ...], case: Case) -> Kind | None:
+    """The kind of a class target: one at every place knows the index that the loss leaves out."""
+    kind = ClassMap() if places and case.kind is None else case.kind
+    if isinstance(kind, ClassMap) and kind.ignored is None:
+        return replace(kind, ignored=ignored_by(case.loss))
+    return kind
 
 
 def _advice(y: Example, scores: tuple[int, ...]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -58,13 +59,17 @@ class Category(Kind):
 
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
         pairs = zip(true.flatten().tolist(), found.flatten().tolist(), strict=True)
-        return Exhibit(cells=tuple(Cell(str(n), str(a), str(b), a == b) for n, (a, b) in enumerate(pairs)))
+        return Exhibit(cells=tuple(Cell(str(n), str(a), str(b), a == b) for n, (a, b) in enumerate(pairs) if a >= 0))
 
 
 @dataclass(frozen=True)
 class ClassMap(Category):
-    """A class for every place of an example: a segmentation mask (height, width), or tags of a text (length,)."""
+    """A class for every place of an example: a segmentation mask (height, width), or tags of a text (length,).
 
+    ignored   the class index that the loss leaves out, such as 255 at borders or -100 at padding: it is never scored
+    """
+
+    ignored: int | None = None
     name: ClassVar = "class-map"
     noun: ClassVar = ("mask", "masks")
     entries: ClassVar = "place"
@@ -73,19 +78,44 @@ class ClassMap(Category):
     needed: ClassVar = ("right>90%",)
     rule: ClassVar = "more than 90 % of its places are right"
 
+    def settings(self) -> dict[str, object]:
+        return {name: value for name, value in super().settings().items() if value is not None}
+
+    def allowed(self, value: Tensor, field: Field) -> str:
+        return super().allowed(value if self.ignored is None else value[value != self.ignored], field)
+
+    def comparable(self, value: Tensor, field: Field, reference: Tensor | None = None) -> Tensor:
+        classes = super().comparable(value, field, reference)
+        return classes if self.ignored is None else classes.masked_fill(classes == self.ignored, -1)
+
     def scores(self, found: Tensor, truth: Tensor) -> dict[str, Tensor]:
-        classes = 1 + max(int(found.max()), int(truth.max()))
-        guess, real = (one_hot(value.clamp_min(0).flatten(1), classes).bool() for value in (found, truth))
+        """Over the places that have a class. A found place without one is wrong."""
+        counted = flat(truth) >= 0
+        right = (flat(found == truth) & counted).sum(1).double() / counted.sum(1).clamp_min(1)
+        classes = 1 + max(int(found.max()), int(truth.max()), 0)
+        guess, real = (
+            one_hot(flat(value).clamp_min(0), classes).bool() & ((flat(value) >= 0) & counted)[..., None]
+            for value in (found, truth)
+        )
         union = (guess | real).sum(1)
         share = (guess & real).sum(1) / union.clamp_min(1)
-        iou = (share * (union > 0)).sum(1) / (union > 0).sum(1)
-        return {**super().scores(found, truth), "iou": iou.double()}
+        iou = (share * (union > 0)).sum(1) / (union > 0).sum(1).clamp_min(1)
+        return {"right": right, "iou": iou.double()}
+
+    def guesses(self, truth: Tensor, others: Tensor | None) -> dict[str, Tensor]:
+        """The most frequent class of every place."""
+        if others is None or not (others < 0).any():
+            return super().guesses(truth, others)
+        counts = torch.stack([(others == each).sum(0) for each in range(1 + max(int(others.max()), 0))])
+        return {"most frequent": counts.argmax(0).expand_as(truth)}
 
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
+        """Pictures of a mask, with class 0 at places without a class; tags as cells without such places."""
         if true.dim() != 2:
             return super().exhibit(true, found, field)
         most = max((field.classes or 2) - 1, 1)
-        return Exhibit(pictures=(true[None].double() / most, found[None].clamp_min(0).double() / most))
+        first, second = (value[None].clamp_min(0).double() / most for value in (true, found))
+        return Exhibit(pictures=(first, second))
 
 
 @dataclass(frozen=True)
