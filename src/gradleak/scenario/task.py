@@ -116,12 +116,12 @@ class Task:
         """The field that the model is trained to predict: "y", else the one class index; None if there is none."""
         if "y" in self.fields:
             return "y"
-        others = (name for name in self.fields if name != "x" and name not in self.drawn)
+        others = (name for name, f in self.fields.items() if name != "x" and name not in self.drawn and not f.public)
         return next((name for name in others if self._is_class_index(name)), None)
 
     def _is_class_index(self, name: str) -> bool:
         field = self.fields[name]
-        return isinstance(field.kind, Category) and not field.shape and not field.public
+        return isinstance(field.kind, Category) and not field.shape
 
     @property
     def drawn(self) -> frozenset[str]:
