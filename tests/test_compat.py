@@ -84,7 +84,7 @@ LINES = {
     "from gradleak.data.fetch import Progress": "data.fetch.BytesReceived",
     "from gradleak.defences.noise import at_least": "defences.settings.at_least",
     "from gradleak.parts.matches import Difference": "parts.protocols.Match",
-    "from gradleak.parts.spans import telling": "attacks.spans.layers.spanning_layers",
+    "from gradleak.parts.spans import telling": "parts.row_space.spanning_layers",
     "from gradleak.parts.surrogates import frozen": "attacks.sme.frozen",
     "from gradleak.results.labels import record": "audit.rows.guarantee_record",
     "from gradleak.scene import Problem": "parts.protocols.LaneObjective",

@@ -15,7 +15,6 @@ from conftest import moment, normal, scene_of
 from gradleak.attack import Composed
 from gradleak.attacks.gidm import Plan
 from gradleak.attacks.spans.denoisers import NoiseBehind, SpanDM
-from gradleak.attacks.spans.layers import Outside, Spans, as_sent, rows, spanning_layers
 from gradleak.attacks.spectral import Spectral, SpectralPair, coefficients, frequencies, pixels
 from gradleak.audit import default_attacks
 from gradleak.core.random import Draws, key
@@ -24,6 +23,7 @@ from gradleak.parts.fields import RuleDoesNotApply
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Relative
 from gradleak.parts.predictions import Replay
+from gradleak.parts.row_space import Outside, Spans, as_sent, rows, spanning_layers
 from gradleak.parts.stage import Stage
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.rules import SGD, Adam

@@ -25,8 +25,8 @@ from gidm.clients import GRADIENT, STEPS, VICTIMS, Effort, Setting
 from record import lpips_note, reproduce
 
 import gradleak as gl
-from gradleak.attacks.spans.layers import spanning_layers
 from gradleak.core import registry
+from gradleak.parts.row_space import spanning_layers
 from gradleak.scenario.task import Batch
 
 EXPECTED = Path(__file__).with_name("expected.json")

@@ -25,7 +25,6 @@ attacks.generative: attacks.ggl attacks.gias attacks.gifd parts.cma parts.latent
 attacks.gidm: parts.sampled
 attacks.second_order: parts.chain parts.krylov parts.peeling parts.quadratic parts.smoothing
 attacks.sign_matching: parts.cohorts
-attacks.spans: parts.spans=layers
 audit: audit.ablation=assumptions gate report.reconstruction=output results=result results=
   results.certificate=summary results.comparison results.headline=verdict results.intervals
   results.junit=formats results.labels=rows results.ledger=assumptions
@@ -43,7 +42,7 @@ defences: gradcam
 engine: convolution layers search
 identify: analysis= analysis.identifiability=certificates analysis.identifiability=floors analysis.local=floors
   analysis.recipe analysis.risk analysis.rounding
-parts: scene=view scene=protocols
+parts: parts.spans=row_space scene=view scene=protocols
 parts.labels: parts.label_counts=counts parts.label_readings=readings parts.llg parts.sign_labels=signs
 priors: generators.augmentation generators.discriminators generators.game=trainer generators.recipes generators.score
   generators.splits generators.training

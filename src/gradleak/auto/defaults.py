@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gradleak.attacks.spans.layers import spanning_layers
 from gradleak.core import registry
 from gradleak.engine import Engine
+from gradleak.parts.row_space import spanning_layers
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Task

@@ -1,6 +1,6 @@
-"""Attacks on the span of a layer's inputs, which its gradient gives: a module for each kind of model.
+"""Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): a module for each kind of model.
 
-`layers` finds the layers and their spans; `denoisers` attacks diffusion models.
+`denoisers` attacks diffusion models.
 """
 
 from gradleak.attacks.spans.denoisers import SpanDM

@@ -10,7 +10,6 @@ import torch
 from gradleak.attack import Attack, Composed, Reconstruction, require, scenes_of
 from gradleak.attack.cascade import EscalatingRestarts, matches, part
 from gradleak.attacks.gidm import Plan
-from gradleak.attacks.spans.layers import Layer, Outside, Spans, as_sent, spanning_layers
 from gradleak.attacks.spectral import Spectral, SpectralPair, frequencies, pixels
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
@@ -23,6 +22,7 @@ from gradleak.parts.optimisers import require_positive
 from gradleak.parts.predictions import Replay
 from gradleak.parts.protocols import Needs, Prior, Space
 from gradleak.parts.residual import NoiseShell
+from gradleak.parts.row_space import Layer, Outside, Spans, as_sent, spanning_layers
 from gradleak.parts.stage import Stage
 from gradleak.parts.steps import denoising
 from gradleak.parts.view import Step, TargetView
@@ -94,7 +94,7 @@ class SpanDM(Attack):
     """A denoiser's x_t from the span of a layer's inputs, which the gradient gives for any noise; then the noise.
 
     At the lowest resolution of a U-Net a convolution has no more places than outputs, and its gradient gives the span
-    of its inputs (`spans.layers`). The x_t of each example is searched for by itself, with passes through the first
+    of its inputs (`parts.row_space`). The x_t of each example is searched for by itself, with passes through the first
     layers only. Once all x_t are known the gradient is linear in the noise, which is found last, and the images with
     it. Steps are read off. Steps and noise that Knowledge grants are used (noise of several examples only with steps).
 
