@@ -3,7 +3,7 @@
     python papers/spans/victims.py --out runs/victims [--sam 0.05] [--epochs 2,2,2] [--threads 2]
 
 The images grow while it trains (16, 24, 32 pixels), which makes it affordable on two CPU cores; products are bfloat16,
-weights float32. It prints test accuracy and writes `resnet18[-sam]-STEP.safetensors`, and one `.json` about all of them.
+weights float32. It prints test accuracy and writes `resnet18[-sam]-STEP.safetensors`, and a `.json` about all.
 """
 
 from __future__ import annotations

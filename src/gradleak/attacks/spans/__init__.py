@@ -1,4 +1,4 @@
-"""Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): a module for each kind of model.
+"""Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): one module a kind of model.
 
 `denoisers` attacks diffusion models.
 """
