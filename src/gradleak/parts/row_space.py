@@ -66,7 +66,7 @@ def spanning_layers(
     layers = []
     for name, inputs in first.items():
         layer: Any = task.model.get_submodule(name)
-        if len(inputs) > 1 or not _plain(layer) or torch.equal(inputs[0], second[name][0]):
+        if len(inputs) > 1 or not plain(layer) or torch.equal(inputs[0], second[name][0]):
             continue
         if not layer.weight.requires_grad or uses[id(layer.weight)] > 1 or inputs[0].numel() < examples * entries:
             continue
@@ -117,7 +117,7 @@ def _inputs(
     return caught
 
 
-def _plain(layer: nn.Module) -> bool:
+def plain(layer: nn.Module) -> bool:
     """Is it a linear layer, or a convolution whose rows are the patches of `unfold`, with a weight of its own?"""
     if type(layer).forward not in (nn.Conv2d.forward, nn.Linear.forward) or "weight" not in layer._parameters:
         return False  # a weight computed from others, or used in another way, has another gradient

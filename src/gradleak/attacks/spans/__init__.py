@@ -1,8 +1,10 @@
 """Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): one module a kind of model.
 
-`denoisers` attacks diffusion models.
+`denoisers` attacks diffusion models, `transformers` vision transformers: `patches` finds their first layers,
+`completion` fills in what their equations leave open.
 """
 
 from gradleak.attacks.spans.denoisers import SpanDM
+from gradleak.attacks.spans.transformers import ViT
 
-__all__ = ["SpanDM"]
+__all__ = ["SpanDM", "ViT"]
