@@ -49,6 +49,8 @@ from test_spans import net
 from test_steps import Small, drawn, toy
 from test_tableak import rows as table_rows
 from test_tableak import task as tabular
+from test_vit import made as transformer
+from test_vit import picture, task_of
 
 SOURCE = Path(gl.__file__).parent
 FORBIDDEN = {f"gradleak.{name}" for name in ("metrics", "federation", "data", "audit", "results")}
@@ -213,7 +215,7 @@ RECIPES = {
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
-OTHER_DATA = ("tableak", "token-rows")  # attacks on tables and on texts
+OTHER_DATA = ("tableak", "token-rows", "vit")  # attacks on tables, on texts and on patches
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,9 +265,15 @@ class World:
         return World(task, batch, {**other, "y": (other["y"] + 1) % CLASSES}, Knowledge(training=training))
 
     @staticmethod
+    def patched(training: LocalTraining = TRAINING, dtype: torch.dtype = torch.float64, examples: int = 1) -> World:
+        batch, other = ({"x": picture(seed).to(dtype), "y": torch.tensor([2 - seed])} for seed in (0, 1))
+        return World(task_of(transformer(dtype=dtype), batch["x"]), batch, other, Knowledge(training=training))
+
+    @staticmethod
     def of_kind(name: str, *how: Any, **settings: Any) -> World:
-        """The world of an attack on other data than images."""
-        return {"tableak": World.tabular, "token-rows": World.textual}[name](*how, **settings)
+        """The world of an attack on other data than images, or on one kind of model."""
+        worlds = {"tableak": World.tabular, "token-rows": World.textual, "vit": World.patched}
+        return worlds[name](*how, **settings)
 
     def granting(self, attack: gl.Attack) -> World:
         """With what the attack needs, copied: known steps and noise are not swapped with the client's."""
@@ -364,7 +372,7 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-GRADIENTS = {"spear": ("one step", "epochs")}  # it refuses what Adam makes of a gradient
+GRADIENTS = dict.fromkeys(("spear", "vit"), ("one step", "epochs"))  # they refuse what Adam makes of a gradient
 CASES = [
     (name, recipe)
     for name in NAMES
@@ -688,7 +696,7 @@ def test_no_attack_changes_what_it_is_given(name: str, norm: str | None) -> None
         other = name in OTHER_DATA
         world = World.of_kind(name, dtype=torch.float32) if other else World.classifying(task=task)
         world = world.granting(attack)
-        world.knows.given["y"] = torch.tensor([1, 2])
+        world.knows.given["y"] = torch.tensor([1, 2])[: len(world.batch["y"])]
     task, seen, knows = world.task, world.seen(), world.knows
     held = [{f.name: copy.deepcopy(getattr(seen, f.name)) for f in fields(seen)}, copy.deepcopy(knows.given)]
     prior = None if knows.generator is None else tree.detach(dict(knows.generator.state_dict()))

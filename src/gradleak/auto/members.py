@@ -86,6 +86,7 @@ MEMBERS: tuple[Member, ...] = (
         _of({"waves": 4}, {}, {"waves": 60}),
         forms=(),
     ),
+    Member("vit", lambda case: case.patched and case.gradients and not case.signs, _any(), forms=()),
     # Rows of a table.
     Member(
         "tableak",

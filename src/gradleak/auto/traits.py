@@ -12,6 +12,7 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
+from gradleak.attacks.spans import ViT
 from gradleak.attacks.spear.layers import relu_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
@@ -83,6 +84,11 @@ class Case:
         except TaskError:
             return False
         return True
+
+    @cached_property
+    def patched(self) -> bool:
+        """Does a vision transformer cut each target's one image into patches that its gradient tells?"""
+        return self.numeric and self.examples == 1 and not ViT().refuses(self.task, self.knows.given)
 
     @property
     def gradients(self) -> bool:

@@ -156,4 +156,5 @@ def gradient(scene: TargetView) -> Params:
         return mean
     if rule.momentum and rule.nesterov:
         mean = tree.scale(mean, 1 / (1 + rule.momentum))
-    return tree.add(mean, scene.weights, -rule.weight_decay) if rule.weight_decay else mean
+    sent = {name: scene.weights[name] for name in mean}  # a scene may hold a part of the update
+    return tree.add(mean, sent, -rule.weight_decay) if rule.weight_decay else mean

@@ -8,6 +8,7 @@ these are as many conditions as there are patches, on k unknowns, and `whole` fi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,7 +81,7 @@ def smoothest(case: Open, columns: Tensor | None = None) -> Tensor:
     for number in range(ROUNDS):
         rest = start + out(step)
         weights = (rest.square() + EDGE**2).rsqrt() if number else torch.ones_like(rest)
-        step = step + _solved(lambda v, w=weights: back(w * out(v)), -back(weights * rest))  # type: ignore[misc]
+        step = step + _solved(lambda v, w: back(w * out(v)), weights, -back(weights * rest))
     return step
 
 
@@ -108,15 +109,15 @@ def _adjoint(differences: Tensor, like: Tensor) -> Tensor:
     return planes[:channels] + colours - colours.roll(-1, 0)
 
 
-def _solved(product: object, right: Tensor) -> Tensor:
-    """Conjugate gradients from zero."""
+def _solved(product: Callable[[Tensor, Tensor], Tensor], weights: Tensor, right: Tensor) -> Tensor:
+    """The v with product(v, weights) = right, by conjugate gradients from zero."""
     found, rest = torch.zeros_like(right), right.clone()
     direction, size = rest.clone(), rest.square().sum()
     least = 1e-10 * size
     for _ in range(ITERATIONS):
         if size <= least:
             break
-        image = product(direction)  # type: ignore[operator]
+        image = product(direction, weights)
         length = size / (direction * image).sum()
         found += length * direction
         rest -= length * image

@@ -6,8 +6,7 @@ token each patch becomes; one backward pass from the tokens shows which weights 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,21 +162,13 @@ def _walked(task: Task) -> _Walk:
     if batch["x"].dim() != 4 or entries > 2**24:
         return walk
     batch["x"] = torch.arange(1, entries + 1, device=batch["x"].device).to(batch["x"]).view_as(batch["x"])
-    with _watched_by(walk), torch.no_grad():
-        try:
-            task.loss(task.weights(), batch)
-        except _Enough:
-            pass
-    return walk
-
-
-@contextmanager
-def _watched_by(walk: _Walk) -> Iterator[None]:
     handle = register_module_forward_pre_hook(walk)
     try:
-        yield
+        with suppress(_Enough), torch.no_grad():
+            task.loss(task.weights(), batch)
     finally:
         handle.remove()
+    return walk
 
 
 def _positions(task: Task, reader: str, places: Tensor, batch: Batch) -> Positions | None:

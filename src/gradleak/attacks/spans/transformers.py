@@ -168,7 +168,7 @@ class ViT(ReadOff):
 
 def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Positions) -> Solved:
     """The patches by least squares: dL/dW = sum_p delta_p patch_p^T, with delta_p = dL/dposition_p."""
-    observed, sent = _observed(scene)
+    observed, sent = _observed(scene, (embedding.layer, positions.name))
     weight, bias = f"{embedding.layer}.weight", f"{embedding.layer}.bias"
     told = positions.of(sent).all(0) & sent[weight].flatten(1).all(1)  # outputs with all that their equations need
     deltas, target = (value[told] for value in (positions.of(observed).T, observed[weight].flatten(1)))
@@ -198,13 +198,15 @@ def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Posit
     return Solved(patches, right[weak].T.contiguous(), errors[weak], record)
 
 
-def _observed(scene: TargetView) -> tuple[Params, Params]:
-    """The gradient, on the CPU in double precision, and which of its entries the client sent."""
-    observed = {name: value.detach().cpu().double() for name, value in gradient(scene).items()}
-    ones = {name: torch.ones_like(value) for name, value in scene.update.items()}
-    if scene.knows.defence is not None:
-        ones = assumed_in(scene).visible(ones, scene)
-    return observed, {name: value.detach().cpu() != 0 for name, value in ones.items()}
+def _observed(scene: TargetView, layers: Collection[str]) -> tuple[Params, Params]:
+    """The gradient of these layers, on the CPU in double precision, and which of its entries the client sent."""
+    here = {name: u for name, u in scene.update.items() if name in layers or name.rpartition(".")[0] in layers}
+    observed = {name: u.detach().cpu().double() for name, u in gradient(replace(scene, update=here)).items()}
+    if scene.knows.defence is None:
+        return observed, {name: torch.ones_like(u, dtype=torch.bool) for name, u in observed.items()}
+    ones = {name: torch.ones_like(u) for name, u in scene.update.items()}
+    sent = assumed_in(scene).visible(ones, scene)
+    return observed, {name: sent[name].detach().cpu() != 0 for name in here}
 
 
 def _rounding(scene: TargetView, names: Collection[str]) -> float:
@@ -251,7 +253,7 @@ def _untold(task: Task, embedding: PatchEmbedding) -> str:
 
 def _by_spans(scene: TargetView, embedding: PatchEmbedding) -> Solved:
     """The patches from two spans: patch_p in that of dL/dW, W patch_p + constant_p in that of the tokens."""
-    observed, sent = _observed(scene)
+    observed, sent = _observed(scene, (embedding.layer, *embedding.readers))
     name = f"{embedding.layer}.weight"
     names = [name, *(f"{reader}.weight" for reader in embedding.readers)]
     if not all(bool(sent[each].all()) and bool(observed[each].any()) for each in names):

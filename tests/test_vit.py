@@ -1,0 +1,350 @@
+"""One image off a vision transformer: exactness, what is settled by whole grey levels, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradleak as gl
+from conftest import largest_difference, seeded, tiny
+from gradleak.attacks.spans.completion import Open, _adjoint, _differences, provable, smoothest, whole
+from gradleak.attacks.spans.patches import patch_embedding
+from gradleak.scenario.fields import UnsupportedTask
+from gradleak.scenario.rules import SGD, Adam
+from gradleak.scenario.task import TaskError
+
+ONE_STEP = gl.LocalTraining(lr=0.1)
+SIDE, PATCH, CLASSES = 16, 4, 5
+PATCHES = (SIDE // PATCH) ** 2
+
+
+class Block(nn.Module):
+    """A block before whose attention and MLP a LayerNorm stands: timm's qkv in one layer, or three as in BERT."""
+
+    def __init__(self, width: int, *, split: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        sizes = [width] * 3 if split else [3 * width]
+        self.qkv = nn.ModuleList(nn.Linear(width, size, bias=bias) for size in sizes)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm1(x)
+        q, k, v = torch.cat([layer(normed) for layer in self.qkv], dim=-1).chunk(3, dim=-1)
+        x = x + self.out((q @ k.mT / math.sqrt(x.shape[-1])).softmax(-1) @ v)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A small ViT: `extra` tokens before the patches; positions learned ("all", "patches" only), or a fixed buffer."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        side: int = SIDE,
+        extra: int = 1,
+        positions: str | Tensor = "all",
+        cut: str = "conv",
+        **how: Any,
+    ) -> None:
+        super().__init__()
+        self.cut, patches = cut, (side // PATCH) ** 2
+        self.embed: nn.Module = nn.Linear(3 * PATCH**2, width)
+        if cut == "conv":
+            self.embed = nn.Conv2d(3, width, PATCH, stride=PATCH)
+        self.extra = nn.Parameter(torch.randn(1, extra, width))
+        self.where = positions if isinstance(positions, str) else "fixed"
+        if self.where == "fixed":
+            self.register_buffer("pos", positions)
+        elif self.where == "table":
+            self.pos = nn.Embedding(extra + patches, width)
+        else:
+            self.pos = nn.Parameter(torch.randn(1, patches + (extra if self.where == "all" else 0), width) * 0.02)
+        self.drop = nn.Dropout(0.0)
+        self.blocks = nn.Sequential(*(Block(width, **how) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, CLASSES)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        if self.cut == "conv":
+            return self.embed(x).flatten(2).mT
+        n = x.shape[-1] // PATCH
+        tiles = x.reshape(len(x), 3, n, PATCH, n, PATCH).permute(0, 2, 4, 3, 5, 1)
+        return self.embed(tiles.reshape(len(x), n * n, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, extra = self.tokens(x), self.extra.expand(len(x), -1, -1)
+        if self.where == "patches":  # timm's no_embed_class
+            tokens = torch.cat([extra, tokens + self.pos], dim=1)
+        else:
+            pos = self.pos(torch.arange(self.pos.num_embeddings))[None] if self.where == "table" else self.pos
+            tokens = torch.cat([extra, tokens], dim=1) + pos
+        return self.head(self.norm(self.blocks(self.drop(tokens)))[:, 0])
+
+
+def made(width: int = 32, *, dtype: torch.dtype = torch.float64, **how: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Transformer(width, **how).to(dtype)
+
+
+def picture(seed: int = 0, side: int = SIDE, channels: int = 3) -> Tensor:
+    """A smooth image of whole grey levels."""
+    coarse = torch.rand(1, channels, 4, 4, generator=seeded(seed), dtype=torch.float64)
+    smooth = F.interpolate(coarse, (side, side), mode="bicubic", align_corners=False)
+    return (smooth.clamp(0, 1) * 255).round() / 255
+
+
+def task_of(model: nn.Module, x: Tensor, **how: Any) -> gl.Task:
+    return gl.Task.supervised(model, F.cross_entropy, like=(x, torch.tensor([2])), **{"mean": 0.5, "std": 0.25, **how})
+
+
+def attacked(
+    model: nn.Module, x: Tensor, training: gl.LocalTraining = ONE_STEP, precision: str = "double", **settings: Any
+) -> tuple[gl.Reconstruction, float]:
+    """The result, and the largest error of its pixels."""
+    task = task_of(model, x)
+    batch = {"x": task.fields["x"].model(x), "y": torch.tensor([2])}
+    seen = gl.observe(task, batch, training)
+    engine = gl.Engine(device="cpu", precision=precision)
+    found = gl.attacks.get("vit", **settings).run(task, seen, gl.Knowledge(training=training), engine=engine)
+    return found, largest_difference(task.fields["x"].unit(found.batch["x"][0]), x)
+
+
+# --- learned positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"extra": 2},  # DeiT: class and distillation token
+        {"extra": 0},
+        {"positions": "patches"},
+        {"positions": "table"},  # positions as an nn.Embedding
+        {"cut": "linear"},
+        {"split": True, "bias": False},
+    ],
+    ids=str,
+)
+def test_learned_positions_give_the_image_exactly(how: dict[str, Any]) -> None:
+    x = torch.rand(1, 3, SIDE, SIDE, generator=seeded(1), dtype=torch.float64)
+    found, error = attacked(made(**how), x, whole=False)
+    assert error < 1e-9
+    assert found.batch["y"].tolist() == [[2]]
+    assert float(found.match.max()) < 1e-12
+    settings = found.settings
+    assert settings["rank"] == settings["patches"] == [PATCHES]
+    assert settings["open"] == [0]
+    assert settings["smallest"][0] > settings["rounding"][0]
+    assert settings["positions"] == ["pos.weight" if how.get("positions") == "table" else "pos"]
+
+
+def test_transformers_own_vit_and_its_names() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=SIDE,
+        patch_size=PATCH, num_labels=CLASSES, attn_implementation="eager", initializer_range=0.2,
+    )  # fmt: skip
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vit = transformers.ViTForImageClassification(config)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.vit(x).logits
+
+    found, error = attacked(Logits().double(), picture())
+    assert error < 1e-9
+    assert found.settings["positions"][0].endswith("position_embeddings")
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        gl.LocalTraining(lr=0.1, steps=5),
+        gl.LocalTraining(lr=0.1, steps=3, optimiser=SGD(momentum=0.9)),
+        gl.LocalTraining(lr=0.1, optimiser=SGD(weight_decay=0.1)),
+    ],
+    ids=repr,
+)
+def test_sums_of_gradients_tell_the_same(training: gl.LocalTraining) -> None:
+    """The equations are linear in the derivatives: many steps of any size are as good as one."""
+    assert attacked(made(), picture(), training)[1] < 1e-9
+
+
+def test_dropout_does_not_hide_the_image() -> None:
+    """A dropped token has no derivative, neither by its position nor by its patch."""
+    model = made()
+    model.drop.p = 0.1
+    assert patch_embedding(task_of(model.train(), picture())).positions is not None
+    assert model.training
+
+
+def test_what_was_not_sent_is_not_used() -> None:
+    task, x = task_of(made(), picture()), picture()
+    seen = gl.observe(task, {"x": task.fields["x"].model(x), "y": torch.tensor([2])}, ONE_STEP)
+    hidden = {**seen.update, "pos": torch.zeros_like(seen.update["pos"])}
+    with pytest.raises(TaskError, match="all rows of pos"):
+        gl.attacks.get("vit").run(task, replace(seen, update=hidden), gl.Knowledge(training=ONE_STEP))
+
+
+def test_a_clipped_update_tells_the_same() -> None:
+    task, x = task_of(made(), picture()), picture()
+    defence = gl.defences.get("clipping", norm=1e-3)
+    seen = gl.observe(task, {"x": task.fields["x"].model(x), "y": torch.tensor([2])}, ONE_STEP, defence)
+    knows = gl.Knowledge(training=ONE_STEP, defence=defence)
+    found = gl.attacks.get("vit").run(task, seen, knows, engine=gl.Engine(device="cpu", precision="double"))
+    assert largest_difference(task.fields["x"].unit(found.batch["x"][0]), x) < 1e-6
+
+
+# --- more patches than the width --------------------------------------------------------------------------------------
+
+
+def test_whole_levels_settle_what_the_equations_leave_open() -> None:
+    """64 patches, derivatives of width 62 and mean zero: three mixtures of patches are open, and 8 bits settle them."""
+    x, model = picture(3, 32), made(62, side=32)
+    found, error = attacked(model, x)
+    assert found.settings["rank"] == [61]
+    assert found.settings["open"] == [0]
+    assert error < 1e-9
+    smooth, worse = attacked(model, x, whole=False)
+    assert smooth.settings["open"] == [3 * 3 * PATCH**2]
+    assert 1e-4 < worse < 0.5
+
+
+def test_an_image_that_is_not_of_whole_levels_is_said_to_be_open() -> None:
+    x = picture(3, 32) * 0.9 + 0.05 * torch.rand(1, 3, 32, 32, generator=seeded(2), dtype=torch.float64)
+    found, error = attacked(made(62, side=32), x)
+    assert found.settings["open"] == [3 * 3 * PATCH**2]
+    assert error < 0.5
+
+
+def test_the_network_does_not_see_what_is_open() -> None:
+    """A move of the open mixtures that W does not pass changes nothing that the client sends."""
+    x, model = picture(), made(14)
+    task = task_of(model, x)
+    batch = {"x": task.fields["x"].model(x), "y": torch.tensor([2])}
+    sent = task.gradient(task.weights(), batch)
+    mixture = torch.linalg.svd(sent["pos"][0, 1:].T)[2][-1]  # (patches,)
+    unseen = torch.linalg.svd(model.embed.weight.flatten(1))[2][-1]  # (inputs,)
+    moved = batch["x"].clone()
+    moved.view(-1)[patch_embedding(task).places] += torch.outer(mixture, unseen)
+    assert largest_difference(batch["x"], moved) > 0.01
+    assert largest_difference(sent, task.gradient(task.weights(), {**batch, "x": moved})) < 1e-12
+
+
+def open_case(free: int, side: int = 32, channels: int = 3) -> tuple[Open, Tensor]:
+    image = 255 * picture(5, side, channels)[0]
+    places = F.unfold(torch.arange(float(image.numel())).view(1, *image.shape), 4, stride=4)[0].T.long()
+    basis = torch.linalg.qr(torch.randn(len(places), free, generator=seeded(1), dtype=torch.float64))[0]
+    lost = image.clone().flatten()
+    lost[places] -= basis @ (basis.T @ lost[places])
+    return Open(lost.view_as(image), places, basis, torch.full((free,), math.inf, dtype=torch.float64)), image
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_differences_and_their_transpose(channels: int) -> None:
+    image = torch.randn(channels, 5, 6, generator=seeded(0), dtype=torch.float64)
+    forward = _differences(image)
+    other = torch.randn(forward.shape, generator=seeded(1), dtype=torch.float64)
+    assert torch.isclose((forward * other).sum(), (image * _adjoint(other, image)).sum())
+
+
+def test_the_smoothest_image_is_near_and_whole_levels_are_exact() -> None:
+    case, image = open_case(4)
+    before = largest_difference(case.image, image)
+    assert largest_difference(case.moved(smoothest(case)), image) < before / 3
+    step, settled = whole(case)
+    assert settled.all()
+    assert largest_difference(case.moved(step), image) < 1e-6
+
+
+def test_whole_levels_are_not_tried_where_chance_could_meet_them() -> None:
+    case, _ = open_case(4)
+    assert provable(case)
+    few = replace(case, places=case.places[:6], basis=case.basis[:6])
+    assert not provable(few)
+
+
+# --- fixed positions --------------------------------------------------------------------------------------------------
+
+
+def fixed(width: int, rank: int | None = None) -> Tensor:
+    rows = torch.randn(1, 1 + PATCHES, width, generator=seeded(7), dtype=torch.float64)
+    if rank is None:
+        return rows
+    return (torch.randn(1 + PATCHES, rank, generator=seeded(8), dtype=torch.float64) @ rows[0, :rank])[None]
+
+
+@pytest.mark.parametrize("how", [{}, {"split": True}, {"bias": False}], ids=str)
+def test_fixed_positions_give_the_image_from_spans(how: dict[str, Any]) -> None:
+    model = made(48, positions=fixed(48), **how)
+    for block in model.blocks:  # a norm that scales and shifts
+        nn.init.uniform_(block.norm1.weight, 0.5, 1.5)
+        nn.init.uniform_(block.norm1.bias, -0.5, 0.5)
+    found, error = attacked(model, picture())
+    assert found.settings["positions"] == ["fixed"]
+    assert found.settings["rank"] == [PATCHES]
+    assert found.settings["residual"][0] < 1e-9
+    assert error < 1e-6
+
+
+def test_learned_positions_that_are_frozen_are_fixed_ones() -> None:
+    model = made(48)
+    nn.init.normal_(model.pos)
+    model.pos.requires_grad_(False)
+    found, error = attacked(model, picture())
+    assert found.settings["positions"] == ["fixed"]
+    assert error < 1e-6
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refusal(model: nn.Module) -> str:
+    return gl.attacks.get("vit").refuses(task_of(model, picture()))
+
+
+def test_fixed_positions_need_fewer_tokens_than_the_width() -> None:
+    assert "leave 0 equations for 16 unknowns" in refusal(made(16, positions=fixed(16)))
+    assert "rank 8, and telling patches apart takes 16" in refusal(made(48, positions=fixed(48, 7)))  # and a bias
+
+
+class Swin(nn.Module):
+    """A norm behind the patch embedding, and no absolute positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Conv2d(3, 32, PATCH, stride=PATCH), nn.LayerNorm(32)
+        self.block, self.head = Block(32), nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.norm(self.embed(x).flatten(2).mT)).mean(1))
+
+
+def test_models_without_positions_or_patches_are_refused() -> None:
+    assert "no linear layer reads the tokens behind a LayerNorm" in refusal(Swin().double())
+    overlapping = made()
+    overlapping.embed = nn.Conv2d(3, 32, 7, stride=4, padding=3).double()
+    assert "sees each pixel of the image in one patch" in refusal(overlapping)
+    assert "sees each pixel of the image in one patch" in gl.attacks.get("vit").refuses(tiny())
+
+
+def test_adam_clients_and_batches_are_refused() -> None:
+    with pytest.raises(UnsupportedTask, match="send what Adam makes of them"):
+        attacked(made(), picture(), gl.LocalTraining(lr=0.1, optimiser=Adam()))
+    x = torch.cat([picture(0), picture(1)])
+    task = gl.Task.supervised(made(), F.cross_entropy, like=(x, torch.tensor([0, 1])))
+    seen = gl.observe(task, {"x": x, "y": torch.tensor([0, 1])}, ONE_STEP)
+    with pytest.raises(UnsupportedTask, match="1 dimension.s. open at every patch"):
+        gl.attacks.get("vit").run(task, seen, gl.Knowledge(training=ONE_STEP))
