@@ -207,6 +207,18 @@ def test_a_clipped_update_tells_the_same() -> None:
     assert largest_difference(task.fields["x"].unit(found.batch["x"][0]), x) < 1e-6
 
 
+def test_noise_in_the_gradient_is_not_taken_for_the_image() -> None:
+    """It shows as a distance from the equations: what it hides is said to be open."""
+    task, x = task_of(made(), picture()), picture()
+    seen = gl.observe(task, {"x": task.fields["x"].model(x), "y": torch.tensor([2])}, ONE_STEP)
+    weight = seen.update["embed.weight"]
+    noise = torch.randn(weight.shape, generator=seeded(4), dtype=weight.dtype) * weight.std()
+    noisy = replace(seen, update={**seen.update, "embed.weight": weight + noise})
+    found = gl.attacks.get("vit").run(task, noisy, gl.Knowledge(training=ONE_STEP))
+    assert found.settings["rank"][0] < PATCHES
+    assert found.settings["open"][0] >= 3 * PATCH**2
+
+
 # --- more patches than the width --------------------------------------------------------------------------------------
 
 

@@ -116,8 +116,8 @@ class ViT(ReadOff):
         require(self, knows)
         if several := max(target.num_examples for target in as_targets(seen)) - 1:
             raise UnsupportedTask(
-                f"unsupported: vit reads one image; given {several + 1} in an update. Their gradient leaves {several} "
-                "dimension(s) open at every patch. Use 'spectral' or 'ig'."
+                f"unsupported: vit reads one image; given {several + 1} in an update. Their gradient leaves at least "
+                f"{several} dimension(s) open at every patch. Use 'spectral' or 'ig'."
             )
         embedding = patch_embedding(task)
         labels, records = Labels(label_rule(self.labels)), list[Mapping[str, Any]]()
@@ -180,8 +180,10 @@ def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Posit
     left, values, right = torch.linalg.svd(deltas)  # (outputs, outputs), (k,), (patches, patches)
     wire = _rounding(scene, (weight, positions.name))
     noise = 2 * wire * _size(target)
-    if bias in observed:
-        noise += _size(deltas.sum(1) - observed[bias][told])  # zero but for rounding, or what a defence adds
+    if bias in observed:  # these two are zero but for rounding, and for what a defence adds
+        noise += _size(deltas.sum(1) - observed[bias][told])
+    if len(deltas) > len(values):
+        noise += _size(left[:, len(values) :].T @ target)
     errors = target.new_full((len(right),), torch.inf)
     errors[: len(values)] = noise * _levels(scene) / values
     errors = torch.where(errors > LOST, torch.inf, errors)
@@ -192,7 +194,7 @@ def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Posit
         "smallest": float(values[rank - 1] / values[0]) if rank else 0.0,
         "rounding": wire,
         "residual": _size(deltas @ patches - target) / _size(target),
-        "error": float((errors[:rank].square().sum() / len(right)).sqrt()) / LEVELS,
+        "error": float((errors[:rank].square().sum() / len(right)).sqrt()) / LEVELS if rank else 1.0,
     }
     weak = errors > WEAK
     return Solved(patches, right[weak].T.contiguous(), errors[weak], record)
