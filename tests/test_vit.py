@@ -288,6 +288,15 @@ def test_whole_levels_are_not_tried_where_chance_could_meet_them() -> None:
     assert not provable(few)
 
 
+def test_a_patch_without_a_derivative_stays_open() -> None:
+    """Any whole number would do there."""
+    case, _ = open_case(1)
+    alone = torch.zeros_like(case.basis)
+    alone[5] = 1
+    _, settled = whole(replace(case, basis=alone))
+    assert not settled.any()
+
+
 # --- fixed positions --------------------------------------------------------------------------------------------------
 
 

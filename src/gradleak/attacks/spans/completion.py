@@ -24,6 +24,8 @@ WHOLE = 0.1  # root mean square distance from whole levels below which a column 
 NOISE = 0.02  # levels: error of a pixel besides that along K
 LEVELS = 255
 FINALISTS = 8  # hypotheses that are rounded everywhere
+REPEATS = 3  # of that rounding
+ALIKE = 0.1  # sums of squared distances, in levels: one pixel that is rounded wrongly makes about 1
 MOST_OPEN = 12  # mixtures of patches that a beam can follow
 BY_CHANCE = 1e-6  # probability that a column that is not whole passes for it
 
@@ -194,10 +196,18 @@ def _next_pixel(deviations: Tensor) -> int:
 
 
 def _refined(patches: Tensor, basis: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-    """Every pixel rounded, and the step fitted to all of them; of several hypotheses the nearest to whole levels."""
-    values = patches.T[:, None]  # (columns, 1, patches)
-    targets = (values + means @ basis.T).round().clamp(0, LEVELS)
-    steps = (targets - values) @ basis  # (columns, hypotheses, k)
-    distances = (targets - values - steps @ basis.T).square().mean(-1).sqrt()
-    least, best = distances.min(1)
-    return steps[torch.arange(len(best)), best].T, least
+    """Every pixel rounded, and the step fitted to all of them; of several hypotheses the nearest to whole levels.
+
+    Where two different ones are whole the column is not settled: its distance is infinite. So it is where a patch has
+    no derivative at all.
+    """
+    values, steps = patches.T[:, None], means  # (columns, 1, patches), (columns, hypotheses, k)
+    for _ in range(REPEATS):  # a pixel that was rounded wrongly stands out from the fit to all
+        targets = (values + steps @ basis.T).round().clamp(0, LEVELS)
+        steps = (targets - values) @ basis
+    squares = (targets - values - steps @ basis.T).square().sum(-1)
+    least, best = squares.min(1)
+    row = torch.arange(len(best), device=best.device)
+    others = (targets != targets[row, best][:, None]).any(-1)
+    rivals = (others & (squares < least[:, None] + ALIKE)).any(1)
+    return steps[row, best].T, torch.where(rivals, torch.inf, (least / len(basis)).sqrt())
