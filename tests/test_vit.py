@@ -367,5 +367,5 @@ def test_adam_clients_and_batches_are_refused() -> None:
     x = torch.cat([picture(0), picture(1)])
     task = gl.Task.supervised(made(), F.cross_entropy, like=(x, torch.tensor([0, 1])))
     seen = gl.observe(task, {"x": x, "y": torch.tensor([0, 1])}, ONE_STEP)
-    with pytest.raises(UnsupportedTask, match="1 dimension.s. open at every patch"):
+    with pytest.raises(UnsupportedTask, match="at most 1 example.s., and these hold 2"):
         gl.attacks.get("vit").run(task, seen, gl.Knowledge(training=ONE_STEP))

@@ -12,7 +12,8 @@ from gradleak.attack.composed import (
     require,
     scenes_of,
     supported,
+    too_many,
 )
 
 __all__ = ["Attack", "Composed", "ReadOff", "Reconstruction", "lowest_match", "missing_fields", "no_gradients"]
-__all__ += ["of_each", "require", "scenes_of", "supported"]
+__all__ += ["of_each", "require", "scenes_of", "supported", "too_many"]

@@ -46,9 +46,11 @@ class Attack:
     """What every attack has, composed of stages or not. An own one defines `name` and `run`, and what it changes.
 
     gradients_only   it reads gradients: clients of other rules than SGD send something else
+    most_examples    it can attack updates of at most so many examples; None: any number
     """
 
     gradients_only: ClassVar[bool] = False
+    most_examples: ClassVar[int | None] = None
 
     if TYPE_CHECKING:  # a field of some attacks, a property of others
 
@@ -267,6 +269,13 @@ def no_gradients(attack: Attack, training: LocalTraining | None) -> str:
     if not attack.gradients_only or training is None or isinstance(training.optimiser, SGD):
         return ""
     return f"it reads gradients, and these clients send what {type(training.optimiser).__name__} makes of them"
+
+
+def too_many(attack: Attack, examples: int | None) -> str:
+    """Why an attack refuses updates of so many examples (None: any number); empty if it does not."""
+    if attack.most_examples is None or examples is None or examples <= attack.most_examples:
+        return ""
+    return f"it attacks updates of at most {attack.most_examples} example(s), and these hold {examples}"
 
 
 def require(attack: Attack, knows: Knowledge) -> None:

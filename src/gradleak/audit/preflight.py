@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from gradleak.attack import Attack, no_gradients
+from gradleak.attack import Attack, no_gradients, too_many
 from gradleak.core import registry
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.fields import UnsupportedTask
@@ -93,8 +93,12 @@ def preflight(
         attacks = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
     if examination.errors:  # an attack could only repeat them
         return Preflight(examination, ())
+
+    def refusal(attack: Attack) -> str:
+        return attack.refuses(task, known) or no_gradients(attack, training) or too_many(attack, examples)
+
     lines = [
-        _line(name, attack, attack.refuses(task, known) or no_gradients(attack, training), known, examination)
+        _line(name, attack, refusal(attack), known, examination)
         if isinstance(attack, Attack)
         else Line(name, RUNS, UNKNOWN)  # anything else with a name, needs and run is taken at its word
         for name, attack in attacks

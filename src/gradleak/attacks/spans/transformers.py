@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, supported
+from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, supported, too_many
 from gradleak.attacks.spans import completion
 from gradleak.attacks.spans.completion import LEVELS, Open, smoothest
 from gradleak.attacks.spans.patches import PatchEmbedding, Positions, patch_embedding
@@ -81,6 +81,7 @@ class ViT(ReadOff):
     whole: bool = True
 
     gradients_only: ClassVar[bool] = True
+    most_examples: ClassVar[int | None] = 1
 
     @property
     def name(self) -> str:
@@ -114,10 +115,10 @@ class ViT(ReadOff):
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         supported(self, task, knows)
         require(self, knows)
-        if several := max(target.num_examples for target in as_targets(seen)) - 1:
+        if reason := too_many(self, max(target.num_examples for target in as_targets(seen))):
             raise UnsupportedTask(
-                f"unsupported: vit reads one image; given {several + 1} in an update. Their gradient leaves at least "
-                f"{several} dimension(s) open at every patch. Use 'spectral' or 'ig'."
+                f"unsupported: vit cannot attack this update: {reason}. The equations leave flats through the patches "
+                "of several images at every place. Use 'spectral' or 'ig'."
             )
         embedding = patch_embedding(task)
         labels, records = Labels(label_rule(self.labels)), list[Mapping[str, Any]]()
