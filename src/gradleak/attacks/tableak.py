@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradleak.attack import Attack, Composed, Reconstruction, require, supported
 from gradleak.attacks.settings import SearchSettings
-from gradleak.attacks.spear import SHOWN, Spear
+from gradleak.attacks.spans.sparse import SHOWN, Spear
 from gradleak.core.assignment import cost_matrix, match
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws

@@ -12,7 +12,7 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
-from gradleak.attacks.spear.layers import relu_layer
+from gradleak.attacks.spans.sparse.layers import relu_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator

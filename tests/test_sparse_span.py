@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from conftest import normal, seeded
 from gradleak import Knowledge, LocalTraining, Reconstruction, Task, attacks, observe
-from gradleak.attacks.spear.directions import Layer, factorise
-from gradleak.attacks.spear.selection import agreement, recover
+from gradleak.attacks.spans.sparse.directions import Layer, factorise
+from gradleak.attacks.spans.sparse.selection import agreement, recover
 from gradleak.core.random import Draws, key
 from gradleak.models import lenet_zhu
 from gradleak.scenario.rules import SGD, Adam
@@ -47,7 +47,7 @@ def attacked(
 ) -> Reconstruction:
     task = Task.supervised(model, F.cross_entropy, like=(x, y), bounds=UNBOUNDED)
     seen = observe(task, {"x": x, "y": y}, training)
-    return attacks.get("spear", **settings).run(task, seen, Knowledge(training=training))
+    return attacks.get("sparse-span", **settings).run(task, seen, Knowledge(training=training))
 
 
 def demand_exact(found: Reconstruction, x: Tensor, y: Tensor, within: float = 1e-4) -> None:
@@ -95,7 +95,7 @@ def test_the_factors_are_those_of_the_gradient_and_the_truth_agrees() -> None:
     weight, bias, x = normal(60, 20), normal(60, seed=1), normal(5, 20, seed=2)
     inputs = weight @ x.T + bias[:, None]
     derivatives = normal(60, 5, seed=3) * (inputs > 0)
-    layer = Layer(weight, bias, derivatives @ x, derivatives.sum(1))
+    layer = Layer(weight, bias, derivatives @ x, derivatives.sum(1), torch.zeros(20).double())
     factors = factorise(layer, 7, Draws(key("factors")))
     assert factors.rank == 5
     torch.testing.assert_close(factors.left @ factors.right, layer.rows)
@@ -133,7 +133,7 @@ def test_examples_below_the_rounding_of_the_others_are_not_claimed() -> None:
         return (weights * F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")).mean()
 
     task = Task(model, objective, fields)
-    found = attacks.get("spear").run(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
+    found = attacks.get("sparse-span").run(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
     assert found.settings["rank"] == found.settings["certain"] == [3]
     assert found.settings["padded"] == [1]
 
@@ -171,7 +171,7 @@ def test_an_example_near_the_noise_is_shown_and_not_called_certain() -> None:
     seen = observe(task, {"x": x, "y": y}, ONE_STEP)
     noise = 1e-2 * seen.update["1.weight"].std() * normal(200, 30, seed=5).float()
     noisy = {**seen.update, "1.weight": seen.update["1.weight"] + noise}
-    found = attacks.get("spear").run(task, replace(seen, update=noisy), Knowledge(training=ONE_STEP))
+    found = attacks.get("sparse-span").run(task, replace(seen, update=noisy), Knowledge(training=ONE_STEP))
     errors = torch.cdist(found.batch["x"][0], x).min(1).values / x.norm(dim=1).mean()
     assert found.settings["certain"] == [int((found.unknowns["rounding"] < 1e-3).sum())]
     assert found.settings["certain"][0] < 4
@@ -187,13 +187,13 @@ def test_targets_of_unequal_size_and_given_labels() -> None:
         observe(task, {"x": x[:2], "y": y[:2]}, ONE_STEP, key="two"),
         observe(task, {"x": x[2:], "y": y[2:]}, ONE_STEP, key="four"),
     ]
-    found = attacks.get("spear").run(task, seen)
+    found = attacks.get("sparse-span").run(task, seen)
     assert found.settings["certain"] == [2, 4]
     assert found.unknowns["agreement"].shape == (2, 1, 4)
     assert found.unknowns["agreement"][0, 0, 2:].isnan().all()
     assert found.checks.ok
     order = y[2:].argsort(stable=True)
-    given = attacks.get("spear").run(task, seen[1], Knowledge(given={"y": y[2:][order]}))
+    given = attacks.get("sparse-span").run(task, seen[1], Knowledge(given={"y": y[2:][order]}))
     assert given.batch["y"][0].tolist() == y[2:][order].tolist()
     for label in (0, 1):
         ours, theirs = given.batch["x"][0][y[2:][order] == label], x[2:][y[2:] == label]
@@ -203,7 +203,7 @@ def test_targets_of_unequal_size_and_given_labels() -> None:
 def test_a_task_without_labels() -> None:
     x, model = normal(6, 15).float(), network(15, 120, 4)
     task = Task(model, lambda call, batch: call(batch["x"]).square().mean(), {"x": Field((15,), UNBOUNDED)})
-    found = attacks.get("spear").run(task, observe(task, {"x": x}, ONE_STEP))
+    found = attacks.get("sparse-span").run(task, observe(task, {"x": x}, ONE_STEP))
     assert torch.cdist(x, found.batch["x"][0]).min(1).values.max() < 1e-4
     assert found.match.item() < 1e-9
 
@@ -256,13 +256,13 @@ def test_other_networks_are_refused(model: nn.Module, shape: tuple[int, ...], to
 
 def test_other_clients_and_batches_are_refused() -> None:
     x, y = normal(8, 5).float(), torch.arange(8) % 3
-    with pytest.raises(TaskError, match="unsupported: spear .* what Adam makes of them"):
+    with pytest.raises(TaskError, match="unsupported: sparse-span .* what Adam makes of them"):
         attacked(network(5, 60, 3), x[:2], y[:2], LocalTraining(lr=0.1, optimiser=Adam()))
     many = attacked(network(5, 60, 3), x, y)  # eight examples of five inputs: no gradient tells them apart
     assert many.settings["padded"] == [8]
     assert many.settings["certain"] == [0]
     with pytest.raises(ValueError, match="waves"):
-        attacks.get("spear", waves=0)
+        attacks.get("sparse-span", waves=0)
 
 
 def test_nothing_is_claimed_of_an_update_of_zeros() -> None:
@@ -280,5 +280,5 @@ def test_auto_takes_it_where_a_relu_follows() -> None:
     task = Task.supervised(network(30, 100, 2), F.cross_entropy, like=(x, y), bounds=(-20.0, 20.0))
     seen = observe(task, {"x": x, "y": y}, ONE_STEP)
     found = attacks.get("auto", preset="quick", steps=2).run(task, seen, Knowledge(training=ONE_STEP))
-    assert found.settings["winner"] == ["spear"]
+    assert found.settings["winner"] == ["sparse-span"]
     assert torch.cdist(x.double(), found.batch["x"][0].double()).min(1).values.max() < 1e-4

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, supported
-from gradleak.attacks.spear.directions import Layer, factorise
-from gradleak.attacks.spear.layers import by_class, relu_layer
-from gradleak.attacks.spear.selection import Basis, recover
+from gradleak.attacks.spans.sparse.directions import Layer, factorise
+from gradleak.attacks.spans.sparse.layers import by_class, relu_layer
+from gradleak.attacks.spans.sparse.selection import Basis, recover
 from gradleak.core import assignment
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -53,7 +53,7 @@ class Recovered:
     record: Mapping[str, float]
 
 
-@named("spear", kind="attack", paper="Dimitrov et al., SPEAR, NeurIPS 2024; the search is gradleak's own")
+@named("sparse-span", kind="attack", paper="Dimitrov et al., SPEAR, NeurIPS 2024; the search is gradleak's own")
 @dataclass(frozen=True)
 class Spear(ReadOff):
     """Read a whole batch off a first layer that is linear, with a bias, and followed by ReLU: exact, no labels needed.
@@ -90,7 +90,7 @@ class Spear(ReadOff):
 
     @property
     def name(self) -> str:
-        return "spear"
+        return "sparse-span"
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):
@@ -192,7 +192,8 @@ def read_layer(scene: TargetView) -> Layer:
     sent = [scene.weights[f"{name}{part}"] for part in ("weight", "bias")]
     gradients = [observed[f"{name}{part}"] for part in ("weight", "bias")]
     weight, bias, rows, deltas = (value.detach().cpu().double() for value in (*sent, *gradients))
-    return Layer(weight, bias, rows, deltas)
+    middle = scene.task.inputs_of([name.removesuffix(".")], scene.weights, scene.task.blank(1), scene.buffers)
+    return Layer(weight, bias, rows, deltas, next(iter(middle.values()))[0].detach().cpu().double())
 
 
 def _shown(basis: Basis) -> Tensor:

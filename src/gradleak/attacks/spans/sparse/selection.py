@@ -7,23 +7,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.attacks.spear.directions import (
+from gradleak.attacks.spans.sparse.directions import (
     Factors,
     merged,
     null_starts,
     pattern_starts,
     polished,
-    row_starts,
-    sparse,
+    refined,
+    shrunk,
+    window,
 )
 from gradleak.core.random import Draws
 
 NEW = 0.02  # share of a direction outside of those taken before: with less it is a mixture of them
 UNCLEAR = 1e-4  # of the root mean square of the pre-activations: nearer to zero their sign means nothing
 ENOUGH = 0.99  # agreement
+WORK = 2**32  # products of one exchange
 ENTRIES = 2**20  # numbers that one comparison of candidates holds
 FEW = 16  # examples up to which b - 1 random outputs are off for one of them often enough
-STARTS = 32  # of a kind, times the number of the wave, as far as memory allows
+STARTS = 256  # of a window at least; four for each example
+POINTS = 32  # on the flat through the examples not found, times the number of the wave, as far as memory allows
+WINDOWS = ((1.0, "middle"), (0.6, "middle"), (0.4, "middle"), (0.4, "length"))  # of a wave: share and order of outputs
+THRESHOLDS = (0.06, 0.1, 0.03)  # of alternating directions, wave after wave
 PATIENCE = 3  # waves without a gain, where the agreement is enough
 ROUNDS = 8  # exchanges of a wave at most
 NULLS = 4096  # null starts of a wave at most
@@ -55,10 +60,16 @@ def recover(factors: Factors, draws: Draws, waves: int) -> tuple[Basis, int]:
     pool = torch.zeros(0, factors.rank, dtype=factors.left.dtype)
     best, wave, idle = select(factors, pool), 0, 0
     for wave in range(1, waves + 1):
-        pool = merged(factors, torch.cat([pool, *_candidates(factors, best, wave, draws.child(wave))]))
-        basis = exchange(factors, best if best.complete else select(factors, pool), pool)
-        better = _worth(basis) > _worth(best)
-        best, idle = (basis, 0) if better else (best, idle + 1)
+        before = _worth(best)
+        for source in range(len(WINDOWS) + 2):
+            candidates = _candidates(factors, best, wave, source, draws.child(wave).child(source))
+            pool = merged(factors, torch.cat([pool, polished(factors, candidates)]))
+            basis, pool = completed(factors, pool, best)
+            best = max(best, basis, key=_worth)
+            if _worth(best)[1] == 1:
+                return best, wave
+        best = max(best, exchange(factors, best, pool), key=_worth)
+        idle = 0 if _worth(best) > before else idle + 1
         if _worth(best)[1] == 1 or (_worth(best)[1] > ENOUGH and idle == PATIENCE):
             break
     return best, wave
@@ -69,18 +80,24 @@ def _worth(basis: Basis) -> tuple[int, float]:
     return basis.found, float(basis.agreement.mean()) if basis.complete else 0.0
 
 
-def _candidates(factors: Factors, best: Basis, wave: int, draws: Draws) -> list[Tensor]:
-    """Sparse directions from rows of L, from random zeros, and from the flat that the examples found leave open."""
+def _candidates(factors: Factors, best: Basis, wave: int, source: int, draws: Draws) -> Tensor:
+    """Sparse directions: of a window of outputs, of random zeros, or of the flat that the examples found leave open.
+
+    How likely an output is on is told by an example in the middle of the bounds, or by the length of its row of L.
+    """
     rank = factors.rank
-    count = max(rank, min(STARTS * wave, ENTRIES // factors.left.numel()))
-    candidates = [sparse(factors, row_starts(factors, count, draws.child(0)))]
-    if rank <= FEW:
-        candidates.append(polished(factors, null_starts(factors, min(NULLS, 16 * 2**rank), draws.child(1))))
+    if source < len(WINDOWS):
+        share, order = WINDOWS[source]
+        likely = factors.middle if order == "middle" else factors.left.norm(dim=1)
+        threshold = THRESHOLDS[(wave - 1) % len(THRESHOLDS)]
+        return shrunk(factors, window(factors, likely, share), max(STARTS, 4 * rank), threshold, draws)
+    if source == len(WINDOWS):
+        return null_starts(factors, min(NULLS, 16 * 2**rank) if rank <= FEW else 0, draws)
     certain = best.agreement > ENOUGH if best.complete else torch.arange(rank) < best.found
     left_open = torch.linalg.svd(best.directions[certain])[2][int(certain.sum()) :]
-    points = draws.child(2).normal((count, len(left_open)), dtype=factors.left.dtype) @ left_open
-    candidates.append(sparse(factors, pattern_starts(factors, torch.cat([points, best.points])), wide=0.1))
-    return candidates
+    count = max(rank, min(POINTS * wave, ENTRIES // factors.left.numel()))
+    points = draws.normal((count, len(left_open)), dtype=factors.left.dtype) @ left_open
+    return refined(factors, pattern_starts(factors, torch.cat([points, best.points])))
 
 
 # --- selection --------------------------------------------------------------------------------------------------------
@@ -118,6 +135,30 @@ def select(factors: Factors, pool: Tensor) -> Basis:
     return basis_of(factors, torch.cat([*(each[None] for each in taken), filling]), len(taken))
 
 
+def completed(factors: Factors, pool: Tensor, best: Basis) -> tuple[Basis, Tensor]:
+    """The basis with most zeros, and the pool with the directions that its points imply, while these are new.
+
+    Directions of `best` that agree everywhere are kept. A mixture of two examples in place of one leaves its own point
+    right: the zeros of that point give the direction.
+    """
+    basis = select(factors, torch.cat([_agreeing(best), pool]))
+    for _ in range(ROUNDS if basis.complete else 0):
+        doubtful = basis.agreement < 1
+        if not doubtful.any():
+            break
+        implied = pattern_starts(factors, basis.points[doubtful])  # exact where the point is
+        pool = merged(factors, torch.cat([pool, implied, polished(factors, implied)]))
+        better = select(factors, torch.cat([_agreeing(max(best, basis, key=_worth)), pool]))
+        if not _worth(better) > _worth(basis):
+            break
+        basis = better
+    return basis, pool
+
+
+def _agreeing(basis: Basis) -> Tensor:
+    return basis.directions[basis.agreement == 1] if basis.complete else basis.directions[:0]
+
+
 def exchange(factors: Factors, basis: Basis, pool: Tensor) -> Basis:
     """Replace one direction at a time by the candidate that raises the agreement most, while one does.
 
@@ -128,11 +169,13 @@ def exchange(factors: Factors, basis: Basis, pool: Tensor) -> Basis:
         return basis
     for _ in range(ROUNDS):
         doubtful = (basis.agreement < 1).nonzero()[:, 0].tolist()
-        implied = polished(factors, pattern_starts(factors, basis.points[doubtful]))
-        tried = torch.cat([implied, pool])[: max(rank, ENTRIES // factors.left.numel())]
+        implied = pattern_starts(factors, basis.points[doubtful])
+        tried = torch.cat([implied, polished(factors, implied), pool])
+        tried = tried[: max(rank, WORK // (rank * factors.left.numel() * max(len(doubtful), 1)))]
         if not doubtful or not len(tried):
             break
-        scores = torch.stack([_exchanged(factors, basis, place, tried) for place in doubtful])
+        parts = tried.split(max(rank, ENTRIES // factors.left.numel()))
+        scores = torch.stack([torch.cat([_exchanged(factors, basis, k, each) for each in parts]) for k in doubtful])
         row, candidate = divmod(int(scores.argmax()), len(tried))
         place, directions = doubtful[row], basis.directions.clone()
         directions[place] = tried[candidate]
