@@ -246,7 +246,7 @@ def test_the_relu_may_be_a_function(way: str) -> None:
             (9,),
             "needs .* with a bias",
         ),
-        (lenet_zhu(shape=(1, 12, 12)), (1, 12, 12), "needs a trained nn.Linear.*begins with Conv2d"),
+        (lenet_zhu(shape=(1, 12, 12)), (1, 12, 12), "straight into a ReLU.*goes into cross_entropy"),
     ],
 )
 def test_other_networks_are_refused(model: nn.Module, shape: tuple[int, ...], told: str) -> None:

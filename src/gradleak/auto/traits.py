@@ -12,7 +12,7 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
-from gradleak.attacks.spans.sparse.layers import relu_layer
+from gradleak.attacks.spans.sparse import SparseSpan
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
@@ -76,13 +76,14 @@ class Case:
         return True
 
     @cached_property
-    def relu_first(self) -> bool:
-        """Does a biased linear layer see the input itself, and a ReLU its output?"""
-        try:
-            relu_layer(self.task)
-        except TaskError:
-            return False
-        return True
+    def relu_layer(self) -> bool:
+        """Does a biased linear layer see one row for each example, and a ReLU its output?"""
+        return not SparseSpan().refuses(self.task, self.knows.given)
+
+    @cached_property
+    def row_layer(self) -> bool:
+        """Does a biased linear layer see one row for each example?"""
+        return not SparseSpan(relu=False).refuses(self.task, self.knows.given)
 
     @property
     def gradients(self) -> bool:

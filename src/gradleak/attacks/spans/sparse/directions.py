@@ -7,7 +7,7 @@ a ReLU is off: about half of each. So the directions q with many zeros in L q ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +70,26 @@ class Factors:
     def gram(self, weights: Tensor) -> Tensor:
         """L^T diag(w) L for each row of `weights`, (starts, m) -> (starts, b, b)."""
         return (self.left.T * weights[:, None]) @ self.left
+
+
+def without(factors: Factors, directions: Tensor, points: Tensor) -> tuple[Factors, Tensor]:
+    """The factors of the gradient less some examples, (examples, b) each, and a map of its directions to those of all.
+
+    D X less the product of these examples is L U (V^T U)^-1 V^T R: other directions are orthogonal to their points, and
+    U spans those; other points are orthogonal to their directions, and V spans those.
+    """
+    rest = slice(len(points), None)
+    lift, across = (torch.linalg.svd(each)[2][rest] for each in (points, directions))  # U^T and V^T
+    inner = torch.linalg.solve(across @ lift.T, across)
+    reduced = replace(
+        factors,
+        left=factors.left @ lift.T,
+        right=inner @ factors.right,
+        right_bias=inner @ factors.right_bias,
+        weights=factors.weights @ inner.T,
+        noise=(lift.square() @ factors.noise.square()).sqrt(),
+    )
+    return reduced, lift
 
 
 def factorise(layer: Layer, examples: int, draws: Draws) -> Factors:

@@ -16,13 +16,14 @@ from gradleak.attacks.spans.sparse.directions import (
     refined,
     shrunk,
     window,
+    without,
 )
 from gradleak.core.random import Draws
 
 NEW = 0.02  # share of a direction outside of those taken before: with less it is a mixture of them
 UNCLEAR = 1e-4  # of the root mean square of the pre-activations: nearer to zero their sign means nothing
 ENOUGH = 0.99  # agreement
-WORK = 2**32  # products of one exchange
+WORK = 2**31  # products of one exchange
 ENTRIES = 2**20  # numbers that one comparison of candidates holds
 FEW = 16  # examples up to which b - 1 random outputs are off for one of them often enough
 STARTS = 256  # of a window at least; four for each example
@@ -63,7 +64,7 @@ def recover(factors: Factors, draws: Draws, waves: int) -> tuple[Basis, int]:
         before = _worth(best)
         for source in range(len(WINDOWS) + 2):
             candidates = _candidates(factors, best, wave, source, draws.child(wave).child(source))
-            pool = merged(factors, torch.cat([pool, polished(factors, candidates)]))
+            pool = merged(factors, torch.cat([pool, candidates]))
             basis, pool = completed(factors, pool, best)
             best = max(best, basis, key=_worth)
             if _worth(best)[1] == 1:
@@ -83,21 +84,27 @@ def _worth(basis: Basis) -> tuple[int, float]:
 def _candidates(factors: Factors, best: Basis, wave: int, source: int, draws: Draws) -> Tensor:
     """Sparse directions: of a window of outputs, of random zeros, or of the flat that the examples found leave open.
 
-    How likely an output is on is told by an example in the middle of the bounds, or by the length of its row of L.
+    How likely an output is on is told by an example in the middle of the bounds, or by the length of its row of L. In a
+    complete basis, examples that agree everywhere are taken out first: the rest is a smaller problem of the same kind.
     """
-    rank = factors.rank
+    done = best.agreement == 1 if best.complete else torch.zeros(factors.rank, dtype=torch.bool)
+    rest, lift = without(factors, best.directions[done], best.points[done])
+    rank = rest.rank
     if source < len(WINDOWS):
         share, order = WINDOWS[source]
-        likely = factors.middle if order == "middle" else factors.left.norm(dim=1)
+        likely = rest.middle if order == "middle" else rest.left.norm(dim=1)
         threshold = THRESHOLDS[(wave - 1) % len(THRESHOLDS)]
-        return shrunk(factors, window(factors, likely, share), max(STARTS, 4 * rank), threshold, draws)
-    if source == len(WINDOWS):
-        return null_starts(factors, min(NULLS, 16 * 2**rank) if rank <= FEW else 0, draws)
-    certain = best.agreement > ENOUGH if best.complete else torch.arange(rank) < best.found
-    left_open = torch.linalg.svd(best.directions[certain])[2][int(certain.sum()) :]
-    count = max(rank, min(POINTS * wave, ENTRIES // factors.left.numel()))
-    points = draws.normal((count, len(left_open)), dtype=factors.left.dtype) @ left_open
-    return refined(factors, pattern_starts(factors, torch.cat([points, best.points])))
+        found = shrunk(rest, window(rest, likely, share), max(STARTS, 4 * rank), threshold, draws)
+    elif source == len(WINDOWS):
+        found = null_starts(rest, min(NULLS, 16 * 2**rank) if 1 < rank and factors.rank <= FEW else 0, draws)
+    else:
+        points = best.points[~done] @ lift.T
+        left_open = torch.linalg.svd(best.directions[: 0 if best.complete else best.found] @ lift.T)[2]
+        left_open = left_open[0 if best.complete else best.found :]
+        count = min(POINTS * wave, max(rank, ENTRIES // rest.left.numel()))
+        drawn = draws.normal((count, len(left_open)), dtype=points.dtype) @ left_open
+        found = refined(rest, pattern_starts(rest, torch.cat([drawn, points])))
+    return polished(rest, found) @ lift
 
 
 # --- selection --------------------------------------------------------------------------------------------------------
@@ -171,9 +178,10 @@ def exchange(factors: Factors, basis: Basis, pool: Tensor) -> Basis:
         doubtful = (basis.agreement < 1).nonzero()[:, 0].tolist()
         implied = pattern_starts(factors, basis.points[doubtful])
         tried = torch.cat([implied, polished(factors, implied), pool])
-        tried = tried[: max(rank, WORK // (rank * factors.left.numel() * max(len(doubtful), 1)))]
-        if not doubtful or not len(tried):
+        most = WORK // (rank * factors.left.numel() * max(len(doubtful), 1))
+        if not doubtful or most < rank:
             break
+        tried = tried[:most]
         parts = tried.split(max(rank, ENTRIES // factors.left.numel()))
         scores = torch.stack([torch.cat([_exchanged(factors, basis, k, each) for each in parts]) for k in doubtful])
         row, candidate = divmod(int(scores.argmax()), len(tried))
