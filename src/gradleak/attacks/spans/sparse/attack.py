@@ -39,6 +39,7 @@ from gradleak.scenario.task import Batch, Task, TaskError
 PRECISE = 1e-3  # expected relative error of an example that may be called certain
 SHARES = ("certain", "agreement", "rounding")  # numbers of each example
 HISTORY = 50  # pairs of L-BFGS
+START, POWER = 0.01, 1.0  # of `Spectral`: near grey, and falling as in photographs, since features leave much open
 SHOWN = 0.9  # agreement below which an example is not shown: the zeros of chance agree in about half
 
 
@@ -247,7 +248,7 @@ class SparseSpan(ReadOff):
 
     def _search(self, predict: Prediction, match: Match, steps: int) -> Stage:
         priors = (TotalVariation(self.tv),) if self.tv else ()
-        return Stage(Spectral(), predict, match, priors, LBFGS(steps=steps, history=HISTORY))
+        return Stage(Spectral(START, POWER), predict, match, priors, LBFGS(steps=steps, history=HISTORY))
 
 
 def labelled(scene: TargetView, place: Place, result: Recovered, rule: Labels) -> tuple[Batch, Tensor]:
