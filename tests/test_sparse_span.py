@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import normal, seeded
-from gradleak import Knowledge, LocalTraining, Reconstruction, Task, attacks, observe
-from gradleak.attacks.spans.sparse.directions import Layer, factorise
+from gradleak import Engine, Knowledge, LocalTraining, Reconstruction, TargetView, Task, attacks, observe
+from gradleak.attacks.spans.sparse import SparseSpan
+from gradleak.attacks.spans.sparse.directions import Layer, factorise, without
 from gradleak.attacks.spans.sparse.selection import agreement, recover
 from gradleak.core.random import Draws, key
 from gradleak.models import lenet_zhu
@@ -133,7 +134,9 @@ def test_examples_below_the_rounding_of_the_others_are_not_claimed() -> None:
         return (weights * F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")).mean()
 
     task = Task(model, objective, fields)
-    found = attacks.get("sparse-span").run(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
+    found = attacks.get("sparse-span").run(
+        task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP)
+    )
     assert found.settings["rank"] == found.settings["certain"] == [3]
     assert found.settings["padded"] == [1]
 
@@ -273,6 +276,107 @@ def test_nothing_is_claimed_of_an_update_of_zeros() -> None:
     found = attacked(model, x, y)
     assert found.settings["rank"] == found.settings["certain"] == [0]
     assert found.settings["padded"] == [2]
+
+
+def convolutional(activation: type[nn.Module] = nn.ReLU, norm: type[nn.Module] = nn.Identity) -> nn.Module:
+    """A convolution before two connected layers: the first of these sees 64 features of 64 pixels."""
+    torch.manual_seed(0)
+    stem = (nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
+    with torch.no_grad():
+        stem[0].weight.mul_(4)  # features that differ from image to image
+    return nn.Sequential(*stem, nn.Linear(64, 80), norm(80), activation(), nn.Linear(80, 3)).double()
+
+
+def behind(model: nn.Module, examples: int, **settings: Any) -> tuple[Reconstruction, Tensor]:
+    x, y = torch.rand(examples, 1, 8, 8, generator=seeded(1)).double(), torch.arange(examples) % 3
+    task = Task.supervised(model, F.cross_entropy, like=(x, y))
+    seen = observe(task, {"x": x, "y": y}, ONE_STEP)
+    options = {"steps": 40, "fine_steps": 0, "restarts": 1, **settings}
+    attack = attacks.get("sparse-span", **options)
+    return attack.run(task, seen, Knowledge(training=ONE_STEP), engine=Engine(precision="double")), x
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_features_behind_a_convolution_are_exact(examples: int) -> None:
+    model = convolutional()
+    x, y = torch.rand(examples, 1, 8, 8, generator=seeded(1)).double(), torch.arange(examples) % 3
+    task = Task.supervised(model, F.cross_entropy, like=(x, y))
+    view = TargetView.of(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
+    reading = SparseSpan().recovered(view)
+    features = model[:3](x).detach()
+    assert torch.cdist(features, reading.rows).min(1).values.max() < 1e-6 * features.norm(dim=1).min()
+    assert reading.record["certain"] == examples
+    assert reading.record["residual"] < 1e-6
+
+
+def test_the_search_behind_features_lowers_their_error_and_the_last_one_the_match() -> None:
+    short, x = behind(convolutional(), 3, steps=2)
+    longer, _ = behind(convolutional(), 3)
+    assert longer.settings["layer"] == "3"
+    assert (longer.unknowns["feature_error"] < short.unknowns["feature_error"]).all()
+    assert longer.batch["x"].shape == (1, *x.shape)
+    assert sorted(longer.batch["y"][0].tolist()) == [0, 1, 2]
+    last, _ = behind(convolutional(), 3, fine_steps=40)
+    assert last.match.item() < longer.match.item()
+
+
+def test_one_example_needs_no_relu() -> None:
+    found, x = behind(convolutional(nn.Tanh), 1, relu=False, steps=200, tv=0.0)
+    assert found.settings["certain"] == [1]
+    assert found.unknowns["feature_error"].item() < 1e-2
+    with pytest.raises(TaskError, match="clients of one example; given 2. Leave relu=true"):
+        behind(convolutional(nn.Tanh), 2, relu=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (convolutional(nn.LeakyReLU), "straight into a ReLU.*goes into leaky_relu"),
+        (convolutional(norm=nn.LayerNorm), "goes into layer_norm"),
+        (
+            nn.Sequential(nn.BatchNorm2d(1), convolutional()).double(),
+            "one row for each example and nothing of the other",
+        ),
+    ],
+)
+def test_other_heads_are_refused(model: nn.Module, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        behind(model, 2)
+
+
+def test_features_of_a_series_are_refused() -> None:
+    x, y = normal(2, 3, 16).float(), torch.tensor([0, 1])
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(56, 20), nn.ReLU(), nn.Linear(20, 3))
+    with pytest.raises(TaskError, match="cosine coefficients of images, and x holds series"):
+        attacked(model, x, y)
+
+
+def test_what_is_taken_out_leaves_the_same_problem() -> None:
+    weight, bias, x = normal(60, 20), normal(60, seed=1), normal(5, 20, seed=2)
+    derivatives = normal(60, 5, seed=3) * (weight @ x.T + bias[:, None] > 0)
+    factors = factorise(Layer(weight, bias, derivatives @ x, derivatives.sum(1), x.mean(0)), 5, Draws(key("factors")))
+    basis, _ = recover(factors, Draws(key("search")), 5)
+    rest, lift = without(factors, basis.directions[:2], basis.points[:2])
+    own = torch.linalg.inv(basis.points)[:, :2]  # the derivatives of the two, in their own scale
+    taken = factors.left @ own @ basis.points[:2] @ factors.right
+    assert rest.rank == 3
+    torch.testing.assert_close(rest.left @ rest.right, factors.left @ factors.right - taken)
+    torch.testing.assert_close(rest.left, factors.left @ lift.T)
+
+
+def test_images_that_have_much_in_common() -> None:
+    """A bright common part switches most outputs alike; windows of outputs that are mostly off still tell."""
+    x = (0.5 + 0.25 * normal(24, 300)).float().clamp(0, 1)
+    y = torch.arange(24) % 10
+    task = Task.supervised(network(300, 500, 10), F.cross_entropy, like=(x, y), bounds=(0.0, 1.0))
+    found = attacks.get("sparse-span").run(task, observe(task, {"x": x, "y": y}, ONE_STEP))
+    assert found.settings["certain"] == [24]
+    assert torch.cdist(x, found.batch["x"][0]).min(1).values.max() < 1e-3
+
+
+def test_the_former_name_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="'spear' is 'sparse-span' now"):
+        assert attacks.get("spear") == SparseSpan()
 
 
 def test_auto_takes_it_where_a_relu_follows() -> None:

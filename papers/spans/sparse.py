@@ -78,6 +78,13 @@ ROWS = [
     Row("cifar10", 0, 1, 20),
     Row("cifar10", 0, 4, 5),
     Row("cifar10", 0, 8, 3),
+    # Too hard for all rows: is what is called certain right?
+    Row("breast-cancer", 100, 16),
+    Row("breast-cancer", 512, 24),
+    Row("adult", 100, 16),
+    Row("cifar10", 256, 16),
+    Row("cifar10", 256, 24),
+    # Larger batches.
     Row("cifar10", 1024, 64, 5),
     Row("cifar10", 2048, 64, 3, scaled=True),
     Row("cifar10", 2048, 128, 2),

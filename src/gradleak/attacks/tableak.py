@@ -213,8 +213,8 @@ def tableak(settings: TabLeakSettings) -> Attack:
     scored by the match of its nearest valid rows. All are aligned to the best by assignment on wrong columns, and their
     median, made valid, is the pooled batch.
 
-    Where the first layer is linear with a ReLU, `sparse-span` reads rows off its gradient first. Rows that it is certain of
-    are fixed, and the search is for the others. `settings["certain"]` counts them for each target.
+    Where the first layer is linear with a ReLU, `sparse-span` reads rows off its gradient first. Rows that it is sure
+    of are fixed, and the search is for the others. `settings["certain"]` counts them for each target.
 
     `unknowns["uncertainty"]` of the result, (T, R, B, columns), says how unsure each entry is: see `uncertainty`. It is
     the same for all restarts. `settings["uncertainty"]` has its mean for each column by name.
@@ -225,9 +225,9 @@ def tableak(settings: TabLeakSettings) -> Attack:
     widest   bounds further apart than this many standard deviations get no sigmoid: a heavy tail leaves the bulk of a
              column in a corner of it. Numbers without finite bounds never have one
 
-    Differs: rows of `sparse-span` first; the answer is chosen by match; one-hot entries are not standardised; the client's
-    steps are replayed where its recipe is known; each restart keeps its iterate with the best match; rows of different
-    labels are never aligned; only columns of whole numbers are rounded.
+    Differs: rows of `sparse-span` first; the answer is chosen by match; one-hot entries are not standardised; the
+    client's steps are replayed where its recipe is known; each restart keeps its iterate with the best match; rows of
+    different labels are never aligned; only columns of whole numbers are rounded.
     """
     return TabLeak(settings)
 

@@ -1,4 +1,4 @@
-"""Whole batches, exactly, from the gradient of a linear layer before a ReLU; images from what that layer saw of them."""
+"""Whole batches, exactly, from the gradient of a linear layer before a ReLU; images from what that layer sees."""
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ class Recovered:
     record: Mapping[str, float]
 
 
-@named("sparse-span", kind="attack", paper="Dimitrov et al., SPEAR, NeurIPS 2024; L1 search of our own")
+@named(
+    "sparse-span",
+    kind="attack",
+    paper="Dimitrov et al., SPEAR, NeurIPS 2024; L1 search of our own",
+    formerly="spear",
+)
 @dataclass(frozen=True)
 class SparseSpan(ReadOff):
     """Read a whole batch off a linear layer with a bias that is followed by ReLU: exact rows, no labels needed.
@@ -166,7 +171,7 @@ class SparseSpan(ReadOff):
             orders.append(order)
             return {"x": x[order.to(x.device)], **y}
 
-        stages = (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),)
+        stages: tuple[Stage, ...] = (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),)
         if not place.first and self.fine_steps:
             stages += (self._search(Replay(), Cosine(), self.fine_steps),)
         output = "best_stage" if len(stages) > 1 else "last_stage"
@@ -226,9 +231,7 @@ class SparseSpan(ReadOff):
         seed, engine, progress = how
         counts = [len(each.rows) for each in readings]
         single = [
-            example
-            for target, count in zip(targets, counts, strict=True)
-            for example in target.one_by_one()[:count]
+            example for target, count in zip(targets, counts, strict=True) for example in target.one_by_one()[:count]
         ]
         errors = [torch.ones(target.num_examples, dtype=torch.float64) for target in targets]
         if not single:

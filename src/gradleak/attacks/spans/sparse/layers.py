@@ -1,4 +1,4 @@
-"""The layer that is read: linear, it sees one row for each example, and its output goes into a ReLU and nowhere else."""
+"""The layer that is read: linear, it sees one row for each example, and its output goes into a ReLU only."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _candidates(factors: Factors, best: Basis, wave: int, source: int, draws: Dr
         threshold = THRESHOLDS[(wave - 1) % len(THRESHOLDS)]
         found = shrunk(rest, window(rest, likely, share), max(STARTS, 4 * rank), threshold, draws)
     elif source == len(WINDOWS):
-        found = null_starts(rest, min(NULLS, 16 * 2**rank) if 1 < rank and factors.rank <= FEW else 0, draws)
+        found = null_starts(rest, min(NULLS, 16 * 2**rank) if rank > 1 and factors.rank <= FEW else 0, draws)
     else:
         points = best.points[~done] @ lift.T
         left_open = torch.linalg.svd(best.directions[: 0 if best.complete else best.found] @ lift.T)[2]
