@@ -75,13 +75,6 @@ def _of(quick: Settings | None = None, standard: Settings | None = None, thoroug
     return {name: settings for name, settings in presets.items() if settings is not None}
 
 
-def _read_rows(case: Case) -> bool:
-    """Rows of the example itself through up to 100 steps; its features, which move with the weights, of one."""
-    if case.linear_first:
-        return case.relu_layer and (case.steps or 1) <= 100
-    return case.single and (case.relu_layer or (case.examples == 1 and case.row_layer))
-
-
 _DENSE = {"quick": 1024, "standard": MOST_DENSE}
 _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 
@@ -89,13 +82,8 @@ MEMBERS: tuple[Member, ...] = (
     Member("analytic", lambda case: case.numeric and case.single and case.linear_first, _any(), forms=()),
     Member(
         "sparse-span",
-        lambda case: case.gradients and not case.signs and _read_rows(case),
-        _of(
-            {"waves": 4, "steps": 100, "fine_steps": 100, "restarts": 2},
-            {},
-            {"waves": 60, "steps": 800, "fine_steps": 800, "restarts": 8},
-        ),
-        read=lambda case: {"relu": case.relu_layer},
+        lambda case: case.relu_first and case.gradients and not case.signs and (case.steps or 1) <= 100,
+        _of({"waves": 4}, {}, {"waves": 60}),
         forms=(),
     ),
     # Rows of a table.
@@ -112,6 +100,13 @@ MEMBERS: tuple[Member, ...] = (
         limits=_DENSE,
     ),
     # One gradient of a classifier.
+    Member(
+        "sparse-span",
+        lambda case: case.relu_head and case.gradients and not case.signs and case.single,
+        _of({"waves": 4, "steps": 100, "fine_steps": 100, "restarts": 2}, {}, {"waves": 60, "restarts": 8}),
+        forms=(),
+        label="sparse-span, features",
+    ),
     Member(
         "cpl",
         lambda case: case.numeric and case.single and case.smooth,

@@ -13,6 +13,7 @@ from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
 from gradleak.attacks.spans.sparse import SparseSpan
+from gradleak.attacks.spans.sparse.layers import sparse_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
@@ -76,14 +77,17 @@ class Case:
         return True
 
     @cached_property
-    def relu_layer(self) -> bool:
-        """Does a biased linear layer see one row for each example, and a ReLU its output?"""
-        return not SparseSpan().refuses(self.task, self.knows.given)
+    def relu_first(self) -> bool:
+        """Does a biased linear layer see the input itself, and a ReLU its output?"""
+        return self._before_relu(first=True)
 
     @cached_property
-    def row_layer(self) -> bool:
-        """Does a biased linear layer see one row for each example?"""
-        return not SparseSpan(relu=False).refuses(self.task, self.knows.given)
+    def relu_head(self) -> bool:
+        """Does a biased linear layer see features of an image, one row for each example, and a ReLU its output?"""
+        return self._before_relu(first=False)
+
+    def _before_relu(self, first: bool) -> bool:
+        return not SparseSpan().refuses(self.task, self.knows.given) and sparse_layer(self.task).first == first
 
     @property
     def gradients(self) -> bool:
