@@ -92,7 +92,7 @@ def tiny(*, norm: str | None = None, seed: int = 0, dtype: torch.dtype = torch.f
 def perceptron(
     *, seed: int = 0, dtype: torch.dtype = torch.float64, activation: type[nn.Module] = nn.Sigmoid, **settings: Any
 ) -> gl.Task:
-    """Two biased linear layers: a task that nearly every registered attack applies to; `spear` with a ReLU."""
+    """Two biased linear layers: a task that nearly every registered attack applies to; `sparse-span` with a ReLU."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 24), activation(), nn.Linear(24, CLASSES)).to(dtype)

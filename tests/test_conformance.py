@@ -284,7 +284,7 @@ class World:
 
 def classifier_for(name: str, dtype: torch.dtype = torch.float64) -> gl.Task:
     """The perceptron that this attack applies to."""
-    return perceptron(dtype=dtype, activation=nn.ReLU if name == "spear" else nn.Sigmoid)
+    return perceptron(dtype=dtype, activation=nn.ReLU if name == "sparse-span" else nn.Sigmoid)
 
 
 def world_of(name: str, training: LocalTraining = TRAINING) -> World:
@@ -372,7 +372,7 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-GRADIENTS = dict.fromkeys(("spear", "vit"), ("one step", "epochs"))  # they refuse what Adam makes of a gradient
+GRADIENTS = dict.fromkeys(("sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam makes of a gradient
 CASES = [
     (name, recipe)
     for name in NAMES
@@ -681,7 +681,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 # A linear layer must see the input; and a population in a vmap of its own is refused by BatchNorm in training mode.
-WITHOUT_NORM = (*DENOISING, *OTHER_DATA, "analytic", "spear", "ggl")
+WITHOUT_NORM = (*DENOISING, *OTHER_DATA, "analytic", "sparse-span", "ggl")
 CHANGED = [(name, norm) for name in NAMES for norm in ([None] if name in WITHOUT_NORM else [None, "train"])]
 
 

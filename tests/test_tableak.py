@@ -340,7 +340,7 @@ def test_where_spear_does_not_apply_the_search_is_for_all_rows() -> None:
     attack = gl.attacks.get("tableak", restarts=2, steps=3)
     result = attack.run(smooth, seen, gl.Knowledge(training=TRAINING), engine=Engine(device="cpu"))
     assert result.settings["certain"] == [0]
-    assert result.settings["exact"].startswith("spear does not apply: ")
+    assert result.settings["exact"].startswith("sparse-span does not apply: ")
     assert result.evaluations == 3
 
 

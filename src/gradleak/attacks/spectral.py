@@ -55,12 +55,19 @@ class Spectral(Space):
         low, _ = scene.limits["x"]
         if reason := self.refuses(scene.task):
             raise TaskError(f"unsupported: {reason}.")
+        if before is not None and "x" in before:
+            return {"z": self.encoded(before["x"], scene)}
         shape = (scene.num_examples, *scene.task.fields["x"].shape)
         return resumed({"z": self.start * draws.normal(shape, dtype=low.dtype)}, before)
 
     def decode(self, v: Tree, scene: TargetView, now: Step) -> Batch:
         low, high = scene.limits["x"]
         return {"x": (low + high) / 2 + (high - low) / 2 * self.image(v["z"])}
+
+    def encoded(self, x: Tensor, scene: TargetView) -> Tensor:
+        """The z of these images."""
+        low, high = scene.limits["x"]
+        return coefficients((x - (low + high) / 2) * 2 / (high - low)) / self.units(x)
 
     def image(self, z: Tensor) -> Tensor:
         """(..., C, H, W) -> the same, in units of half the range."""
@@ -144,9 +151,7 @@ class SpectralPair(Space):
 
     def _rotated(self, batch: Tree, scene: TargetView) -> Tree:
         """The unknowns of this image and noise."""
-        low, high = scene.limits["x"]
-        s = self.image.units(batch["x"])
-        image = coefficients((batch["x"] - (low + high) / 2) * 2 / (high - low)) / s
+        s, image = self.image.units(batch["x"]), self.image.encoded(batch["x"], scene)
         if "noise" in scene.fields:
             return {"z": image}
         a, b = denoising(scene.task).schedule.scales(scene.fields["t"], image)

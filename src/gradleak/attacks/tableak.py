@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradleak.attack import Attack, Composed, Reconstruction, require, supported
 from gradleak.attacks.settings import SearchSettings
-from gradleak.attacks.spear import SHOWN, Spear
+from gradleak.attacks.spans.sparse import SHOWN, SparseSpan
 from gradleak.core.assignment import cost_matrix, match
 from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
@@ -213,21 +213,21 @@ def tableak(settings: TabLeakSettings) -> Attack:
     scored by the match of its nearest valid rows. All are aligned to the best by assignment on wrong columns, and their
     median, made valid, is the pooled batch.
 
-    Where the first layer is linear with a ReLU, `spear` reads rows off its gradient first. Rows that it is certain of
-    are fixed, and the search is for the others. `settings["certain"]` counts them for each target.
+    Where the first layer is linear with a ReLU, `sparse-span` reads rows off its gradient first. Rows that it is sure
+    of are fixed, and the search is for the others. `settings["certain"]` counts them for each target.
 
     `unknowns["uncertainty"]` of the result, (T, R, B, columns), says how unsure each entry is: see `uncertainty`. It is
     the same for all restarts. `settings["uncertainty"]` has its mean for each column by name.
 
     answer   "match": the best restart, or the pooled batch if that matches better. "pooled": always the pooled batch,
              as in the paper. papers/tableak has both
-    exact    run `spear` first, if it applies, with at most so many `waves`; the paper has no such step
+    exact    run `sparse-span` first, if it applies, with at most so many `waves`; the paper has no such step
     widest   bounds further apart than this many standard deviations get no sigmoid: a heavy tail leaves the bulk of a
              column in a corner of it. Numbers without finite bounds never have one
 
-    Differs: rows of `spear` first; the answer is chosen by match; one-hot entries are not standardised; the client's
-    steps are replayed where its recipe is known; each restart keeps its iterate with the best match; rows of different
-    labels are never aligned; only columns of whole numbers are rounded.
+    Differs: rows of `sparse-span` first; the answer is chosen by match; one-hot entries are not standardised; the
+    client's steps are replayed where its recipe is known; each restart keeps its iterate with the best match; rows of
+    different labels are never aligned; only columns of whole numbers are rounded.
     """
     return TabLeak(settings)
 
@@ -297,11 +297,11 @@ class TabLeak(Attack):
     def _exact(
         self, task: Task, targets: list[Track], knows: Knowledge, seed: int, engine: Engine
     ) -> tuple[Knowledge, Batch | None, dict[str, Any]]:
-        """What `spear` is certain of: the labels in the order of its rows, the rows, and how many there are."""
+        """What `sparse-span` is certain of: the labels in the order of its rows, the rows, and how many there are."""
         try:
-            found = Spear(self.options.labels, self.options.waves).run(task, targets, knows, seed, engine=engine)
+            found = SparseSpan(self.options.labels, self.options.waves).run(task, targets, knows, seed, engine=engine)
         except TaskError as reason:
-            return knows, None, {"certain": [0] * len(targets), "exact": f"spear does not apply: {reason}"}
+            return knows, None, {"certain": [0] * len(targets), "exact": f"sparse-span does not apply: {reason}"}
         x, agreement = found.batch["x"], found.unknowns["agreement"][:, 0]
         sure = certain(table_of(task), x, agreement) | agreement.isnan()  # padding has nothing to be searched for
         settings = {"certain": (sure & ~agreement.isnan()).sum(1).tolist()}
@@ -362,7 +362,7 @@ def offered(result: Reconstruction, name: str, rows: Tensor, scored: Scored, *, 
 
 
 def certain(table: Table, x: Tensor, agreement: Tensor) -> Tensor:
-    """Which rows of `spear` are taken as they are, (...): all zeros agree, or most do and the row is one-hot."""
+    """Which rows of `sparse-span` are taken as they are, (...): all zeros agree, or most do and the row is one-hot."""
     blocks = torch.cat([torch.arange(place.start, place.stop) for place in (*table.blocks, slice(0, 0))])
     one_hot = ((x - table.hardened(x)).abs() < ONE_HOT)[..., blocks].all(-1)
     return one_hot & ((agreement == 1) | ((agreement >= SHOWN) & (len(blocks) > 0)))

@@ -81,7 +81,7 @@ _VARIATION = {"tv": (1e-6, 1e-4, 1e-2)}
 MEMBERS: tuple[Member, ...] = (
     Member("analytic", lambda case: case.numeric and case.single and case.linear_first, _any(), forms=()),
     Member(
-        "spear",
+        "sparse-span",
         lambda case: case.relu_first and case.gradients and not case.signs and (case.steps or 1) <= 100,
         _of({"waves": 4}, {}, {"waves": 60}),
         forms=(),
@@ -101,6 +101,13 @@ MEMBERS: tuple[Member, ...] = (
         limits=_DENSE,
     ),
     # One gradient of a classifier.
+    Member(
+        "sparse-span",
+        lambda case: case.relu_head and case.gradients and not case.signs and case.single,
+        _of({"waves": 4, "steps": 100, "fine_steps": 100, "restarts": 2}, {}, {"waves": 60, "restarts": 8}),
+        forms=(),
+        label="sparse-span, features",
+    ),
     Member(
         "cpl",
         lambda case: case.numeric and case.single and case.smooth,

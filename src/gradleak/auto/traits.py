@@ -12,8 +12,8 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
-from gradleak.attacks.spans import ViT
-from gradleak.attacks.spear.layers import relu_layer
+from gradleak.attacks.spans import SparseSpan, ViT
+from gradleak.attacks.spans.sparse.layers import sparse_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
@@ -79,11 +79,15 @@ class Case:
     @cached_property
     def relu_first(self) -> bool:
         """Does a biased linear layer see the input itself, and a ReLU its output?"""
-        try:
-            relu_layer(self.task)
-        except TaskError:
-            return False
-        return True
+        return self._before_relu(first=True)
+
+    @cached_property
+    def relu_head(self) -> bool:
+        """Does a biased linear layer see features of an image, one row for each example, and a ReLU its output?"""
+        return self._before_relu(first=False)
+
+    def _before_relu(self, first: bool) -> bool:
+        return not SparseSpan().refuses(self.task, self.knows.given) and sparse_layer(self.task).first == first
 
     @cached_property
     def patched(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -58,6 +59,9 @@ class Entry:
 
 
 _entries: dict[tuple[str, str], Entry] = {}
+_former: dict[
+    tuple[str, str], str
+] = {}  # names of an earlier version -> names now; they work for one release, and warn
 # Where each kind lives, imported on first use: `import gradleak` stays light. Kinds of the private side are not here,
 # since attack code must not reach them: `gradleak.federation` registers its own, `gradleak.audit` adds a home.
 _homes: dict[str, tuple[str, ...]] = {
@@ -88,14 +92,21 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     return f"{hint} Available: {', '.join(known) or 'nothing'}."
 
 
-def named(name: str, *, kind: str, paper: str = "", status: str = "unverified") -> Callable[[Make], Make]:
-    """Register a function under `name`. The function itself is returned unchanged."""
+def named(
+    name: str, *, kind: str, paper: str = "", status: str = "unverified", formerly: str = ""
+) -> Callable[[Make], Make]:
+    """Register a function under `name`. The function itself is returned unchanged.
+
+    formerly   its name in an earlier version, which still finds it
+    """
 
     def register(make: Make) -> Make:
         taken = _entries.get((kind, name))
         if taken is not None and taken.make.__module__ != make.__module__:
             raise ValueError(f"{kind} name {name!r} is taken by {taken.make.__module__}; choose another name.")
         _entries[kind, name] = Entry(name, kind, make, paper, status)
+        if formerly:
+            _former[kind, formerly] = name
         return make
 
     return register
@@ -130,6 +141,10 @@ def entries(kind: str) -> list[Entry]:
 def entry(kind: str, name: str) -> Entry:
     """What is registered under this name, or an error that suggests one."""
     _load(kind)
+    if now := _former.get((kind, name)):
+        message = f"The {kind} {name!r} is {now!r} now. The old name goes with release 0.3."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = now
     try:
         return _entries[kind, name]
     except KeyError:

@@ -166,6 +166,15 @@ class Track:
         """The number of observed values, over all rounds."""
         return sum(tree.size(each.update) for each in self.observations)
 
+    def one_by_one(self) -> list[Track]:
+        """Each example as a target of its own with the update of all, for attacks that search for one at a time."""
+
+        def one(observation: Observation, example: int) -> Observation:
+            key = observation.key if observation.num_examples == 1 else f"{observation.key}, example {example}"
+            return replace(observation, num_examples=1, key=key)
+
+        return [Track(tuple(one(each, example) for each in self.observations)) for example in range(self.num_examples)]
+
 
 Seen: TypeAlias = "Observation | Track | Sequence[Observation | Track]"
 """What an attack is given: one target, or several independent ones."""

@@ -27,7 +27,7 @@ from gradleak.parts.stage import Stage
 from gradleak.parts.steps import denoising
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.fit import fits
-from gradleak.scenario.observation import Knowledge, Observation, Seen, Track, as_targets
+from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Task, TaskError
 
@@ -75,17 +75,7 @@ def _one_by_one(task: Task, targets: Sequence[Track], knows: Knowledge, engine: 
     with engine.settings():
         scenes = scenes_of(task.to(engine.where, engine.dtype), targets, knows, FIELDS)
     given = {name: torch.cat([scene.fields[name] for scene in scenes])[:, None] for name in scenes[0].fields}
-
-    def one(observation: Observation, example: int) -> Observation:
-        key = observation.key if observation.num_examples == 1 else f"{observation.key}, example {example}"
-        return replace(observation, num_examples=1, key=key)
-
-    single = [
-        Track(tuple(one(observation, example) for observation in target.observations))
-        for target in targets
-        for example in range(target.num_examples)
-    ]
-    return single, given
+    return [example for target in targets for example in target.one_by_one()], given
 
 
 @named("span-dm", kind="attack", paper="gradleak's own")

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import normal, seeded
-from gradleak import Knowledge, LocalTraining, Reconstruction, Task, attacks, observe
-from gradleak.attacks.spear.directions import Layer, factorise
-from gradleak.attacks.spear.selection import agreement, recover
+from gradleak import Engine, Knowledge, LocalTraining, Reconstruction, TargetView, Task, attacks, observe
+from gradleak.attacks.spans.sparse import SparseSpan
+from gradleak.attacks.spans.sparse.directions import Layer, factorise, without
+from gradleak.attacks.spans.sparse.selection import agreement, recover
 from gradleak.core.random import Draws, key
 from gradleak.models import lenet_zhu
 from gradleak.scenario.rules import SGD, Adam
@@ -47,7 +48,7 @@ def attacked(
 ) -> Reconstruction:
     task = Task.supervised(model, F.cross_entropy, like=(x, y), bounds=UNBOUNDED)
     seen = observe(task, {"x": x, "y": y}, training)
-    return attacks.get("spear", **settings).run(task, seen, Knowledge(training=training))
+    return attacks.get("sparse-span", **settings).run(task, seen, Knowledge(training=training))
 
 
 def demand_exact(found: Reconstruction, x: Tensor, y: Tensor, within: float = 1e-4) -> None:
@@ -95,7 +96,7 @@ def test_the_factors_are_those_of_the_gradient_and_the_truth_agrees() -> None:
     weight, bias, x = normal(60, 20), normal(60, seed=1), normal(5, 20, seed=2)
     inputs = weight @ x.T + bias[:, None]
     derivatives = normal(60, 5, seed=3) * (inputs > 0)
-    layer = Layer(weight, bias, derivatives @ x, derivatives.sum(1))
+    layer = Layer(weight, bias, derivatives @ x, derivatives.sum(1), torch.zeros(20).double())
     factors = factorise(layer, 7, Draws(key("factors")))
     assert factors.rank == 5
     torch.testing.assert_close(factors.left @ factors.right, layer.rows)
@@ -133,7 +134,9 @@ def test_examples_below_the_rounding_of_the_others_are_not_claimed() -> None:
         return (weights * F.cross_entropy(call(batch["x"]), batch["y"], reduction="none")).mean()
 
     task = Task(model, objective, fields)
-    found = attacks.get("spear").run(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
+    found = attacks.get("sparse-span").run(
+        task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP)
+    )
     assert found.settings["rank"] == found.settings["certain"] == [3]
     assert found.settings["padded"] == [1]
 
@@ -171,7 +174,7 @@ def test_an_example_near_the_noise_is_shown_and_not_called_certain() -> None:
     seen = observe(task, {"x": x, "y": y}, ONE_STEP)
     noise = 1e-2 * seen.update["1.weight"].std() * normal(200, 30, seed=5).float()
     noisy = {**seen.update, "1.weight": seen.update["1.weight"] + noise}
-    found = attacks.get("spear").run(task, replace(seen, update=noisy), Knowledge(training=ONE_STEP))
+    found = attacks.get("sparse-span").run(task, replace(seen, update=noisy), Knowledge(training=ONE_STEP))
     errors = torch.cdist(found.batch["x"][0], x).min(1).values / x.norm(dim=1).mean()
     assert found.settings["certain"] == [int((found.unknowns["rounding"] < 1e-3).sum())]
     assert found.settings["certain"][0] < 4
@@ -187,13 +190,13 @@ def test_targets_of_unequal_size_and_given_labels() -> None:
         observe(task, {"x": x[:2], "y": y[:2]}, ONE_STEP, key="two"),
         observe(task, {"x": x[2:], "y": y[2:]}, ONE_STEP, key="four"),
     ]
-    found = attacks.get("spear").run(task, seen)
+    found = attacks.get("sparse-span").run(task, seen)
     assert found.settings["certain"] == [2, 4]
     assert found.unknowns["agreement"].shape == (2, 1, 4)
     assert found.unknowns["agreement"][0, 0, 2:].isnan().all()
     assert found.checks.ok
     order = y[2:].argsort(stable=True)
-    given = attacks.get("spear").run(task, seen[1], Knowledge(given={"y": y[2:][order]}))
+    given = attacks.get("sparse-span").run(task, seen[1], Knowledge(given={"y": y[2:][order]}))
     assert given.batch["y"][0].tolist() == y[2:][order].tolist()
     for label in (0, 1):
         ours, theirs = given.batch["x"][0][y[2:][order] == label], x[2:][y[2:] == label]
@@ -203,7 +206,7 @@ def test_targets_of_unequal_size_and_given_labels() -> None:
 def test_a_task_without_labels() -> None:
     x, model = normal(6, 15).float(), network(15, 120, 4)
     task = Task(model, lambda call, batch: call(batch["x"]).square().mean(), {"x": Field((15,), UNBOUNDED)})
-    found = attacks.get("spear").run(task, observe(task, {"x": x}, ONE_STEP))
+    found = attacks.get("sparse-span").run(task, observe(task, {"x": x}, ONE_STEP))
     assert torch.cdist(x, found.batch["x"][0]).min(1).values.max() < 1e-4
     assert found.match.item() < 1e-9
 
@@ -246,7 +249,7 @@ def test_the_relu_may_be_a_function(way: str) -> None:
             (9,),
             "needs .* with a bias",
         ),
-        (lenet_zhu(shape=(1, 12, 12)), (1, 12, 12), "needs a trained nn.Linear.*begins with Conv2d"),
+        (lenet_zhu(shape=(1, 12, 12)), (1, 12, 12), "straight into a ReLU.*goes into cross_entropy"),
     ],
 )
 def test_other_networks_are_refused(model: nn.Module, shape: tuple[int, ...], told: str) -> None:
@@ -256,13 +259,13 @@ def test_other_networks_are_refused(model: nn.Module, shape: tuple[int, ...], to
 
 def test_other_clients_and_batches_are_refused() -> None:
     x, y = normal(8, 5).float(), torch.arange(8) % 3
-    with pytest.raises(TaskError, match="unsupported: spear .* what Adam makes of them"):
+    with pytest.raises(TaskError, match="unsupported: sparse-span .* what Adam makes of them"):
         attacked(network(5, 60, 3), x[:2], y[:2], LocalTraining(lr=0.1, optimiser=Adam()))
     many = attacked(network(5, 60, 3), x, y)  # eight examples of five inputs: no gradient tells them apart
     assert many.settings["padded"] == [8]
     assert many.settings["certain"] == [0]
     with pytest.raises(ValueError, match="waves"):
-        attacks.get("spear", waves=0)
+        attacks.get("sparse-span", waves=0)
 
 
 def test_nothing_is_claimed_of_an_update_of_zeros() -> None:
@@ -275,10 +278,111 @@ def test_nothing_is_claimed_of_an_update_of_zeros() -> None:
     assert found.settings["padded"] == [2]
 
 
+def convolutional(activation: type[nn.Module] = nn.ReLU, norm: type[nn.Module] = nn.Identity) -> nn.Module:
+    """A convolution before two connected layers: the first of these sees 64 features of 64 pixels."""
+    torch.manual_seed(0)
+    stem = (nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Flatten())
+    with torch.no_grad():
+        stem[0].weight.mul_(4)  # features that differ from image to image
+    return nn.Sequential(*stem, nn.Linear(64, 80), norm(80), activation(), nn.Linear(80, 3)).double()
+
+
+def behind(model: nn.Module, examples: int, **settings: Any) -> tuple[Reconstruction, Tensor]:
+    x, y = torch.rand(examples, 1, 8, 8, generator=seeded(1)).double(), torch.arange(examples) % 3
+    task = Task.supervised(model, F.cross_entropy, like=(x, y))
+    seen = observe(task, {"x": x, "y": y}, ONE_STEP)
+    options = {"steps": 40, "fine_steps": 0, "restarts": 1, **settings}
+    attack = attacks.get("sparse-span", **options)
+    return attack.run(task, seen, Knowledge(training=ONE_STEP), engine=Engine(precision="double")), x
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_features_behind_a_convolution_are_exact(examples: int) -> None:
+    model = convolutional()
+    x, y = torch.rand(examples, 1, 8, 8, generator=seeded(1)).double(), torch.arange(examples) % 3
+    task = Task.supervised(model, F.cross_entropy, like=(x, y))
+    view = TargetView.of(task, observe(task, {"x": x, "y": y}, ONE_STEP), Knowledge(training=ONE_STEP))
+    reading = SparseSpan().recovered(view)
+    features = model[:3](x).detach()
+    assert torch.cdist(features, reading.rows).min(1).values.max() < 1e-6 * features.norm(dim=1).min()
+    assert reading.record["certain"] == examples
+    assert reading.record["residual"] < 1e-6
+
+
+def test_the_search_behind_features_lowers_their_error_and_the_last_one_the_match() -> None:
+    short, x = behind(convolutional(), 3, steps=2)
+    longer, _ = behind(convolutional(), 3)
+    assert longer.settings["layer"] == "3"
+    assert (longer.unknowns["feature_error"] < short.unknowns["feature_error"]).all()
+    assert longer.batch["x"].shape == (1, *x.shape)
+    assert sorted(longer.batch["y"][0].tolist()) == [0, 1, 2]
+    last, _ = behind(convolutional(), 3, fine_steps=40)
+    assert last.match.item() < longer.match.item()
+
+
+def test_one_example_needs_no_relu() -> None:
+    found, x = behind(convolutional(nn.Tanh), 1, relu=False, steps=200, tv=0.0)
+    assert found.settings["certain"] == [1]
+    assert found.unknowns["feature_error"].item() < 1e-2
+    with pytest.raises(TaskError, match="clients of one example; given 2. Leave relu=true"):
+        behind(convolutional(nn.Tanh), 2, relu=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (convolutional(nn.LeakyReLU), "straight into a ReLU.*goes into leaky_relu"),
+        (convolutional(norm=nn.LayerNorm), "goes into layer_norm"),
+        (
+            nn.Sequential(nn.BatchNorm2d(1), convolutional()).double(),
+            "one row for each example and nothing of the other",
+        ),
+    ],
+)
+def test_other_heads_are_refused(model: nn.Module, told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        behind(model, 2)
+
+
+def test_features_of_a_series_are_refused() -> None:
+    x, y = normal(2, 3, 16).float(), torch.tensor([0, 1])
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(56, 20), nn.ReLU(), nn.Linear(20, 3))
+    with pytest.raises(TaskError, match="cosine coefficients of images, and x holds series"):
+        attacked(model, x, y)
+
+
+def test_what_is_taken_out_leaves_the_same_problem() -> None:
+    weight, bias, x = normal(60, 20), normal(60, seed=1), normal(5, 20, seed=2)
+    derivatives = normal(60, 5, seed=3) * (weight @ x.T + bias[:, None] > 0)
+    factors = factorise(Layer(weight, bias, derivatives @ x, derivatives.sum(1), x.mean(0)), 5, Draws(key("factors")))
+    basis, _ = recover(factors, Draws(key("search")), 5)
+    rest, lift = without(factors, basis.directions[:2], basis.points[:2])
+    own = torch.linalg.inv(basis.points)[:, :2]  # the derivatives of the two, in their own scale
+    taken = factors.left @ own @ basis.points[:2] @ factors.right
+    assert rest.rank == 3
+    torch.testing.assert_close(rest.left @ rest.right, factors.left @ factors.right - taken)
+    torch.testing.assert_close(rest.left, factors.left @ lift.T)
+
+
+def test_images_that_have_much_in_common() -> None:
+    """A bright common part switches most outputs alike; windows of outputs that are mostly off still tell."""
+    x = (0.5 + 0.25 * normal(24, 300)).float().clamp(0, 1)
+    y = torch.arange(24) % 10
+    task = Task.supervised(network(300, 500, 10), F.cross_entropy, like=(x, y), bounds=(0.0, 1.0))
+    found = attacks.get("sparse-span").run(task, observe(task, {"x": x, "y": y}, ONE_STEP))
+    assert found.settings["certain"] == [24]
+    assert torch.cdist(x, found.batch["x"][0]).min(1).values.max() < 1e-3
+
+
+def test_the_former_name_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="'spear' is 'sparse-span' now"):
+        assert attacks.get("spear") == SparseSpan()
+
+
 def test_auto_takes_it_where_a_relu_follows() -> None:
     x, y = table("breast_cancer", 6)
     task = Task.supervised(network(30, 100, 2), F.cross_entropy, like=(x, y), bounds=(-20.0, 20.0))
     seen = observe(task, {"x": x, "y": y}, ONE_STEP)
     found = attacks.get("auto", preset="quick", steps=2).run(task, seen, Knowledge(training=ONE_STEP))
-    assert found.settings["winner"] == ["spear"]
+    assert found.settings["winner"] == ["sparse-span"]
     assert torch.cdist(x.double(), found.batch["x"][0].double()).min(1).values.max() < 1e-4

@@ -7,23 +7,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradleak.attacks.spear.directions import (
+from gradleak.attacks.spans.sparse.directions import (
     Factors,
     merged,
     null_starts,
     pattern_starts,
     polished,
-    row_starts,
-    sparse,
+    refined,
+    shrunk,
+    window,
+    without,
 )
 from gradleak.core.random import Draws
 
 NEW = 0.02  # share of a direction outside of those taken before: with less it is a mixture of them
 UNCLEAR = 1e-4  # of the root mean square of the pre-activations: nearer to zero their sign means nothing
 ENOUGH = 0.99  # agreement
+WORK = 2**31  # products of one exchange
 ENTRIES = 2**20  # numbers that one comparison of candidates holds
 FEW = 16  # examples up to which b - 1 random outputs are off for one of them often enough
-STARTS = 32  # of a kind, times the number of the wave, as far as memory allows
+STARTS = 256  # of a window at least; four for each example
+POINTS = 32  # on the flat through the examples not found, times the number of the wave, as far as memory allows
+WINDOWS = ((1.0, "middle"), (0.6, "middle"), (0.4, "middle"), (0.4, "length"))  # of a wave: share and order of outputs
+THRESHOLDS = (0.06, 0.1, 0.03)  # of alternating directions, wave after wave
 PATIENCE = 3  # waves without a gain, where the agreement is enough
 ROUNDS = 8  # exchanges of a wave at most
 NULLS = 4096  # null starts of a wave at most
@@ -55,10 +61,16 @@ def recover(factors: Factors, draws: Draws, waves: int) -> tuple[Basis, int]:
     pool = torch.zeros(0, factors.rank, dtype=factors.left.dtype)
     best, wave, idle = select(factors, pool), 0, 0
     for wave in range(1, waves + 1):
-        pool = merged(factors, torch.cat([pool, *_candidates(factors, best, wave, draws.child(wave))]))
-        basis = exchange(factors, best if best.complete else select(factors, pool), pool)
-        better = _worth(basis) > _worth(best)
-        best, idle = (basis, 0) if better else (best, idle + 1)
+        before = _worth(best)
+        for source in range(len(WINDOWS) + 2):
+            candidates = _candidates(factors, best, wave, source, draws.child(wave).child(source))
+            pool = merged(factors, torch.cat([pool, candidates]))
+            basis, pool = completed(factors, pool, best)
+            best = max(best, basis, key=_worth)
+            if _worth(best)[1] == 1:
+                return best, wave
+        best = max(best, exchange(factors, best, pool), key=_worth)
+        idle = 0 if _worth(best) > before else idle + 1
         if _worth(best)[1] == 1 or (_worth(best)[1] > ENOUGH and idle == PATIENCE):
             break
     return best, wave
@@ -69,18 +81,30 @@ def _worth(basis: Basis) -> tuple[int, float]:
     return basis.found, float(basis.agreement.mean()) if basis.complete else 0.0
 
 
-def _candidates(factors: Factors, best: Basis, wave: int, draws: Draws) -> list[Tensor]:
-    """Sparse directions from rows of L, from random zeros, and from the flat that the examples found leave open."""
-    rank = factors.rank
-    count = max(rank, min(STARTS * wave, ENTRIES // factors.left.numel()))
-    candidates = [sparse(factors, row_starts(factors, count, draws.child(0)))]
-    if rank <= FEW:
-        candidates.append(polished(factors, null_starts(factors, min(NULLS, 16 * 2**rank), draws.child(1))))
-    certain = best.agreement > ENOUGH if best.complete else torch.arange(rank) < best.found
-    left_open = torch.linalg.svd(best.directions[certain])[2][int(certain.sum()) :]
-    points = draws.child(2).normal((count, len(left_open)), dtype=factors.left.dtype) @ left_open
-    candidates.append(sparse(factors, pattern_starts(factors, torch.cat([points, best.points])), wide=0.1))
-    return candidates
+def _candidates(factors: Factors, best: Basis, wave: int, source: int, draws: Draws) -> Tensor:
+    """Sparse directions: of a window of outputs, of random zeros, or of the flat that the examples found leave open.
+
+    How likely an output is on is told by an example in the middle of the bounds, or by the length of its row of L. In a
+    complete basis, examples that agree everywhere are taken out first: the rest is a smaller problem of the same kind.
+    """
+    done = best.agreement == 1 if best.complete else torch.zeros(factors.rank, dtype=torch.bool)
+    rest, lift = without(factors, best.directions[done], best.points[done])
+    rank = rest.rank
+    if source < len(WINDOWS):
+        share, order = WINDOWS[source]
+        likely = rest.middle if order == "middle" else rest.left.norm(dim=1)
+        threshold = THRESHOLDS[(wave - 1) % len(THRESHOLDS)]
+        found = shrunk(rest, window(rest, likely, share), max(STARTS, 4 * rank), threshold, draws)
+    elif source == len(WINDOWS):
+        found = null_starts(rest, min(NULLS, 16 * 2**rank) if rank > 1 and factors.rank <= FEW else 0, draws)
+    else:
+        points = best.points[~done] @ lift.T
+        left_open = torch.linalg.svd(best.directions[: 0 if best.complete else best.found] @ lift.T)[2]
+        left_open = left_open[0 if best.complete else best.found :]
+        count = min(POINTS * wave, max(rank, ENTRIES // rest.left.numel()))
+        drawn = draws.normal((count, len(left_open)), dtype=points.dtype) @ left_open
+        found = refined(rest, pattern_starts(rest, torch.cat([drawn, points])))
+    return polished(rest, found) @ lift
 
 
 # --- selection --------------------------------------------------------------------------------------------------------
@@ -118,6 +142,30 @@ def select(factors: Factors, pool: Tensor) -> Basis:
     return basis_of(factors, torch.cat([*(each[None] for each in taken), filling]), len(taken))
 
 
+def completed(factors: Factors, pool: Tensor, best: Basis) -> tuple[Basis, Tensor]:
+    """The basis with most zeros, and the pool with the directions that its points imply, while these are new.
+
+    Directions of `best` that agree everywhere are kept. A mixture of two examples in place of one leaves its own point
+    right: the zeros of that point give the direction.
+    """
+    basis = select(factors, torch.cat([_agreeing(best), pool]))
+    for _ in range(ROUNDS if basis.complete else 0):
+        doubtful = basis.agreement < 1
+        if not doubtful.any():
+            break
+        implied = pattern_starts(factors, basis.points[doubtful])  # exact where the point is
+        pool = merged(factors, torch.cat([pool, implied, polished(factors, implied)]))
+        better = select(factors, torch.cat([_agreeing(max(best, basis, key=_worth)), pool]))
+        if not _worth(better) > _worth(basis):
+            break
+        basis = better
+    return basis, pool
+
+
+def _agreeing(basis: Basis) -> Tensor:
+    return basis.directions[basis.agreement == 1] if basis.complete else basis.directions[:0]
+
+
 def exchange(factors: Factors, basis: Basis, pool: Tensor) -> Basis:
     """Replace one direction at a time by the candidate that raises the agreement most, while one does.
 
@@ -128,11 +176,14 @@ def exchange(factors: Factors, basis: Basis, pool: Tensor) -> Basis:
         return basis
     for _ in range(ROUNDS):
         doubtful = (basis.agreement < 1).nonzero()[:, 0].tolist()
-        implied = polished(factors, pattern_starts(factors, basis.points[doubtful]))
-        tried = torch.cat([implied, pool])[: max(rank, ENTRIES // factors.left.numel())]
-        if not doubtful or not len(tried):
+        implied = pattern_starts(factors, basis.points[doubtful])
+        tried = torch.cat([implied, polished(factors, implied), pool])
+        most = WORK // (rank * factors.left.numel() * max(len(doubtful), 1))
+        if not doubtful or most < rank:
             break
-        scores = torch.stack([_exchanged(factors, basis, place, tried) for place in doubtful])
+        tried = tried[:most]
+        parts = tried.split(max(rank, ENTRIES // factors.left.numel()))
+        scores = torch.stack([torch.cat([_exchanged(factors, basis, k, each) for each in parts]) for k in doubtful])
         row, candidate = divmod(int(scores.argmax()), len(tried))
         place, directions = doubtful[row], basis.directions.clone()
         directions[place] = tried[candidate]

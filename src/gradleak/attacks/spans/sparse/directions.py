@@ -7,7 +7,7 @@ a ReLU is off: about half of each. So the directions q with many zeros in L q ar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ ROUNDINGS = 6.0  # standard deviations of an entry's noise: a smaller entry is a
 EPS, ROUNDING = 1e-15, 1e-7  # of the largest singular value: of float64; of float32, where none shows the noise
 SPARE = 64  # random directions beyond the rank, by which the range of the gradient is found
 STEPS = 50  # of reweighted least squares
+SHRINKS = 300  # steps of alternating directions
+EMPTY = 1e-9  # of the largest eigenvalue: a smaller one belongs to an example that is off at all outputs of a window
 SAME = 0.999  # |cos| of two directions that are one
 MOST = 2000  # candidates at most
 
@@ -31,6 +33,7 @@ class Layer:
     bias: Tensor  # (m,)
     rows: Tensor  # dL/dW
     deltas: Tensor  # dL/db
+    middle: Tensor  # (n,), what it sees of an example in the middle of the bounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class Factors:
     noise: Tensor  # (b,), of an entry of each column of L
     right_noise: float  # of an entry of R
     alive: Tensor  # numbers of the outputs that are on for some example
+    middle: Tensor  # (m,), pre-activations of an example in the middle of the bounds
 
     @property
     def rank(self) -> int:
@@ -66,6 +70,26 @@ class Factors:
     def gram(self, weights: Tensor) -> Tensor:
         """L^T diag(w) L for each row of `weights`, (starts, m) -> (starts, b, b)."""
         return (self.left.T * weights[:, None]) @ self.left
+
+
+def without(factors: Factors, directions: Tensor, points: Tensor) -> tuple[Factors, Tensor]:
+    """The factors of the gradient less some examples, (examples, b) each, and a map of its directions to those of all.
+
+    D X less the product of these examples is L U (V^T U)^-1 V^T R: other directions are orthogonal to their points, and
+    U spans those; other points are orthogonal to their directions, and V spans those.
+    """
+    rest = slice(len(points), None)
+    lift, across = (torch.linalg.svd(each)[2][rest] for each in (points, directions))  # U^T and V^T
+    inner = torch.linalg.solve(across @ lift.T, across)
+    reduced = replace(
+        factors,
+        left=factors.left @ lift.T,
+        right=inner @ factors.right,
+        right_bias=inner @ factors.right_bias,
+        weights=factors.weights @ inner.T,
+        noise=(lift.square() @ factors.noise.square()).sqrt(),
+    )
+    return reduced, lift
 
 
 def factorise(layer: Layer, examples: int, draws: Draws) -> Factors:
@@ -93,15 +117,11 @@ def factorise(layer: Layer, examples: int, draws: Draws) -> Factors:
         noise=size * entry / values,
         right_noise=entry / size,
         alive=joined.any(1).nonzero()[:, 0],
+        middle=layer.weight @ layer.middle + layer.bias,
     )
 
 
 # --- starts -----------------------------------------------------------------------------------------------------------
-
-
-def row_starts(factors: Factors, count: int, draws: Draws) -> Tensor:
-    """Rows of L: L q is large at one output."""
-    return _unit(factors.left[_picked(factors, count, 1, draws)[:, 0]])
 
 
 def null_starts(factors: Factors, count: int, draws: Draws) -> Tensor:
@@ -137,17 +157,45 @@ def _unit(directions: Tensor) -> Tensor:
 # --- search -----------------------------------------------------------------------------------------------------------
 
 
-def sparse(factors: Factors, starts: Tensor, wide: float = 1.0) -> Tensor:
-    """Directions of the smallest L1 norm of L q near each start, made exact on their zeros.
+def window(factors: Factors, likely: Tensor, share: float) -> Tensor:
+    """Numbers of the outputs that are on least often, (outputs,), by how `likely`, (m,), each one is on.
 
-    Reweighted least squares: w = 1 / sqrt((L q)^2 + e^2), q <- (L^T diag(w) L)^-1 q at length one, e from `wide` to
-    1e-6. Then the zeros are taken as such: q is the smallest eigenvector of L^T L over their rows.
+    Examples that have much in common, as all photographs do, switch the same outputs on: those have no zeros and tell
+    nothing. Of the others more are zero than the half of all.
     """
-    directions = starts
-    for width in torch.logspace(math.log10(wide), -6, STEPS, dtype=starts.dtype):
-        weights = ((directions @ factors.left.T).square() + width**2).rsqrt()
-        directions = _unit(torch.linalg.solve(factors.gram(weights), directions))
-    return polished(factors, directions)
+    order = factors.alive[likely[factors.alive].argsort()]
+    return order[: max(int(share * len(order)), 4 * factors.rank)]
+
+
+def shrunk(factors: Factors, outputs: Tensor, count: int, threshold: float, draws: Draws) -> Tensor:
+    """Directions that are sparse at these outputs, from `count` of their rows: alternating directions, in float32.
+
+    With L whitened over the outputs: q <- L^T s(L q) at length one, s(y) = sign(y) max(|y| - threshold, 0). A step is
+    two products with L for all starts at once (Qu, Sun, Wright, "Finding a sparse vector in a subspace", NeurIPS 2014).
+    An example that is off at all of the outputs is the direction of an eigenvalue of zero.
+    """
+    rows = factors.left[outputs]
+    values, vectors = torch.linalg.eigh(rows.T @ rows / len(rows))
+    full = values > EMPTY * values[-1]
+    whitening = vectors[:, full] / values[full].sqrt()
+    white = (rows @ whitening).float()
+    directions = _unit(white[(draws.uniform((count,)) * len(white)).long().clamp(max=len(white) - 1)])
+    for _ in range(SHRINKS):
+        directions = _unit(torch.nn.functional.softshrink(directions @ white.T, threshold) @ white)
+    sparse = _unit(directions[directions.isfinite().all(1)].double() @ whitening.T)
+    return torch.cat([_distinct(sparse), vectors[:, ~full].T])
+
+
+def refined(factors: Factors, starts: Tensor, wide: float = 0.1) -> Tensor:
+    """Directions of the smallest L1 norm of L q near each start: reweighted least squares, in float32.
+
+    w = 1 / sqrt((L q)^2 + e^2), q <- (L^T diag(w) L)^-1 q at length one, e from `wide` to 1e-3.
+    """
+    directions, left = starts.float(), factors.left.float()
+    for width in torch.logspace(math.log10(wide), -3, STEPS).tolist():
+        weights = ((directions @ left.T).square() + width**2).rsqrt()
+        directions = _unit(torch.linalg.solve_ex((left.T * weights[:, None]) @ left, directions)[0])
+    return directions[directions.isfinite().all(1)].double()
 
 
 def polished(factors: Factors, directions: Tensor) -> Tensor:
@@ -162,6 +210,9 @@ def polished(factors: Factors, directions: Tensor) -> Tensor:
 def merged(factors: Factors, directions: Tensor) -> Tensor:
     """Different directions, those with most zeros first."""
     order = factors.zeros(directions).argsort(descending=True, stable=True)
-    directions = directions[order]
-    again = ((directions @ directions.T).abs() > SAME).tril(-1).any(1)
-    return directions[~again][:MOST]
+    return _distinct(directions[order])[:MOST]
+
+
+def _distinct(directions: Tensor) -> Tensor:
+    """The directions without those that repeat an earlier one."""
+    return directions[~((directions @ directions.T).abs() > SAME).tril(-1).any(1)]
