@@ -29,7 +29,7 @@ from gradleak.parts.row_space import Call, module_calls, own_weight
 from gradleak.scenario.derivatives import double_backward_safe
 from gradleak.scenario.fields import Field
 from gradleak.scenario.kinds import Codes, Tokens
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.task import Task
 
 EXAMPLES = 2  # of the pass that counts: BatchNorm in training mode refuses a single one
 NAMED = 4  # layers that the headline names
@@ -152,7 +152,7 @@ class Ledger:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """`told_up_to`, then the most examples for which at least twice as many maps tell, if there is such a number."""
+        """`told_up_to`, then the most examples for which at least twice as many maps tell, if any."""
         first = self.told_up_to
         most = {each.most for each in self.entries if 0 < each.most < first}
         twice = 2 * len(self.telling(first))
@@ -227,7 +227,7 @@ class _Map:
 def ledger(task: Task) -> Ledger:
     """Count rows, outputs and inputs of every linear map, with two passes over examples of noise; no attack, no data.
 
-        print(ledger(task).headline)
+    print(ledger(task).headline)
     """
     private = {name: f for name, f in task.fields.items() if not f.public and name not in {task.target, *task.drawn}}
     kinds = [f.kind for f in private.values()]

@@ -1,12 +1,12 @@
 """What the spans of an update tell: a certificate for each layer, without the truth.
 
-    G = dL/dW of one layer, seen = U S V^T       rank = #{s_i > floor},   expected = rows of all examples (`identify.ledger`)
-    outside_k = mean_p (1 - sum_i w_i (v_i . a_p)^2 / |a_p|^2),   w_i = s_i^2 / (s_i^2 + floor^2),   a_p = rows of example k
+    dL/dW = U S V^T,   rank = #{s_i > floor},   expected = rows of all examples (`identify.ledger`)
+    outside = mean_p (1 - sum_i w_i (v_i . a_p)^2 / |a_p|^2),   w_i = s_i^2 / (s_i^2 + floor^2),   a_p = an example's rows
 
 All directions above the floor and a gap behind them: the span is the whole span of the rows. An example whose rows lie
-inside (outside = 0) belongs to it up to the dimensions that the layers leave open. The floor is the digits of the
-observation (about 3e-7 of the largest singular value in float32, more where weights travel) and a known defence's noise.
-An example with a small loss has small delta: its directions sink below the floor, and it is told in part.
+inside (outside = 0) belongs to it, up to the directions that the layers do not fix. The floor is the digits of the
+observation (about 3e-7 of the largest singular value in float32, more where weights travel) and the noise of a known
+defence. An example with a small loss has small delta: its directions sink below the floor, and it is told in part.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
 
 from gradleak.core import random as randomness
 from gradleak.core.linear import jacobian as dense
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
+from gradleak.identify.floors import along
 from gradleak.identify.ledger import Entry, ledger
 from gradleak.identify.rounding import rounding_of
 from gradleak.parts.predictions import assumed_in, gradient
@@ -49,8 +49,8 @@ class Told:
     gap        the `expected`-th singular value over the next; None where there is no next, or it is zero
     outside    for each example, share of its rows outside the span; 0: the layer agrees with it
     above      for each example, share of its rows' energy in directions above the floor
-    open       for each example, directions along which it can move and the rows stay in the span
-    probed     directions that were tried: all, or random ones of a large example
+    fixed      for each example, directions in which no move leaves its rows in the span; at most `probed`
+    probed     directions that were tried: all `unknowns`, or random ones of a large example
     """
 
     layer: str
@@ -60,8 +60,9 @@ class Told:
     gap: float | None
     outside: tuple[float, ...] = ()
     above: tuple[float, ...] = ()
-    open: tuple[int, ...] = ()
+    fixed: tuple[int, ...] = ()
     probed: int = 0
+    unknowns: int = 0
 
     @property
     def share(self) -> float:
@@ -73,18 +74,24 @@ class Told:
         """Is the span that of all rows?"""
         return self.rank == self.expected
 
+    @property
+    def determined(self) -> tuple[bool, ...]:
+        """For each example: does this layer fix every direction, locally? Never by random directions."""
+        return tuple(count == self.unknowns for count in self.fixed)
+
     def __str__(self) -> str:
         gap = "no gap to see" if self.gap is None else f"gap {self.gap:.1e}"
         text = f"{self.layer}: {self.rank} of {self.expected} directions above {self.floor:.0e}, {gap}"
         if self.outside:
             text += f"; outside {', '.join(f'{value:.1e}' for value in self.outside)}"
-        if self.open:
-            text += f"; {', '.join(map(str, self.open))} of {self.probed} directions open"
+        if self.fixed:
+            counts = ", ".join(("at least " if n == self.probed < self.unknowns else "") + str(n) for n in self.fixed)
+            text += f"; fixed {counts} of {self.unknowns} directions"
         return text
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "share": self.share}
+        return {**asdict(self), "share": self.share, "determined": self.determined}
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +132,7 @@ def told(
 
     layers     names of modules; none: every one that tells so many examples (`ledger`)
     batch      a reconstruction of all examples, to be tested against the spans
-    jacobian   also count the directions in which each example can still move
+    jacobian   also count the directions of each example that the layer fixes
 
         for line in told(task, seen, knows, batch=reconstruction.target(0)):
             print(line)
@@ -147,21 +154,21 @@ def told(
             above=tuple(span.inside(split, soft=False).tolist()),
         )
         if jacobian:
-            opened, probed = _open(work, scene, (span,), values, rounding_of(seen).rank)
-            line = replace(line, open=opened, probed=probed)
+            line = replace(line, **_fixed(work, scene, (span,), values, rounding_of(seen).rank))
         found.append(line)
     return tuple(found)
 
 
-def open_directions(
+def fixed_directions(
     task: Task, seen: Observation, batch: Batch, knows: Knowledge = Knowledge(), layers: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """For each example, directions in which it can move while its rows stay in the spans of all these layers.
+    """For each example, directions that the spans of all these layers fix together.
 
-    0: the layers together determine it, locally. Every direction is tried up to 4,096 numbers, 256 random ones beyond.
+    As many as it has numbers: determined, locally. Beyond 4,096 numbers only 256 random directions are tried, and 256
+    means at least 256.
     """
     work, scene, spans = _spans(task, seen, knows, layers)
-    return _open(work, scene, spans, _checked(work, seen, batch), rounding_of(seen).rank)[0]
+    return tuple(_fixed(work, scene, spans, _checked(work, seen, batch), rounding_of(seen).rank)["fixed"])
 
 
 def _spans(
@@ -238,10 +245,8 @@ def _inputs(work: Task, scene: TargetView, spans: Sequence[_Span], batch: Batch)
         return work.inputs_of(names, scene.weights, batch, scene.buffers, whole=False)
 
 
-def _open(
-    work: Task, scene: TargetView, spans: Sequence[_Span], batch: Batch, tolerance: float
-) -> tuple[tuple[int, ...], int]:
-    """Directions without effect on what lies outside the spans, for each example alone, and how many were tried."""
+def _fixed(work: Task, scene: TargetView, spans: Sequence[_Span], batch: Batch, tolerance: float) -> dict[str, Any]:
+    """The rank of the derivative of what lies outside the spans, for each example alone, and the directions tried."""
     if any(span.entry.centred == "batch" for span in spans):
         raise TaskError(
             "unsupported: BatchNorm in training mode mixes the examples, so none moves alone. Ask without the Jacobian."
@@ -266,10 +271,10 @@ def _open(
                 slopes = dense(residual, point, BLOCK)
             else:
                 drawn = Draws(randomness.key("told")).normal((PROBES, len(point)), dtype=point.dtype).to(point)
-                slopes = torch.cat([vmap(lambda v: jvp(residual, (point,), (v,))[1])(s) for s in drawn.split(BLOCK)])
+                slopes = along(residual, point, drawn, BLOCK)
         values = torch.linalg.svdvals(slopes)
-        found.append(len(slopes) - int((values > tolerance * values[0]).sum()) if bool(values[0] > 0) else len(slopes))
-    return tuple(found), min(len(point), PROBES) if len(point) > EXACT else len(point)
+        found.append(int((values > tolerance * values[0]).sum()))
+    return {"fixed": tuple(found), "probed": len(slopes), "unknowns": len(point)}
 
 
 def _sketch(span: _Span, split: Tensor, unknown: Tensor) -> Tensor:
