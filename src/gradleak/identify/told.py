@@ -1,7 +1,7 @@
 """What the spans of an update tell: a certificate for each layer, without the truth.
 
     dL/dW = U S V^T,   rank = #{s_i > floor},   expected = rows of all examples (`identify.ledger`)
-    outside = mean_p (1 - sum_i w_i (v_i . a_p)^2 / |a_p|^2),   w_i = s_i^2 / (s_i^2 + floor^2),   a_p = an example's rows
+    outside = mean_p (1 - sum_i w_i (v_i . a_p)^2 / |a_p|^2),   w_i = s_i^2 / (s_i^2 + floor^2),   a_p: its rows
 
 All directions above the floor and a gap behind them: the span is the whole span of the rows. An example whose rows lie
 inside (outside = 0) belongs to it, up to the directions that the layers do not fix. The floor is the digits of the
