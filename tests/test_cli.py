@@ -273,6 +273,20 @@ def test_check_lists_problems_with_fixes_and_fails_on_errors() -> None:
     assert (bad.code == 1) == ("error" in bad.out)
 
 
+def test_check_counts_what_layers_tell() -> None:
+    text = "import torch, gradleak as gl\nlike = (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))\n"
+    text += "model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(12)])\n"
+    Path("deep.py").write_text(
+        text + "task = gl.Task.supervised(model, torch.nn.functional.cross_entropy, like=like)\n"
+    )
+    few, every = Answer("check", "deep.py:task").out, Answer("check", "deep.py:task", "--layers").out
+    assert "Spans: up to 4 vectors in an update are told by 12 layers (0, 1, 2, 3, ...)." in few
+    assert "and 4 more layers (--layers)" in few
+    assert few.index("Spans:") < few.index("runs (")
+    assert re.search(r"^11 +1 +4 +4 +4 +up to 4$", every, re.MULTILINE), every
+    assert "--layers" not in every
+
+
 def test_check_looks_at_the_data_too() -> None:
     assert Answer("check", "train.py:task", "--data", "train.py:images").code == 0
     Path("raw.py").write_text(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from gradleak.attack import Attack, no_gradients, too_many
 from gradleak.core import registry
+from gradleak.identify.ledger import Ledger, ledger
 from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.inspection import Examination, inspect
@@ -41,10 +42,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The findings about the task, and a line for every attack."""
+    """The findings about the task, a line for every attack, and what the spans of its layers tell (None: errors)."""
 
     examination: Examination
     lines: tuple[Line, ...]
+    spans: Ledger | None = None
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -103,7 +105,7 @@ def preflight(
         else Line(name, RUNS, UNKNOWN)  # anything else with a name, needs and run is taken at its word
         for name, attack in attacks
     ]
-    return Preflight(examination, tuple(lines))
+    return Preflight(examination, tuple(lines), ledger(task))
 
 
 def _line(name: str, attack: Attack, reason: str, known: Collection[str], examination: Examination) -> Line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,10 @@ from gradleak.core.settings import takes
 
 if TYPE_CHECKING:
     from gradleak.audit.preflight import Preflight
+    from gradleak.identify.ledger import Entry
     from gradleak.scenario.task import Task
+
+ROWS, WIDTH = 8, 110  # of the table of layers; of its sentence
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class CheckOptions:
     ]
     data: DataOptions = DataOptions()
     examples: Annotated[int, typer.Option(min=1, help="Examples of a client in a round, as audit takes them.")] = 1
+    layers: Annotated[bool, typer.Option("--layers", help="Every linear map, not only the first that tell.")] = False
 
 
 @takes(CheckOptions)
@@ -38,7 +43,7 @@ def check(options: CheckOptions) -> None:
     task = loading.task(options.reference) if examples is None else loading.task_for(options.reference, examples)
     batch = None if examples is None else loading.few_examples(task, options.data)
     result = preflight(task, batch=batch, examples=options.examples)
-    for line in (*_fields(task), "", *_problems(result), *_attacks(result)):
+    for line in (*_fields(task), "", *_problems(result), *_spans(result, options), *_attacks(result)):
         typer.echo(line)
     errors, findings = len(result.errors), len(result.examination.problems)
     summary = f"{counted(findings, 'finding')}, {counted(errors, 'error')}"
@@ -63,6 +68,35 @@ def _bounds(bounds: tuple[Any, ...], bounded: bool) -> str:
 
 def _problems(result: Preflight) -> list[str]:
     return [f"{each.severity:8}{each.what}\n{'':8}-> {each.fix}" for each in result.examination.problems]
+
+
+def _spans(result: Preflight, options: CheckOptions) -> list[str]:
+    """What layers tell of their inputs: a sentence, and a table with those that tell most examples first."""
+    if result.spans is None:
+        return []
+    telling = sorted((each for each in result.spans.entries if each.most), key=lambda each: -each.most)
+    silent = [each for each in result.spans.entries if not each.most]
+    shown = [*telling, *silent] if options.layers else telling[:ROWS]
+    lines = ["", *textwrap.wrap(result.spans.headline, WIDTH)]
+    if not shown:
+        return lines
+    width = max(len(each.name) for each in shown) + 2
+    head = f"{'layer':<{width}}{'places':>8}{'outputs':>9}{'inputs':>8}{'equations':>11}  tells"
+    table = []
+    for each in shown:
+        sizes = f"{each.places:>8}{each.outputs:>9}{each.inputs:>8}{each.equations(options.examples):>11}"
+        table.append(f"{each.name:<{width}}{sizes}  {_tells(each)}")
+    left = len(result.spans.entries) - len(shown)
+    return [*lines, "", head, *table, *([f"and {counted(left, 'more layer')} (--layers)"] if left else [])]
+
+
+def _tells(entry: Entry) -> str:
+    """How many examples, or why none."""
+    if entry.most:
+        return f"up to {entry.most}" + (f", differences within the {entry.centred}" if entry.centred else "")
+    if entry.kind == "embedding" and not entry.reason:
+        return "which values occur"
+    return f"none: {entry.reason or 'too many rows'}"
 
 
 def _attacks(result: Preflight) -> list[str]:

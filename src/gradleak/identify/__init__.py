@@ -1,4 +1,4 @@
-"""What an update determines about the data, before anybody attacks it: certificates, noise floors, recipes, risk."""
+"""What an update determines, before anybody attacks it: certificates, noise floors, spans, recipes, risk."""
 
 from gradleak.identify.certificates import Certificate, Identifiability, certify, noise_floor
 from gradleak.identify.floors import Floor

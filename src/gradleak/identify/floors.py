@@ -121,7 +121,7 @@ class Local:
         p = tree.flatten(pixels)
         try:
             with float32_products(), double_backward_safe(), torch.no_grad():
-                rows = jacobian(residual, p, block) if directions is None else _along(residual, p, directions, block)
+                rows = jacobian(residual, p, block) if directions is None else along(residual, p, directions, block)
                 return Local(scene, pixels, residual(p), rows, lengths, tree.flatten(pictured).bool())
         except RuntimeError as problem:
             raise _explained(problem, block) from problem
@@ -161,7 +161,7 @@ class Local:
         return torch.where(weights > 0, self.lengths / (weights * deviation), 0.0)
 
 
-def _along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, block: int) -> Tensor:
+def along(function: Callable[[Tensor], Tensor], p: Tensor, directions: Tensor, block: int) -> Tensor:
     """(k, outputs): the derivative along each of k directions."""
     directions = directions.to(p)
     return torch.cat([vmap(lambda v: jvp(function, (p,), (v,))[1])(some) for some in directions.split(block)])

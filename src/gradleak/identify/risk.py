@@ -26,6 +26,7 @@ from gradleak.core.random import Draws
 from gradleak.core.settings import takes
 from gradleak.engine import unknowns_of
 from gradleak.identify.floors import PIXEL_STD, Linearisation, Local
+from gradleak.identify.ledger import ledger
 from gradleak.identify.rounding import rounding_of
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.predictions import gradient
@@ -46,6 +47,8 @@ class Risk:
     gradient_norm    of the mean gradient, as the recipe gives it
     ratio            equations per unknown
     directions       number of directions used, of `unknowns`
+    examples         in this update
+    told_up_to       the most examples in an update that the layers' spans tell, by count (`identify.ledger`)
     """
 
     score: float
@@ -55,15 +58,23 @@ class Risk:
     ratio: float
     directions: int
     unknowns: int
+    examples: int = 1
+    told_up_to: int = 0
+
+    @property
+    def told(self) -> bool:
+        """Has this update few enough examples for the spans of its layers to tell them?"""
+        return self.examples <= self.told_up_to
 
     def __str__(self) -> str:
         return (
             f"{self.score:.1f} bits per pixel to first order, {self.ratio:.1f} equations per unknown, effective rank "
-            f"{self.effective_rank:.0%} of {self.directions} directions, gradient norm {self.gradient_norm:.2g}"
+            f"{self.effective_rank:.0%} of {self.directions} directions, gradient norm {self.gradient_norm:.2g}; "
+            f"spans tell up to {self.told_up_to} examples, this update has {self.examples}"
         )
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "told": self.told}
 
 
 @takes(Linearisation)
@@ -110,6 +121,8 @@ def risk(
         ratio=tree.size(seen.update) / count,
         directions=len(power),
         unknowns=count,
+        examples=seen.num_examples,
+        told_up_to=ledger(task).told_up_to,
     )
 
 

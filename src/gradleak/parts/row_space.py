@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
@@ -95,42 +95,73 @@ def as_sent(layer: Layer, updates: Sequence[Params]) -> Layer | None:
     return replace(layer, bias=False) if full else None
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module: its positional inputs, its output, and the version of the output at that time."""
+
+    name: str
+    inputs: tuple[Any, ...]
+    output: Any
+    version: int  # an in-place function raises the version of a tensor
+
+
+def module_calls(
+    task: Task, batch: Batch, weights: Params | None = None, buffers: Params | None = None
+) -> tuple[Call, ...]:
+    """The calls of all modules in one pass of the objective without derivatives, in the order in which they end."""
+    names = {module: name for name, module in task.model.named_modules()}
+    calls: list[Call] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if module in names and args:
+            calls.append(Call(names[module], args, output, output._version if isinstance(output, Tensor) else 0))
+
+    handle = register_module_forward_hook(note)
+    try:
+        with torch.no_grad():
+            task.loss(weights or task.weights(), batch, buffers)
+    finally:
+        handle.remove()
+    return tuple(calls)
+
+
 def _inputs(
     task: Task, examples: int, number: int, weights: Params | None, buffers: Params | None
 ) -> dict[str, list[Tensor]]:
     """The inputs of every convolution and linear layer in one pass over images of noise, in the order of the calls."""
-    names = {module: name for name, module in task.model.named_modules()}
-    caught: dict[str, list[Tensor]] = {}
-
-    def note(module: nn.Module, args: Any) -> None:
-        if isinstance(module, nn.Conv2d | nn.Linear) and module in names and args:
-            caught.setdefault(names[module], []).append(args[0])
-
     batch = task.blank(examples)
     noise = Draws(randomness.key("spans", number).to(batch["x"].device)).normal(tuple(batch["x"].shape))
-    handle = register_module_forward_pre_hook(note)
-    try:
-        with torch.no_grad():
-            task.loss(weights or task.weights(), {**batch, "x": batch["x"] + noise.to(batch["x"].dtype)}, buffers)
-    finally:
-        handle.remove()
+    caught: dict[str, list[Tensor]] = {}
+    for call in module_calls(task, {**batch, "x": batch["x"] + noise.to(batch["x"].dtype)}, weights, buffers):
+        if isinstance(task.model.get_submodule(call.name), nn.Conv2d | nn.Linear):
+            caught.setdefault(call.name, []).append(call.inputs[0])
     return caught
+
+
+def own_weight(layer: nn.Module) -> bool:
+    """Is it a linear layer or a convolution whose weight is a parameter of its own, used as torch does?"""
+    forwards = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward, nn.Linear.forward)
+    return type(layer).forward in forwards and "weight" in layer._parameters  # else it has another gradient
 
 
 def plain(layer: nn.Module) -> bool:
     """Is it a linear layer, or a convolution whose rows are the patches of `unfold`, with a weight of its own?"""
-    if type(layer).forward not in (nn.Conv2d.forward, nn.Linear.forward) or "weight" not in layer._parameters:
-        return False  # a weight computed from others, or used in another way, has another gradient
-    if not isinstance(layer, nn.Conv2d):
+    if not own_weight(layer) or isinstance(layer, nn.Conv3d):
+        return False
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d):
         return True
     return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def rows(layer: nn.Module, inputs: Tensor) -> Tensor:
     """The inputs of a layer as rows, (rows, inputs): patches of a convolution, tokens of a linear layer."""
-    if isinstance(layer, nn.Conv2d):
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
         assert not isinstance(layer.padding, str)
-        patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        kernel, dilation, stride, padding = layer.kernel_size, layer.dilation, layer.stride, layer.padding
+        if isinstance(layer, nn.Conv1d):  # an image of height one
+            inputs, padding = inputs[:, :, None], (0, *padding)
+            kernel, dilation, stride = (1, *kernel), (1, *dilation), (1, *stride)
+        patches = F.unfold(inputs, kernel, dilation, padding, stride)
         return patches.transpose(1, 2).flatten(0, 1)
     return inputs.flatten(0, -2)
 
