@@ -37,17 +37,23 @@ ROUNDING = 1e-6  # a share of a gradient below this is the rounding of float32
 class Layer:
     """A layer whose gradient gives the span of its inputs.
 
-    rows   number of input rows of all examples together
-    bias   has it a bias with a known gradient?
+    rows    number of input rows of all examples together
+    bias    has it a bias with a known gradient?
+    whole   the map that it sees counts as one row (`attacks.spans.maps`), not each patch
     """
 
     name: str
     rows: int
     bias: bool
+    whole: bool = False
+
+    def rows_of(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """(rows, width)"""
+        return inputs.flatten(1) if self.whole else rows(module, inputs)
 
 
 def spanning_layers(
-    task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None
+    task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None, alone: bool = True
 ) -> tuple[Layer, ...]:
     """The layers whose gradient gives the span of their inputs, in the order of the forward pass.
 
@@ -58,6 +64,7 @@ def spanning_layers(
     equations of overlapping patches depend on each other.)
 
     weights, buffers   those that were sent, where they are not the task's own
+    alone              False: layers too that see less than the image: several may tell it together
     """
     entries = math.prod(task.fields["x"].shape)
     first, second = (_inputs(task, examples, number, weights, buffers) for number in (0, 1))
@@ -68,12 +75,15 @@ def spanning_layers(
         layer: Any = task.model.get_submodule(name)
         if len(inputs) > 1 or not plain(layer) or torch.equal(inputs[0], second[name][0]):
             continue
-        if not layer.weight.requires_grad or uses[id(layer.weight)] > 1 or inputs[0].numel() < examples * entries:
+        if not layer.weight.requires_grad or uses[id(layer.weight)] > 1:
+            continue
+        if alone and inputs[0].numel() < examples * entries:
             continue
         bias = layer.bias is not None and layer.bias.requires_grad and uses[id(layer.bias)] == 1
         count, width = rows(layer, inputs[0]).shape
         equations = count // examples * (width - (count - bias))
-        if count <= layer.weight.shape[0] and equations >= entries:
+        enough = equations >= entries if alone else count < width
+        if count <= layer.weight.shape[0] and enough:
             layers.append(Layer(name, count, bias))
     return tuple(layers)
 
@@ -185,9 +195,9 @@ class Spans(Prediction):
         return {layer.name: _flat(layer, update) for layer in self.layers}
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
-        names = [layer.name for layer in self.layers]
+        names, model = [layer.name for layer in self.layers], scene.task.model
         caught = scene.task.inputs_of(names, scene.weights, batch, scene.buffers, whole=False)
-        return {name: rows(scene.task.model.get_submodule(name), inputs) for name, inputs in caught.items()}
+        return {layer.name: layer.rows_of(model.get_submodule(layer.name), caught[layer.name]) for layer in self.layers}
 
 
 def _flat(layer: Layer, update: Params) -> Tensor:

@@ -1,11 +1,13 @@
 """Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): one module a kind of model.
 
-`denoisers` attacks diffusion models, `sparse` fully connected layers before a ReLU, `transformers` vision transformers:
-`patches` finds their first layers, `completion` fills in what their equations leave open.
+`classifiers` attacks convolutional networks with the closed form of `maps`, `denoisers` diffusion models, `sparse` fully
+connected layers before a ReLU, `transformers` vision transformers: `patches` finds their first layers, `completion`
+fills in what their equations leave open.
 """
 
+from gradleak.attacks.spans.classifiers import Span
 from gradleak.attacks.spans.denoisers import SpanDM
 from gradleak.attacks.spans.sparse import SparseSpan
 from gradleak.attacks.spans.transformers import ViT
 
-__all__ = ["SpanDM", "SparseSpan", "ViT"]
+__all__ = ["Span", "SpanDM", "SparseSpan", "ViT"]

@@ -1,0 +1,144 @@
+"""The feature maps that a convolution saw, in closed form: its patches overlap, and few maps have them all in a span.
+
+The row space S of dL/dW holds every patch of every example. A map f of which ALL patches lie in S is rare: neighbouring
+patches share pixels, and patches at the border hold the zeros of the padding. These are linear equations in f, many
+more than unknowns. For a convolution of stride 1 their solutions are the maps of the B examples and their mixtures, and
+nothing else. (With a stride, a map that is shifted by it solves them too.) So the deepest layers of a network give
+their inputs away by linear algebra, before any search. ReLU then parts the examples: each map is zero in many places,
+and a mixture is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradleak.core.random import Draws
+
+SPARE = 4  # vectors beyond the wanted ones: they show the gap, and speed the iteration up
+DEGREE, ROUNDS = 16, 12  # of the Chebyshev filter; of the subspace iteration at most
+SETTLED = 1e-3  # change of a level, relative, at which the iteration stops
+GAP = 5.0  # the next solution is at least so many times as far outside
+STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
+FEATURES = 4096  # entries of a map that this search looks at
+SAME, NEW = 0.999, 0.05  # cosine of equal maps; share of a map outside of those before it
+NEGATIVE = 1e-2  # energy of a map below zero, where ReLU came before
+
+
+@dataclass(frozen=True, eq=False)
+class Maps:
+    """The maps that have all patches in the span.
+
+    basis    (B, features), orthonormal
+    levels   (B + SPARE,) share of the patches' energy that does not fit together, ascending: the first B are rounding
+    """
+
+    basis: Tensor
+    levels: Tensor
+
+    @property
+    def level(self) -> float:
+        """Of the worst of the B solutions."""
+        return float(self.levels[len(self.basis) - 1])
+
+    @property
+    def determined(self) -> bool:
+        """Is the next one clearly no solution?"""
+        return float(self.levels[len(self.basis)]) > GAP * self.level
+
+
+def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws) -> Maps:
+    """The `examples` maps of this shape, (C, H, W), whose patches fit best into the span, (rank, inputs).
+
+    Unknowns are the coordinates c_p of the patches in the span. The operator K puts the patches together, takes the
+    mean where they overlap, and reads the coordinates of the new patches: its eigenvalue is 1 where they fit, and below
+    1 elsewhere. Subspace iteration with a Chebyshev filter finds the largest.
+    """
+    window = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    ones = F.unfold(torch.ones(1, *shape, dtype=span.dtype, device=span.device), *window)
+    count, places = F.fold(ones, shape[1:], *window), ones.shape[-1]
+
+    def together(c: Tensor) -> Tensor:  # (block, places, rank) -> (block, C, H, W)
+        return F.fold((c @ span).transpose(1, 2), shape[1:], *window) / count.clamp_min(1)
+
+    def fitted(c: Tensor) -> Tensor:
+        return F.unfold(together(c), *window).transpose(1, 2) @ span.T
+
+    size = examples + SPARE
+    c = draws.normal((size, places, len(span)), dtype=span.dtype).to(span.device)
+    c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype)
+    for _ in range(ROUNDS):
+        c = _filtered(c, fitted, float(values[-1]) if values is not None else 0.9)
+        c, values = _ritz(c, fitted)
+        before, levels = levels, _levels(c, span, together, window)
+        if float((levels[:examples] - before[:examples]).abs().max()) <= SETTLED * float(levels[examples]):
+            break
+    maps = together(c[:examples]).flatten(1)
+    return Maps(torch.linalg.qr(maps.T)[0].T.contiguous(), levels.cpu())
+
+
+def _filtered(c: Tensor, apply, edge: float) -> Tensor:  # type: ignore[no-untyped-def]
+    """T_degree of the operator, scaled such that eigenvalues from 0 to `edge` stay between -1 and 1."""
+    scale = 2 / min(max(edge, 0.1), 1 - 1e-4)
+    last, now = c, scale * apply(c) - c
+    for _ in range(DEGREE - 1):
+        last, now = now, 2 * (scale * apply(now) - now) - last
+    return now
+
+
+def _rotated(c: Tensor, apply) -> Tensor:  # type: ignore[no-untyped-def]
+    return torch.linalg.qr(apply(c).flatten(1).T)[0].T.reshape(c.shape)
+
+
+def _ritz(c: Tensor, apply) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    """Orthonormal Ritz vectors and their values, the largest first."""
+    flat = torch.linalg.qr(c.flatten(1).T)[0].T
+    values, turn = torch.linalg.eigh(flat @ apply(flat.reshape(c.shape)).flatten(1).T)
+    return (turn.T.flip(0) @ flat).reshape(c.shape), values.flip(0)
+
+
+def _levels(c: Tensor, span: Tensor, together, window) -> Tensor:  # type: ignore[no-untyped-def]
+    """The share of the patches' energy that the map does not have, without the rounding of 1 - value."""
+    patches = c @ span
+    apart = patches - F.unfold(together(c), *window).transpose(1, 2)
+    return apart.square().sum((1, 2)) / patches.square().sum((1, 2))
+
+
+def separated(basis: Tensor, draws: Draws) -> Tensor:
+    """The maps of single examples in the span of all, (found, features), of unit length.
+
+    Sparse directions by reweighted least squares, as in `sparse-span`, that are nowhere negative. Fewer than the basis
+    has rows where some cannot be told apart.
+    """
+    examples = len(basis)
+    if examples == 1:
+        return basis * basis.sum().sign()
+    rows = basis.T  # (features, examples)
+    lengths = rows.norm(dim=1)
+    rows = rows[lengths > 1e-6 * lengths.max()]
+    picked = draws.uniform((len(rows),)).to(rows.device).argsort()[:FEATURES]
+    some = rows[picked] / rows[picked].square().mean().sqrt()
+    directions = _unit(some[: STARTS * examples])
+    for width in torch.logspace(0, -6, ITERATIONS, dtype=some.dtype).tolist():
+        weights = ((directions @ some.T).square() + width**2).rsqrt()  # (starts, features)
+        gram = torch.einsum("sf,fi,fj->sij", weights, some, some)
+        directions = _unit(torch.linalg.solve(gram, directions))
+    maps = directions @ basis
+    maps = _unit(maps * maps.sum(1, keepdim=True).sign())
+    negative = maps.clamp(max=0).square().sum(1)
+    zeros = (maps.abs() < 1e-4 * maps.abs().amax(1, keepdim=True)).double().mean(1)
+    chosen: list[Tensor] = []
+    for index in zeros.argsort(descending=True).tolist():
+        if float(negative[index]) > NEGATIVE or len(chosen) == examples:
+            continue
+        others = torch.linalg.qr(torch.stack(chosen).T)[0].T if chosen else maps[:0]
+        if float((maps[index] - (maps[index] @ others.T) @ others).norm()) > NEW:
+            chosen.append(maps[index])
+    return torch.stack(chosen) if chosen else maps[:0]
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-30)
