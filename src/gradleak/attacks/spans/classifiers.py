@@ -40,6 +40,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 HISTORY = 100  # pairs of L-BFGS
 START, POWER = 0.01, 1.0  # of `Spectral`: near grey, since what the layers do not see stays as it began
 COARSE = 5.0  # all stages but the last have so many times its total variation
+EXACT = 1e-6  # level of maps that are solved for to rounding
 DOUBTFUL = 4.0  # a place whose rows lie so many times as far outside as the median is drawn anew
 BLUR, LOW = 9, 0.25  # pixels of the mean that fills it, and the size of the smooth noise on top, in units of the range
 
@@ -90,8 +91,9 @@ class Span(ReadOff):
 
     by L-BFGS on weighted cosine coefficients: first the maps, then with them the spans of strided layers, then with
     less total variation. A search that is stuck is stuck somewhere: the places whose rows lie outside are blurred and
-    drawn anew, the rest stays, and the lower match is kept (`repairs`). Labels are read last: behind known images
-    dL/dW of the classifier is linear in its deltas.
+    drawn anew, the rest stays, and the lower match is kept (`repairs`). Outputs that are dead make the rank of a layer
+    less than its rows: the missing directions are then those in which the rows of the image found so far lie outside
+    (`completed`). Labels are read last: behind known images dL/dW of the classifier is linear in its deltas.
     Where spans do not find the image, as on an untrained network, whose maps are nearly collinear, the whole update is
     matched as well (`spectral`), and the lower match of the whole update wins.
 
@@ -223,10 +225,10 @@ class Span(ReadOff):
     ) -> Reconstruction:
         """The image of each single target, searched for, and repaired where it is stuck."""
         layers, flats = told
-        parts = 1 + self.repairs
+        full, parts = dict(enumerate(flats)), 1 + self.repairs
 
         def search(rows: Sequence[int], stages: tuple[Stage, ...], number: int, **begin: Any) -> Reconstruction:
-            waiting = iter([flats[row] for row in rows])
+            waiting = iter([full[row] for row in rows])
 
             def read(scene: TargetView) -> Batch:
                 fields = {f"span {name}": flat.to(scene.like)[None] for name, flat in next(waiting).items()}
@@ -245,10 +247,11 @@ class Span(ReadOff):
             draws = [Draws(randomness.lane_key(single[row].key, seed, number)) for row in rows]
             with engine.settings():
                 there = task.to(engine.where, engine.dtype)
+                scenes = {row: TargetView.of(there, single[row], Knowledge()) for row in rows}
+                found = {row: best.batch["x"][row] for row in rows}
+                full |= {row: completed(scenes[row], layers, flats[row], found[row]) for row in rows}
                 images = [
-                    repaired(
-                        TargetView.of(there, single[row], Knowledge()), layers, flats[row], best.batch["x"][row], own
-                    )
+                    repaired(scenes[row], layers, full[row], found[row], own)
                     for row, own in zip(rows, draws, strict=True)
                 ]
             result = search(rows, stages[1:], number, begin={"x": torch.stack(images)})
@@ -306,20 +309,26 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
         )
     with torch.no_grad():
         shapes = task.inputs_of([layer.name for layer in sent], scene.weights, task.blank(1), scene.buffers)
-    layers, flats, record, solutions = [], {}, [], dict[str, Maps]()
+    spans, record, solutions = dict[str, Tensor](), list[dict[str, Any]](), dict[str, Maps]()
     for layer in sent:
         module: Any = task.model.get_submodule(layer.name)
-        span = _span(update[f"{layer.name}.weight"], layer.rows, floor)
-        entry: dict[str, Any] = {"layer": layer.name, "rank": len(span), "rows": layer.rows}
+        spans[layer.name] = span = _span(update[f"{layer.name}.weight"], layer.rows, floor)
+        record.append({"layer": layer.name, "rank": len(span), "rows": layer.rows})
         if max(module.stride) == 1 and max(module.kernel_size) > 1:
             maps = solve_maps(module, span, tuple(shapes[layer.name].shape[1:]), examples, draws)
-            entry |= {"level": maps.level, "gap": float(maps.levels[examples])}
+            record[-1] |= {"level": maps.level, "gap": float(maps.levels[examples])}
             if maps.determined:
-                layer, span, solutions[layer.name] = replace(layer, whole=True), maps.basis, maps
-        missing = torch.zeros(layer.rows - len(span), span.shape[1]).to(span) if not layer.whole else span[:0]
-        layers.append(replace(layer, bias=False))
-        flats[layer.name] = torch.cat([torch.zeros_like(span[:1]), span, missing])
-        record.append(entry)
+                solutions[layer.name] = maps
+    # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
+    exact = {name: maps for name, maps in solutions.items() if maps.level < EXACT}
+    solutions = exact or solutions
+    layers = tuple(replace(layer, bias=False, whole=layer.name in solutions) for layer in sent)
+    flats = {
+        layer.name: _flat(solutions[layer.name].basis, examples)
+        if layer.whole
+        else _flat(spans[layer.name], layer.rows)
+        for layer in layers
+    }
     own, anchor = torch.zeros(0), ""
     for name, maps in solutions.items():
         apart = separated(maps.basis, draws.child(1))
@@ -327,7 +336,13 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
             own, anchor = apart, name
         if len(own) == examples:
             break
-    return Told(tuple(layers), flats, own, anchor, record)
+    return Told(layers, flats, own, anchor, record)
+
+
+def _flat(directions: Tensor, rows: int) -> Tensor:
+    """As `Outside` takes them: the point zero, and directions, filled up with zeros to the number of rows."""
+    missing = directions.new_zeros(1 + rows - len(directions), directions.shape[1])
+    return torch.cat([missing[:1], directions, missing[1:]])
 
 
 def repaired(scene: TargetView, layers: tuple[Layer, ...], flats: dict[str, Tensor], x: Tensor, draws: Draws) -> Tensor:
@@ -346,6 +361,25 @@ def repaired(scene: TargetView, layers: tuple[Layer, ...], flats: dict[str, Tens
         blurred = F.avg_pool2d(F.pad(x, [side // 2] * 4, mode="reflect"), side, 1)
         noise = Spectral(power=2.0).image(draws.normal(tuple(x.shape), dtype=low.dtype).to(x.device))
         return x * (1 - soft) + soft * (blurred + LOW * (high - low) * noise)
+
+
+def completed(scene: TargetView, layers: tuple[Layer, ...], flats: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+    """The flats, with the directions that the rank of the gradient misses: those of the rows of x that lie outside."""
+    like = scene.like
+    batch = {**scene.task.blank(1), "x": x.to(like)}
+    with torch.no_grad():
+        caught = scene.task.inputs_of([layer.name for layer in layers], scene.weights, batch, scene.buffers)
+    full = dict(flats)
+    for layer in layers:
+        known = flats[layer.name][1:]
+        missing = 0 if layer.whole else int((~known.any(1)).sum())
+        if missing:
+            rows = layer.rows_of(scene.task.model.get_submodule(layer.name), caught[layer.name]).to(known)
+            outside = rows - (rows @ known.T) @ known
+            directions = torch.linalg.svd(outside, full_matrices=False)[2][:missing]
+            blank = flats[layer.name][:1]
+            full[layer.name] = torch.cat([blank, known[: len(known) - missing], directions])
+    return full
 
 
 def _places(layer: Layer, outside: Tensor, scene: TargetView) -> Tensor:
