@@ -1,8 +1,8 @@
 """Attacks on the span of a layer's inputs, which its gradient gives (`parts.row_space`): one module a kind of model.
 
-`classifiers` attacks convolutional networks with the closed form of `maps`, `denoisers` diffusion models, `sparse` fully
-connected layers before a ReLU, `transformers` vision transformers: `patches` finds their first layers, `completion`
-fills in what their equations leave open.
+`classifiers` attacks convolutional networks with the closed form of `maps`, `denoisers` diffusion models, `sparse`
+fully connected layers before a ReLU, `transformers` vision transformers: `patches` finds their first layers,
+`completion` fills in what their equations leave open.
 """
 
 from gradleak.attacks.spans.classifiers import Span
