@@ -100,6 +100,16 @@ def perceptron(
     return gl.Task.supervised(model, cross_entropy, like=like, **settings)
 
 
+def convolved(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> gl.Task:
+    """Two convolutions with few places and many outputs, for `span`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, CLASSES)).to(dtype)
+    like = (torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(model, cross_entropy, like=like)
+
+
 def private(examples: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
     """Images in (0, 1) and labels that belong to nobody."""
     source = draws.Draws(draws.key("private", seed))

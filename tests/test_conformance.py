@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import gradleak as gl
-from conftest import CLASSES, SHAPE, network, perceptron, private, short, tiny
+from conftest import CLASSES, SHAPE, convolved, network, perceptron, private, short, tiny
 from gradleak.attack import lowest_match
 from gradleak.audit.execution import Runner
 from gradleak.audit.private import PrivateSide
@@ -283,7 +283,9 @@ class World:
 
 
 def classifier_for(name: str, dtype: torch.dtype = torch.float64) -> gl.Task:
-    """The perceptron that this attack applies to."""
+    """The perceptron that this attack applies to; for `span` convolutions."""
+    if name == "span":
+        return convolved(dtype=dtype)
     return perceptron(dtype=dtype, activation=nn.ReLU if name == "sparse-span" else nn.Sigmoid)
 
 
@@ -372,7 +374,7 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-GRADIENTS = dict.fromkeys(("sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam makes of a gradient
+GRADIENTS = dict.fromkeys(("span", "sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam sends
 CASES = [
     (name, recipe)
     for name in NAMES
@@ -681,7 +683,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 # A linear layer must see the input; and a population in a vmap of its own is refused by BatchNorm in training mode.
-WITHOUT_NORM = (*DENOISING, *OTHER_DATA, "analytic", "sparse-span", "ggl")
+WITHOUT_NORM = (*DENOISING, *OTHER_DATA, "analytic", "span", "sparse-span", "ggl")
 CHANGED = [(name, norm) for name in NAMES for norm in ([None] if name in WITHOUT_NORM else [None, "train"])]
 
 

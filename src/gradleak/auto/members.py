@@ -87,6 +87,12 @@ MEMBERS: tuple[Member, ...] = (
         forms=(),
     ),
     Member("vit", lambda case: case.patched and case.gradients and not case.signs, _any(), forms=()),
+    Member(
+        "span",
+        lambda case: case.mapped and not case.signs,
+        _of({"steps": 150, "repairs": 0, "fine_steps": 0}, {"repairs": 1, "fine_steps": 0}, {}),
+        forms=(),
+    ),
     # Rows of a table.
     Member(
         "tableak",

@@ -12,7 +12,8 @@ from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
-from gradleak.attacks.spans import SparseSpan, ViT
+from gradleak.attacks.spans import Span, SparseSpan, ViT
+from gradleak.attacks.spans.classifiers import tells
 from gradleak.attacks.spans.sparse.layers import sparse_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
@@ -93,6 +94,13 @@ class Case:
     def patched(self) -> bool:
         """Does a vision transformer cut each target's one image into patches that its gradient tells?"""
         return self.numeric and self.examples == 1 and not ViT().refuses(self.task, self.knows.given)
+
+    @cached_property
+    def mapped(self) -> bool:
+        """Does the gradient of a convolution tell the maps of images, for as many as the largest target holds?"""
+        if not (self.numeric and self.gradients) or Span().refuses(self.task, self.knows.given):
+            return False
+        return tells(self.task, self.examples)
 
     @property
     def gradients(self) -> bool:

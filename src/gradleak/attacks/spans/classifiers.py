@@ -296,6 +296,11 @@ def _layers(
     return tuple(layer for layer in layers if isinstance(task.model.get_submodule(layer.name), nn.Conv2d))
 
 
+def tells(task: Task, examples: int) -> bool:
+    """Does a convolution give the span of its patches for so many examples in an update?"""
+    return bool(_layers(task, examples))
+
+
 def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
     """What the layers of one target tell: maps where they are determined, else the span of the patches."""
     task, examples = scene.task, scene.num_examples

@@ -10,6 +10,7 @@ and a mixture is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each ex
 FEATURES = 4096  # entries of a map that this search looks at
 SAME, NEW = 0.999, 0.05  # cosine of equal maps; share of a map outside of those before it
 NEGATIVE = 1e-2  # energy of a map below zero, where ReLU came before
+
+Operator = Callable[[Tensor], Tensor]
+Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # kernel, dilation, padding, stride
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +61,8 @@ def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples:
     mean where they overlap, and reads the coordinates of the new patches: its eigenvalue is 1 where they fit, and below
     1 elsewhere. Subspace iteration with a Chebyshev filter finds the largest.
     """
-    window = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    assert not isinstance(layer.padding, str)  # `plain` layers only
+    window: Window = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     ones = F.unfold(torch.ones(1, *shape, dtype=span.dtype, device=span.device), *window)
     count, places = F.fold(ones, shape[1:], *window), ones.shape[-1]
 
@@ -80,7 +85,7 @@ def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples:
     return Maps(torch.linalg.qr(maps.T)[0].T.contiguous(), levels.cpu())
 
 
-def _filtered(c: Tensor, apply, edge: float) -> Tensor:  # type: ignore[no-untyped-def]
+def _filtered(c: Tensor, apply: Operator, edge: float) -> Tensor:
     """T_degree of the operator, scaled such that eigenvalues from 0 to `edge` stay between -1 and 1."""
     scale = 2 / min(max(edge, 0.1), 1 - 1e-4)
     last, now = c, scale * apply(c) - c
@@ -89,18 +94,18 @@ def _filtered(c: Tensor, apply, edge: float) -> Tensor:  # type: ignore[no-untyp
     return now
 
 
-def _rotated(c: Tensor, apply) -> Tensor:  # type: ignore[no-untyped-def]
+def _rotated(c: Tensor, apply: Operator) -> Tensor:
     return torch.linalg.qr(apply(c).flatten(1).T)[0].T.reshape(c.shape)
 
 
-def _ritz(c: Tensor, apply) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+def _ritz(c: Tensor, apply: Operator) -> tuple[Tensor, Tensor]:
     """Orthonormal Ritz vectors and their values, the largest first."""
     flat = torch.linalg.qr(c.flatten(1).T)[0].T
     values, turn = torch.linalg.eigh(flat @ apply(flat.reshape(c.shape)).flatten(1).T)
     return (turn.T.flip(0) @ flat).reshape(c.shape), values.flip(0)
 
 
-def _levels(c: Tensor, span: Tensor, together, window) -> Tensor:  # type: ignore[no-untyped-def]
+def _levels(c: Tensor, span: Tensor, together: Operator, window: Window) -> Tensor:
     """The share of the patches' energy that the map does not have, without the rounding of 1 - value."""
     patches = c @ span
     apart = patches - F.unfold(together(c), *window).transpose(1, 2)
