@@ -2,8 +2,8 @@
 
     python papers/spans/images.py --only 'resnet18 B=1' --count 20 [--first 0] [--threads 1] [--attack span]
 
-Victims: `runs/victims` (papers/spans/victims.py) and the public ResNet-20 (weights through GRADLEAK_DATA/../weights). The
-settings of `span` were chosen on rows 1000 to 1999 of the data pack's test split; images here are rows below 1000.
+Victims: `runs/victims` (papers/spans/victims.py) and the public ResNet-20 (weights beside the folder GRADLEAK_DATA).
+Settings of `span` were chosen on rows 1000 to 1999 of the data pack's test split; images here are rows below 1000.
 `--table` prints the table of README.md from the stored lines.
 """
 
@@ -160,8 +160,8 @@ def table(path: Path) -> str:
         right = f"{sum(line['labels right'] for line in found)} of {len(found)}"
         seconds = sum(line["seconds"] for line in found) / len(scores)
         lines.append(
-            f"| {row} | {attack} | {len(scores)} | {median(scores):.1f} | {low:.1f}, {high:.1f} | {share(30)} | {share(25)} "
-            f"| {right} | {seconds:.0f} |"
+            f"| {row} | {attack} | {len(scores)} | {median(scores):.1f} | {low:.1f}, {high:.1f} | {share(30)} "
+            f"| {share(25)} | {right} | {seconds:.0f} |"
         )
     return "\n".join(lines)
 
