@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, mse_loss
 
 import gradleak as gl
-from conftest import normal, scene_of, uniform
+from conftest import normal, private, scene_of, tiny, uniform
 from gradleak.attacks.spans import maps
-from gradleak.attacks.spans.classifiers import Span, _layers, _span, labelled, repaired, told_by
+from gradleak.attacks.spans.classifiers import Span, _layers, _span, labelled, repaired, tells, told_by
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
+from gradleak.auto.members import MEMBERS, PRESETS
+from gradleak.auto.traits import Case
 from gradleak.core.random import Draws, key
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.scenario.fields import UnsupportedTask
@@ -263,6 +265,24 @@ def test_a_repair_leaves_places_without_doubt_as_they_are() -> None:
     torch.testing.assert_close(mended[..., -1, -1], broken[..., -1, -1])
     even = (1 + 0.05 * normal(1, 3, 8, 8)) * x  # as wrong everywhere: no place stands out
     assert float((repaired(scene, result.layers, flats, even, Draws(key("repair"))) - even).abs().mean()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("task", "batch", "runs"),
+    [
+        (net(), pictures(1), True),
+        (net(), pictures(4), True),
+        (net(), pictures(5), False),  # more places than outputs
+        (tiny(), private(1), False),  # its only convolution sees the image: its scale is not told
+    ],
+)
+def test_auto_runs_it_where_a_convolution_tells(task: Task, batch: Batch, runs: bool) -> None:
+    assert tells(task, len(batch["x"])) == runs
+    (member,) = [each for each in MEMBERS if each.name == "span"]
+    case = Case(task, (gl.Track((seen(task, batch),)),), KNOWS, gl.Engine("cpu"))
+    assert all(member.fits(case, preset) == runs for preset in PRESETS)
+    adam = replace(case, knows=gl.Knowledge(training=replace(GRADIENT, optimiser=Adam())))
+    assert not member.fits(adam, "quick")
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

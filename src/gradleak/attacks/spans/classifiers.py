@@ -297,8 +297,13 @@ def _layers(
 
 
 def tells(task: Task, examples: int) -> bool:
-    """Does a convolution give the span of its patches for so many examples in an update?"""
-    return bool(_layers(task, examples))
+    """Does a convolution behind others give the span of its patches for so many examples in an update?
+
+    One that sees the image itself gives it up to its scale only.
+    """
+    channels = task.fields["x"].shape[0]
+    modules: list[Any] = [task.model.get_submodule(layer.name) for layer in _layers(task, examples)]
+    return any(module.in_channels != channels for module in modules)
 
 
 def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
