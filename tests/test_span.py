@@ -273,7 +273,7 @@ def test_a_repair_leaves_places_without_doubt_as_they_are() -> None:
         (net(), pictures(1), True),
         (net(), pictures(4), True),
         (net(), pictures(5), False),  # more places than outputs
-        (tiny(), private(1), False),  # its only convolution sees the image: its scale is not told
+        (tiny(), private(1), False),  # its only convolution sees the image itself: the scale stays open
     ],
 )
 def test_auto_runs_it_where_a_convolution_tells(task: Task, batch: Batch, runs: bool) -> None:

@@ -299,7 +299,7 @@ def _layers(
 def tells(task: Task, examples: int) -> bool:
     """Does a convolution behind others give the span of its patches for so many examples in an update?
 
-    One that sees the image itself gives it up to its scale only.
+    One that sees the image itself leaves at least its scale open, and total variation shrinks it to zero.
     """
     channels = task.fields["x"].shape[0]
     modules: list[Any] = [task.model.get_submodule(layer.name) for layer in _layers(task, examples)]
