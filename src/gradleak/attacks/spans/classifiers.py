@@ -40,6 +40,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 HISTORY = 100  # pairs of L-BFGS
 START, POWER = 0.01, 1.0  # of `Spectral`: near grey, since what the layers do not see stays as it began
 COARSE = 5.0  # all stages but the last have so many times its total variation
+FEW = 0.25  # of the rows of an example: more missing directions are those of other examples, with a small loss
 EXACT = 1e-6  # level of maps that are solved for to rounding
 DOUBTFUL = 4.0  # a place whose rows lie so many times as far outside as the median is drawn anew
 BLUR, LOW = 9, 0.25  # pixels of the mean that fills it, and the size of the smooth noise on top, in units of the range
@@ -97,9 +98,10 @@ class Span(ReadOff):
     Where spans do not find the image, as on an untrained network, whose maps are nearly collinear, the whole update is
     matched as well (`spectral`), and the lower match of the whole update wins.
 
-    `settings` of the result hold, per target, "told" (for each layer: rank, rows, "level", the share of the patches
-    that does not fit together, and "gap", that of the next solution), "apart", the number of examples that were told
-    apart, and for each example "outside", the share of its rows outside of the spans: 0 at the truth, to rounding.
+    `settings` of the result hold, per target: "told", for each layer its rank and rows, "level", the share of patches
+    that does not fit together, and "gap", that of the next solution; "apart", the number of examples that were told
+    apart (the others have too small a loss, and are blank); and "outside", for each of them, the share of its rows
+    outside of the spans: 0 at the truth, to rounding.
 
     steps        evaluations of the first search, in all three stages; a repair has half as many
     repairs      at most, for images with more than `solved` outside
@@ -164,6 +166,7 @@ class Span(ReadOff):
             low, high = scene.limits["x"]
             x = next(waiting).to(low).clamp(low, high)
             y, order = labelled(scene, x, Labels(label_rule(self.labels)))
+            x = torch.cat([x, scene.task.blank(scene.num_examples)["x"].to(x)[len(x) :]])
             return {"x": x[order.to(x.device)], **y}
 
         still = Stage(Pixels(as_given), Replay(), Cosine(), (), Still())
@@ -196,7 +199,7 @@ class Span(ReadOff):
     def _images(
         self, task: Task, targets: Sequence[Track], told: Sequence[Told], how: tuple[int, Engine, Share | None]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The images of each target, (B, ...), and how far each is outside of the spans, (B,)."""
+        """The images of each target that were told apart, and how far each is outside of the spans."""
         seed, engine, progress = how
         images: list[Tensor] = [torch.empty(0)] * len(targets)
         outside: list[Tensor] = [torch.empty(0)] * len(targets)
@@ -204,8 +207,9 @@ class Span(ReadOff):
         for row, each in enumerate(told):
             groups.setdefault(each.layers, []).append(row)
         for done, (layers, rows) in enumerate(groups.items()):
-            lanes = [(row, example) for row in rows for example in range(targets[row].num_examples)]
-            single = [example for row in rows for example in targets[row].one_by_one()]
+            counts = {row: len(told[row].own) or targets[row].num_examples for row in rows}
+            lanes = [(row, example) for row in rows for example in range(counts[row])]
+            single = [example for row in rows for example in targets[row].one_by_one()[: counts[row]]]
             flats = [told[row].of_example(example) for row, example in lanes]
             result = self._one_by_one(task, single, (layers, flats), seed, engine, part(progress, done, len(groups)))
             apart = matches(result)
@@ -326,7 +330,7 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
         record.append({"layer": layer.name, "rank": len(span), "rows": layer.rows})
         if max(module.stride) == 1 and max(module.kernel_size) > 1:
             maps = solve_maps(module, span, tuple(shapes[layer.name].shape[1:]), examples, draws)
-            record[-1] |= {"level": maps.level, "gap": float(maps.levels[examples])}
+            record[-1] |= {"level": maps.level, "gap": maps.gap}
             if maps.determined:
                 solutions[layer.name] = maps
     # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
@@ -383,8 +387,8 @@ def completed(scene: TargetView, layers: tuple[Layer, ...], flats: dict[str, Ten
     for layer in layers:
         known = flats[layer.name][1:]
         missing = 0 if layer.whole else int((~known.any(1)).sum())
-        if missing:
-            rows = layer.rows_of(scene.task.model.get_submodule(layer.name), caught[layer.name]).to(known)
+        rows = layer.rows_of(scene.task.model.get_submodule(layer.name), caught[layer.name]).to(known)
+        if 0 < missing <= FEW * len(rows):  # more would hold the rows of any image
             outside = rows - (rows @ known.T) @ known
             directions = torch.linalg.svd(outside, full_matrices=False)[2][:missing]
             blank = flats[layer.name][:1]
@@ -413,22 +417,30 @@ def _span(weight: Tensor, rows: int, floor: float) -> Tensor:
 
 
 def labelled(scene: TargetView, x: Tensor, rule: Labels) -> tuple[Batch, Tensor]:
-    """Labels of these images, and the order in which they belong to given ones.
+    """Labels of all examples, these images first, and the order in which images belong to given labels.
 
     dL/dW of the classifier is sum_b delta_b h_b^T with known h_b: least squares gives the delta_b, and only the entry
     of the label is negative.
     """
+    count = scene.num_examples
     if not scene.task.class_index:
-        return {}, torch.arange(len(x))
+        return {}, torch.arange(count)
     with torch.no_grad():
         module = scene.task.classifier.module
         caught = scene.task.inputs_of([module], scene.weights, {**scene.task.blank(len(x)), "x": x}, scene.buffers)
     observed = last_layer(scene).rows  # (classes, features)
-    deltas = observed @ torch.linalg.pinv(caught[module].detach().cpu().double())  # (classes, examples)
+    deltas = observed @ torch.linalg.pinv(caught[module].detach().cpu().double())  # (classes, images)
     deltas = deltas / deltas.norm(dim=0).clamp_min(1e-30)
     if "y" in scene.fields:
         y = scene.fields["y"]
         wanted = y.cpu().double() if y.is_floating_point() else one_hot(y.cpu(), len(deltas), deltas.dtype)
-        return {"y": y}, assignment.match(wanted @ deltas)  # (labels, examples)
-    labels = deltas.argmin(0)
-    return {"y": labels.to(scene.like.device)}, torch.arange(len(x))
+        blank = deltas.new_zeros(len(deltas), count - len(x))
+        return {"y": y}, assignment.match(wanted @ torch.cat([deltas, blank], 1))  # (labels, examples)
+    labels = deltas.argmin(0).tolist()
+    if len(labels) < count:  # those of blank images: what the rule reads and no other image has
+        left = rule(scene)["y"].tolist()
+        for label in labels:
+            if label in left:
+                left.remove(label)
+        labels += left[: count - len(labels)]
+    return {"y": torch.tensor(labels, device=scene.like.device)}, torch.arange(count)

@@ -22,6 +22,7 @@ from gradleak.core.random import Draws
 SPARE = 4  # vectors beyond the wanted ones: they show the gap, and speed the iteration up
 DEGREE, ROUNDS = 16, 12  # of the Chebyshev filter; of the subspace iteration at most
 SETTLED = 1e-3  # change of a level, relative, at which the iteration stops
+ROUNDING = 1e-12  # levels below it are equal
 GAP = 5.0  # the next solution is at least so many times as far outside
 STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
 FEATURES = 4096  # entries of a map that this search looks at
@@ -36,8 +37,8 @@ Window = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...
 class Maps:
     """The maps that have all patches in the span.
 
-    basis    (B, features), orthonormal
-    levels   (B + SPARE,) share of the patches' energy that does not fit together, ascending: the first B are rounding
+    basis    (K, features), orthonormal: K examples of the B, those whose loss is above the rounding of the gradient
+    levels   (B + SPARE,) share of the patches' energy that does not fit together, ascending: the first K are rounding
     """
 
     basis: Tensor
@@ -45,13 +46,18 @@ class Maps:
 
     @property
     def level(self) -> float:
-        """Of the worst of the B solutions."""
+        """Of the worst of the K solutions."""
         return float(self.levels[len(self.basis) - 1])
+
+    @property
+    def gap(self) -> float:
+        """The level of the next one, which is no solution."""
+        return float(self.levels[len(self.basis)])
 
     @property
     def determined(self) -> bool:
         """Is the next one clearly no solution?"""
-        return float(self.levels[len(self.basis)]) > GAP * self.level
+        return self.gap > GAP * self.level
 
 
 def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws) -> Maps:
@@ -81,7 +87,9 @@ def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples:
         before, levels = levels, _levels(c, span, together, window)
         if float((levels[:examples] - before[:examples]).abs().max()) <= SETTLED * float(levels[examples]):
             break
-    maps = together(c[:examples]).flatten(1)
+    sizes = levels.clamp_min(ROUNDING)
+    solutions = 1 + int((sizes[1 : examples + 1] / sizes[:examples]).argmax())  # the largest gap
+    maps = together(c[:solutions]).flatten(1)
     return Maps(torch.linalg.qr(maps.T)[0].T.contiguous(), levels.cpu())
 
 
@@ -134,9 +142,8 @@ def separated(basis: Tensor, draws: Draws) -> Tensor:
     maps = directions @ basis
     maps = _unit(maps * maps.sum(1, keepdim=True).sign())
     negative = maps.clamp(max=0).square().sum(1)
-    zeros = (maps.abs() < 1e-4 * maps.abs().amax(1, keepdim=True)).double().mean(1)
     chosen: list[Tensor] = []
-    for index in zeros.argsort(descending=True).tolist():
+    for index in negative.argsort().tolist():  # the map of an example is nowhere below zero, to rounding
         if float(negative[index]) > NEGATIVE or len(chosen) == examples:
             continue
         others = torch.linalg.qr(torch.stack(chosen).T)[0].T if chosen else maps[:0]
