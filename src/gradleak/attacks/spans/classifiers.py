@@ -333,16 +333,6 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
             record[-1] |= {"level": maps.level, "gap": maps.gap}
             if maps.determined:
                 solutions[layer.name] = maps
-    # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
-    exact = {name: maps for name, maps in solutions.items() if maps.level < EXACT}
-    solutions = exact or solutions
-    layers = tuple(replace(layer, bias=False, whole=layer.name in solutions) for layer in sent)
-    flats = {
-        layer.name: _flat(solutions[layer.name].basis, examples)
-        if layer.whole
-        else _flat(spans[layer.name], layer.rows)
-        for layer in layers
-    }
     own, anchor = torch.zeros(0), ""
     for name, maps in solutions.items():
         apart = separated(maps.basis, draws.child(1))
@@ -350,7 +340,19 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
             own, anchor = apart, name
         if len(own) == examples:
             break
+    # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
+    exact = {name for name, maps in solutions.items() if maps.level < EXACT}
+    whole = exact | {anchor} if exact else solutions.keys()
+    layers = tuple(replace(layer, bias=False, whole=layer.name in whole) for layer in sent)
+    flats = {
+        layer.name: _flat(solutions[layer.name].basis if layer.whole else spans[layer.name], _rows(layer, examples))
+        for layer in layers
+    }
     return Told(layers, flats, own, anchor, record)
+
+
+def _rows(layer: Layer, examples: int) -> int:
+    return examples if layer.whole else layer.rows
 
 
 def _flat(directions: Tensor, rows: int) -> Tensor:

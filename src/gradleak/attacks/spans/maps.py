@@ -23,6 +23,7 @@ SPARE = 4  # vectors beyond the wanted ones: they show the gap, and speed the it
 DEGREE, ROUNDS = 16, 12  # of the Chebyshev filter; of the subspace iteration at most
 SETTLED = 1e-3  # change of a level, relative, at which the iteration stops
 ROUNDING = 1e-12  # levels below it are equal
+CLEAR = 20.0  # a level so many times as large as the one before may be the first that is no solution
 GAP = 5.0  # the next solution is at least so many times as far outside
 STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
 FEATURES = 4096  # entries of a map that this search looks at
@@ -88,7 +89,10 @@ def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples:
         if float((levels[:examples] - before[:examples]).abs().max()) <= SETTLED * float(levels[examples]):
             break
     sizes = levels.clamp_min(ROUNDING)
-    solutions = 1 + int((sizes[1 : examples + 1] / sizes[:examples]).argmax())  # the largest gap
+    gaps = (sizes[1 : examples + 1] / sizes[:examples] > CLEAR).nonzero()[:, 0]
+    solutions = (
+        1 + int(gaps[-1]) if len(gaps) else examples
+    )  # examples of a smaller loss come later, with more rounding
     maps = together(c[:solutions]).flatten(1)
     return Maps(torch.linalg.qr(maps.T)[0].T.contiguous(), levels.cpu())
 
