@@ -175,7 +175,7 @@ def test_transformers_own_vit_and_its_names() -> None:
         gl.LocalTraining(lr=0.1, steps=3, optimiser=SGD(momentum=0.9)),
         gl.LocalTraining(lr=0.1, optimiser=SGD(weight_decay=0.1)),
     ],
-    ids=repr,
+    ids=["steps", "momentum", "decay"],
 )
 def test_sums_of_gradients_tell_the_same(training: gl.LocalTraining) -> None:
     """The equations are linear in the derivatives: many steps of any size are as good as one."""
