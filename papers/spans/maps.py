@@ -49,10 +49,11 @@ def measure(model: torch.nn.Module, examples: int, batches: int) -> dict[str, An
         seconds.append(time.perf_counter() - began)
         with torch.no_grad():
             losses += F.cross_entropy(model(client["x"]), client["y"], reduction="none").tolist()
-            true = task.inputs_of([told.anchor], task.weights(), client)[told.anchor].flatten(1).double()
-        layers.add(told.anchor)
+            place = told.anchor or told.layers[0].name
+            true = task.inputs_of([place], task.weights(), client)[place].flatten(1).double()
+        layers.add(place)
         true = true / true.norm(dim=1, keepdim=True)
-        cosines += (true @ told.own.T).max(1).values.tolist()
+        cosines += (true @ told.own.T).max(1).values.tolist() if len(told.own) else [0.0] * examples
     found = [cosine >= FOUND for cosine in cosines]
     told_apart = [one for one, loss in zip(found, losses) if loss > 0.05]
     return {
