@@ -27,6 +27,8 @@ from test_steps import TRAINING as DIFFUSION
 from test_steps import drawn, toy
 from test_tableak import rows as table_rows
 from test_tableak import task as tabular
+from test_vit import made as transformer
+from test_vit import picture, task_of
 
 NAMES = gl.attacks.names()
 FEW: dict[str, int] = {"steps": 5, "weight_steps": 4, "fine_steps": 4, "sampler_steps": 2, "features": 2}
@@ -70,8 +72,15 @@ def of_texts() -> World:
     return task, seen, Knowledge(training=TRAINING)
 
 
+def of_patches() -> World:
+    task = task_of(transformer(), picture())
+    batches = [{"x": picture(seed), "y": torch.tensor([seed])} for seed in range(2)]
+    seen = [gl.observe(task, batch, TRAINING, key=f"t{place}") for place, batch in enumerate(batches)]
+    return task, seen, Knowledge(training=TRAINING)
+
+
 WORLDS = (classifier, lambda: classifier(nn.ReLU), with_generator, lambda: denoiser(toy()), lambda: denoiser(net()))
-WORLDS += (of_rows, of_texts)
+WORLDS += (of_rows, of_texts, of_patches)
 
 
 def case(name: str) -> World:
