@@ -101,9 +101,10 @@ class Span(ReadOff):
     `settings` of the result hold, per target: "told", for each layer its rank and rows, "level", the share of patches
     that does not fit together, and "gap", that of the next solution; "apart", the number of examples that were told
     apart (the others have too small a loss, and are blank); and "outside", for each of them, the share of its rows
-    outside of the spans: 0 at the truth, to rounding.
+    outside of the spans: 0 at the truth, to rounding. "matched": gradient matching won, and "outside" is of images that
+    were not returned.
 
-    steps        evaluations of the first search, in all three stages; a repair has half as many
+    steps        evaluations of the first search, in all three stages; a repair has two thirds of them
     repairs      at most, for images with more than `solved` outside
     fine_steps   evaluations of gradient matching, where spans leave more than `solved` outside; 0: none
     layers       how many of the layers that tell are used, from the first on: deeper ones add kinks, and little else
@@ -140,7 +141,10 @@ class Span(ReadOff):
         if "y" in task.fields and not task.class_index and "y" not in given:
             return "it reads the label of a class, and y is none; give it"
         if any(isinstance(module, NORMS) and module.training for module in task.model.modules()):
-            return "BatchNorm in training mode mixes the examples, and it searches for each alone; use model.eval()"
+            return (
+                "BatchNorm in training mode mixes the examples, and it searches for each alone; use 'ig' or 'gi' or, "
+                "only if the clients train in evaluation mode, use model.eval()"
+            )
         return "" if _layers(task, 1) else "no convolution of it has as few places as outputs, even for one image"
 
     def run(
@@ -170,7 +174,7 @@ class Span(ReadOff):
             return {"x": x[order.to(x.device)], **y}
 
         still = Stage(Pixels(as_given), Replay(), Cosine(), (), Still())
-        result = Composed(self.name, (still,), ReadBy(read)).run(task, targets, knows, seed, engine=engine)
+        result = spans = Composed(self.name, (still,), ReadBy(read)).run(task, targets, knows, seed, engine=engine)
         rows = [row for row, each in enumerate(outside) if float(each.max()) > self.solved]
         if rows and self.fine_steps:
             result = self._matched(task, targets, knows, result, rows, seed, engine)
@@ -181,6 +185,7 @@ class Span(ReadOff):
             "told": [each.record for each in told],
             "apart": [len(each.own) for each in told],
             "outside": [each.tolist() for each in outside],
+            "matched": (matches(result) < matches(spans)).tolist(),
         }
         return replace(result, settings={**result.settings, **settings})
 
