@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, scenes_of, supported
 from gradleak.attack.cascade import given_of, matches, part, taken
+from gradleak.attacks.spans.anchor import anchored
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
+from gradleak.attacks.spans.peeling import Known, Network
 from gradleak.attacks.spectral import Spectral
 from gradleak.core import assignment
 from gradleak.core import random as randomness
@@ -52,23 +54,30 @@ class Told:
 
     layers   those that tell, in the order of the forward pass
     flats    by layer, as `Outside` takes them: a point and directions
-    own      (found, features): the maps of single examples at the layer `anchor`
+    own      by layer, (found, features): the maps of single examples, of unit length
+    found    examples that were told apart
     record   for each layer its rank, rows, level and gap
+    peeled   for each layer whose maps followed from a deeper one, the share of its gradient that they do not explain
     """
 
     layers: tuple[Layer, ...]
     flats: dict[str, Tensor]
-    own: Tensor
-    anchor: str
+    own: dict[str, Tensor]
     record: list[dict[str, Any]] = field(default_factory=list)
+    peeled: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def found(self) -> int:
+        return max((len(maps) for maps in self.own.values()), default=0)
 
     def of_example(self, example: int) -> dict[str, Tensor]:
-        """The flats as the search for one example takes them: of the anchor its own map, where it was told apart."""
-        if example >= len(self.own):
-            return self.flats
-        flat = torch.zeros_like(self.flats[self.anchor])
-        flat[1] = self.own[example]
-        return {**self.flats, self.anchor: flat}
+        """The flats as the search for one example takes them: its own map, where it was told apart."""
+        flats = dict(self.flats)
+        for name, maps in self.own.items():
+            if example < len(maps):
+                flats[name] = torch.zeros_like(flats[name])
+                flats[name][1] = maps[example]
+        return flats
 
 
 @dataclass(frozen=True)
@@ -183,7 +192,8 @@ class Span(ReadOff):
         settings = {
             "attack": repr(self),
             "told": [each.record for each in told],
-            "apart": [len(each.own) for each in told],
+            "apart": [each.found for each in told],
+            "peeled": [each.peeled for each in told],
             "outside": [each.tolist() for each in outside],
             "matched": (matches(result) < matches(spans)).tolist(),
         }
@@ -212,7 +222,7 @@ class Span(ReadOff):
         for row, each in enumerate(told):
             groups.setdefault(each.layers, []).append(row)
         for done, (layers, rows) in enumerate(groups.items()):
-            counts = {row: len(told[row].own) or targets[row].num_examples for row in rows}
+            counts = {row: told[row].found or targets[row].num_examples for row in rows}
             lanes = [(row, example) for row in rows for example in range(counts[row])]
             single = [example for row in rows for example in targets[row].one_by_one()[: counts[row]]]
             flats = [told[row].of_example(example) for row, example in lanes]
@@ -320,22 +330,26 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
     task, examples = scene.task, scene.num_examples
     candidates = _layers(task, examples, scene.weights, scene.buffers)
     update = assumed_in(scene).visible(gradient(scene), scene)
-    sent = [layer for layer in candidates if bool(update[f"{layer.name}.weight"].any())][:most]
-    if not sent:
+    telling = [layer for layer in candidates if bool(update[f"{layer.name}.weight"].any())]
+    if not telling:
         raise TaskError(
             f"No layer of this network tells its inputs for {examples} examples in an update: all have more places "
             "than outputs, or their gradient was not sent. `gradleak check` lists up to how many each tells. Use 'ig'."
         )
+    spans = {layer.name: _span(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
+    record = [{"layer": layer.name, "rank": len(spans[layer.name]), "rows": layer.rows} for layer in telling]
+    if (known := _peeled(scene, update, telling, spans, draws))[1:]:
+        return _of_maps(known[-most:], record)
+    sent, record = telling[:most], record[:most]
     with torch.no_grad():
         shapes = task.inputs_of([layer.name for layer in sent], scene.weights, task.blank(1), scene.buffers)
-    spans, record, solutions = dict[str, Tensor](), list[dict[str, Any]](), dict[str, Maps]()
-    for layer in sent:
+    solutions = dict[str, Maps]()
+    for layer, line in zip(sent, record, strict=True):
         module: Any = task.model.get_submodule(layer.name)
-        spans[layer.name] = span = _span(update[f"{layer.name}.weight"], layer.rows, floor)
-        record.append({"layer": layer.name, "rank": len(span), "rows": layer.rows})
+        span = spans[layer.name]
         if max(module.stride) == 1 and max(module.kernel_size) > 1:
             maps = solve_maps(module, span, tuple(shapes[layer.name].shape[1:]), examples, draws)
-            record[-1] |= {"level": maps.level, "gap": maps.gap}
+            line |= {"level": maps.level, "gap": maps.gap}
             if maps.determined:
                 solutions[layer.name] = maps
     own, anchor = torch.zeros(0), ""
@@ -353,7 +367,29 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
         layer.name: _flat(solutions[layer.name].basis if layer.whole else spans[layer.name], _rows(layer, examples))
         for layer in layers
     }
-    return Told(layers, flats, own, anchor, record)
+    return Told(layers, flats, {anchor: own} if anchor else {}, record)
+
+
+def _peeled(
+    scene: TargetView, update: Params, telling: list[Layer], spans: dict[str, Tensor], draws: Draws
+) -> list[Known]:
+    """Maps of a deep layer and of those before it; empty where the network has no classifier or no ReLU."""
+    task = scene.task
+    if not task.class_index or not bool(update[f"{task.classifier.module}.weight"].any()):
+        return []
+    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
+    network = Network.of(task, scene.weights, scene.buffers, names)
+    return anchored(network, update, tuple(telling), spans, draws)
+
+
+def _of_maps(known: Sequence[Known], record: list[dict[str, Any]]) -> Told:
+    """What is told where the maps of single examples are known: these alone, in the order of the forward pass."""
+    maps = {each.layers[0]: each.maps.flatten(1) for each in reversed(known)}
+    own = {name: rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30) for name, rows in maps.items()}
+    layers = tuple(Layer(name, len(rows), bias=False, whole=True) for name, rows in own.items())
+    flats = {name: _flat(rows[:0], 1) for name, rows in own.items()}
+    peeled = {each.layers[0]: each.unexplained for each in reversed(known)}
+    return Told(layers, flats, own, record, peeled)
 
 
 def _rows(layer: Layer, examples: int) -> int:

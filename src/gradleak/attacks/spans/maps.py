@@ -24,6 +24,8 @@ DEGREE, ROUNDS = 16, 12  # of the Chebyshev filter; of the subspace iteration at
 SETTLED = 1e-3  # change of a level, relative, at which the iteration stops
 ROUNDING = 1e-12  # levels below it are equal
 CLEAR = 20.0  # a level so many times as large as the one before may be the first that is no solution
+FEW = 0.25  # of the rows: more missing directions would hold the patches of any map
+COMPLETIONS, COMPLETE = 20, 1e-9  # rounds at most in which they are looked for; level of maps that need none
 GAP = 5.0  # the next solution is at least so many times as far outside
 STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
 FEATURES = 4096  # entries of a map that this search looks at
@@ -61,8 +63,31 @@ class Maps:
         return self.gap > GAP * self.level
 
 
-def solve_maps(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws) -> Maps:
+def solve_maps(
+    layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws, rows: int = 0
+) -> Maps:
     """The `examples` maps of this shape, (C, H, W), whose patches fit best into the span, (rank, inputs).
+
+    Outputs that are dead make the rank less than the number of patches, `rows`. For one example the missing directions
+    are then found with the map: those in which its patches lie outside, in turn with the map that fits best into all.
+    """
+    best = _solved(layer, span, shape, examples, draws)
+    missing = rows - len(span)
+    if examples > 1 or not 0 < missing <= FEW * rows:
+        return best
+    for _ in range(COMPLETIONS):
+        if best.level < COMPLETE:
+            break
+        positive = (best.basis * best.basis.sum().sign()).clamp_min(0).reshape(1, *shape)
+        patches = F.unfold(positive, layer.kernel_size, layer.dilation, layer.padding, layer.stride)[0].T
+        outside = patches - (patches @ span.T) @ span
+        full = torch.cat([span, torch.linalg.svd(outside, full_matrices=False)[2][:missing]])
+        best = _solved(layer, full, shape, examples, draws)
+    return best
+
+
+def _solved(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws) -> Maps:
+    """The maps for a complete span.
 
     Unknowns are the coordinates c_p of the patches in the span. The operator K puts the patches together, takes the
     mean where they overlap, and reads the coordinates of the new patches: its eigenvalue is 1 where they fit, and below

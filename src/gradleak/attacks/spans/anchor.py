@@ -1,0 +1,93 @@
+"""Where peeling begins: a deep layer whose maps follow in closed form, and that sees all of an example.
+
+The deepest such layer is asked first: it has the fewest places, so its span is the most complete. Its maps come without
+their scale, which the layers behind it tell: only the true scale puts what they see into their spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradleak.attacks.spans.maps import separated, solve_maps
+from gradleak.attacks.spans.peeling import Known, Network, is_cut, peel
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params
+from gradleak.parts.row_space import Layer, rows
+
+SCALES = (1e-3, 1e3)  # root mean square of a map's entries: where its scale is searched for
+GRID, ZOOMS = 49, 8  # scales in one pass; passes, each around the best of the one before
+TRIED = 3  # layers at most
+
+
+def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans: Params, draws: Draws) -> list[Known]:
+    """All maps that are known, of the examples that are told apart: the deepest first. Empty where there are none.
+
+    layers   those that tell, in the order of the forward pass
+    spans    of each, (rank, inputs)
+    """
+    best: list[Known] = []
+    examples = None
+    for layer in [each for each in reversed(layers) if _overlaps(network, each)][:TRIED]:
+        module: Any = network.task.model.get_submodule(layer.name)
+        with torch.no_grad():
+            seen = network.run(network.task.blank(1), {}).seen
+        examples = layer.rows // len(rows(module, seen[layer.name]))
+        shape = tuple(seen[layer.name].shape[1:])
+        if not is_cut(network, layer.name, shape):
+            continue
+        solved = solve_maps(module, spans[layer.name], shape, examples, draws, layer.rows)
+        if not solved.determined:
+            continue
+        apart = separated(solved.basis, draws.child(1))
+        if best and len(apart) <= len(best[0].maps):
+            continue
+        behind = {each.name: spans[each.name] for each in layers[layers.index(layer) + 1 :]}
+        maps = scaled(network, layer.name, apart.reshape(-1, *shape).clamp_min(0), behind, update)
+        best = [Known((layer.name,), maps, solved.level), *peel(network, update, layer.name, maps)]
+        if len(apart) == examples:
+            break
+    return best
+
+
+def _overlaps(network: Network, layer: Layer) -> bool:
+    module: Any = network.task.model.get_submodule(layer.name)
+    return isinstance(module, nn.Conv2d) and max(module.stride) == 1 and max(module.kernel_size) > 1
+
+
+@torch.no_grad()
+def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tensor], update: Params) -> Tensor:
+    """The maps (examples, C, H, W) at the scale at which all that the layers behind see lies in their spans."""
+    classifier = update[f"{network.classifier}.weight"].double()
+    left = torch.linalg.svd(classifier, full_matrices=False)
+    rank = int((left.S > 1e-6 * left.S[0]).sum())
+    spans = {**behind, network.classifier: left.Vh[:rank]} if rank < len(classifier) else dict(behind)
+    found = []
+    for single in maps.double():
+        unit = single / single.square().mean().sqrt()
+        low, high = (float(torch.tensor(end).log()) for end in SCALES)
+        for _ in range(ZOOMS):
+            scales = torch.linspace(low, high, GRID, dtype=unit.dtype, device=unit.device).exp()
+            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit, spans)
+            best = float(scales[int(outside.argmin())].log())
+            step = (high - low) / (GRID - 1)
+            low, high = best - step, best + step
+        found.append(unit * torch.tensor(best, dtype=unit.dtype).exp())
+    return torch.stack(found)
+
+
+def _outside(network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor]) -> Tensor:
+    """(maps,) mean share of the rows outside of the spans of the layers behind."""
+    batch = network.task.blank(len(maps))
+    number = network.run(batch, {}).made_by(layer)
+    assert number is not None  # it is a cut
+    seen = network.run(batch, {number: maps}).seen
+    total = maps.new_zeros(len(maps))
+    for name, span in spans.items():
+        table = rows(network.task.model.get_submodule(name), seen[name]).unflatten(0, (len(maps), -1))
+        inside = (table @ span.T.to(table)).square().sum((1, 2))
+        total += 1 - inside / table.square().sum((1, 2)).clamp_min(1e-30)
+    return total / max(1, len(spans))
