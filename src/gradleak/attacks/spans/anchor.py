@@ -46,7 +46,7 @@ def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans:
         if best and len(apart) <= len(best[0].maps):
             continue
         behind = {each.name: spans[each.name] for each in layers[layers.index(layer) + 1 :]}
-        maps = scaled(network, layer.name, apart.reshape(-1, *shape).clamp_min(0), behind, update)
+        maps = scaled(network, layer.name, apart.reshape(-1, *shape), behind, update)
         best = [Known((layer.name,), maps, solved.level), *peel(network, update, layer.name, maps)]
         if len(apart) == examples:
             break
@@ -71,7 +71,7 @@ def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tens
         low, high = (float(torch.tensor(end).log()) for end in SCALES)
         for _ in range(ZOOMS):
             scales = torch.linspace(low, high, GRID, dtype=unit.dtype, device=unit.device).exp()
-            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit, spans)
+            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit.clamp_min(0), spans)
             best = float(scales[int(outside.argmin())].log())
             step = (high - low) / (GRID - 1)
             low, high = best - step, best + step

@@ -150,7 +150,8 @@ class Network:
 def peel(network: Network, update: Params, layer: str, maps: Tensor) -> list[Known]:
     """The maps below those that `layer` sees, (examples, C, H, W), as far as they are determined: the earliest last.
 
-    `layer` must see all that the network makes of an example (`is_cut`), and `maps` need their true scale.
+    `layer` must see all that the network makes of an example (`is_cut`), and `maps` need their true scale. Entries
+    below zero show their error.
     """
     batch = network.task.blank(len(maps))
     batch = {**batch, "x": batch["x"].requires_grad_()}
@@ -158,7 +159,7 @@ def peel(network: Network, update: Params, layer: str, maps: Tensor) -> list[Kno
         number = network.run(batch, {}).made_by(layer)
         if number is None:
             return []
-        pins, found, choices = {number: maps.double()}, list[Known](), [maps.double()]
+        pins, found, choices = dict[int, Tensor](), list[Known](), list(_positive(maps.double()))
         while number:
             best: Known | None = None
             for choice in choices:  # which of the smallest entries are zero shows in the layer below
