@@ -172,13 +172,15 @@ def test_mixtures_without_zeros_are_not_taken_for_examples() -> None:
 def test_an_example_is_searched_for_with_its_own_map() -> None:
     batch = {**pictures(3), "x": 3 * normal(3, 3, 8, 8)}  # maps that differ, as a trained network's do
     result = told_by(scene_of(net(), seen(net(), batch), KNOWS), 5, 1e-10, Draws(key("")))
-    assert len(result.own) == 3
-    true = maps_of(net(), batch, result.anchor)
-    assert float((result.own @ true.T).max(1).values.min()) > 0.999
-    flat = result.of_example(1)[result.anchor]
-    torch.testing.assert_close(flat[1], result.own[1])
-    assert not bool(flat[[0, 2, 3]].any())
-    assert result.of_example(7) is result.flats  # one that was not told apart has the span of all
+    assert result.found == 3
+    assert len(result.own) == 2  # the deep layer's maps, and those peeled off the layer before it
+    assert max(result.peeled.values()) < 1e-8
+    for name, maps in result.own.items():
+        assert float((maps @ maps_of(net(), batch, name).T).max(1).values.min()) > 0.999
+        flat = result.of_example(1)[name]
+        torch.testing.assert_close(flat[1], maps[1])
+        assert not bool(flat[0].any())
+    assert result.of_example(7) == result.flats  # one that was not told apart has the span of all
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from gradleak.parts.row_space import Layer, rows
 
 SCALES = (1e-3, 1e3)  # root mean square of a map's entries: where its scale is searched for
 GRID, ZOOMS = 49, 8  # scales in one pass; passes, each around the best of the one before
-TRIED = 3  # layers at most
+FLOOR = 1e-6  # share of the classifier's gradient that is rounding
+TRIED = 5  # layers at most, of those that overlap
+ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 
 
 def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans: Params, draws: Draws) -> list[Known]:
@@ -30,7 +32,6 @@ def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans:
     spans    of each, (rank, inputs)
     """
     best: list[Known] = []
-    examples = None
     for layer in [each for each in reversed(layers) if _overlaps(network, each)][:TRIED]:
         module: Any = network.task.model.get_submodule(layer.name)
         with torch.no_grad():
@@ -43,12 +44,13 @@ def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans:
         if not solved.determined:
             continue
         apart = separated(solved.basis, draws.child(1))
-        if best and len(apart) <= len(best[0].maps):
+        if not len(apart) or (best and len(apart) < len(best[0].maps)):
             continue
         behind = {each.name: spans[each.name] for each in layers[layers.index(layer) + 1 :]}
         maps = scaled(network, layer.name, apart.reshape(-1, *shape), behind, update)
-        best = [Known((layer.name,), maps, solved.level), *peel(network, update, layer.name, maps)]
-        if len(apart) == examples:
+        known = [Known((layer.name,), maps, solved.level), *peel(network, update, layer.name, maps)]
+        best = max(best, known, key=lambda each: (len(each[0].maps), len(each)) if each else (0, 0))
+        if len(apart) == examples and len(known) > ENOUGH:
             break
     return best
 
@@ -62,9 +64,9 @@ def _overlaps(network: Network, layer: Layer) -> bool:
 def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tensor], update: Params) -> Tensor:
     """The maps (examples, C, H, W) at the scale at which all that the layers behind see lies in their spans."""
     classifier = update[f"{network.classifier}.weight"].double()
-    left = torch.linalg.svd(classifier, full_matrices=False)
-    rank = int((left.S > 1e-6 * left.S[0]).sum())
-    spans = {**behind, network.classifier: left.Vh[:rank]} if rank < len(classifier) else dict(behind)
+    _, values, directions = torch.linalg.svd(classifier, full_matrices=False)
+    rank = int((values > FLOOR * values[0]).sum())
+    spans = {**behind, network.classifier: directions[:rank]} if rank < len(classifier) else dict(behind)
     found = []
     for single in maps.double():
         unit = single / single.square().mean().sqrt()

@@ -25,7 +25,7 @@ SETTLED = 1e-3  # change of a level, relative, at which the iteration stops
 ROUNDING = 1e-12  # levels below it are equal
 CLEAR = 20.0  # a level so many times as large as the one before may be the first that is no solution
 FEW = 0.25  # of the rows: more missing directions would hold the patches of any map
-COMPLETIONS, COMPLETE = 20, 1e-9  # rounds at most in which they are looked for; level of maps that need none
+COMPLETIONS, COMPLETE = 20, 1e-11  # rounds at most in which they are looked for; level of maps that need none
 GAP = 5.0  # the next solution is at least so many times as far outside
 STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
 FEATURES = 4096  # entries of a map that this search looks at
@@ -71,6 +71,7 @@ def solve_maps(
     Outputs that are dead make the rank less than the number of patches, `rows`. For one example the missing directions
     are then found with the map: those in which its patches lie outside, in turn with the map that fits best into all.
     """
+    assert not isinstance(layer.padding, str)  # `plain` layers only
     best = _solved(layer, span, shape, examples, draws)
     missing = rows - len(span)
     if examples > 1 or not 0 < missing <= FEW * rows:

@@ -30,12 +30,14 @@ from gradleak.parts.row_space import plain
 from gradleak.scenario.task import Batch, Task
 
 RELU = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-WEAK = 1e-4  # singular values below this share of the largest: rounding of float32 would be a percent of such directions
+WEAK = (
+    1e-4  # singular values below this share of the largest: rounding of float32 would be a percent of such directions
+)
 MOST_OPEN = 768  # directions that the ReLUs above are asked for
 AHEAD = 3  # ReLUs above that are asked
 ROUNDING = 1e-11  # share of dL/dW that a true map leaves in float32
-EXPLAINED = 1e-6  # a larger share, and a delta was wrong
-LEVELS = (2.0, 1.0, 0.5, 4.0, 8.0)  # sizes, in units of the error, up to which an entry of a map may be zero
+EXPLAINED = 1e-9  # a larger share, and a delta was wrong
+LEVELS = (2.0, 1.0, 0.5, 4.0, 0.25, 8.0)  # sizes, in units of the error, up to which an entry of a map may be zero
 CHUNK = 64  # examples in one pass of directions
 
 
@@ -109,9 +111,10 @@ class Network:
     classifier: str
 
     @classmethod
-    def of(cls, task: Task, weights: Params, buffers: Params, layers: Sequence[str]) -> Network:
+    def of(cls, task: Task, weights: Params, buffers: Params | None, layers: Sequence[str]) -> Network:
         task = task.to(next(iter(weights.values())).device, torch.float64)
-        buffers = {name: value.double() if value.is_floating_point() else value for name, value in buffers.items()}
+        as_sent = task.buffers() if buffers is None else buffers
+        buffers = {name: value.double() if value.is_floating_point() else value for name, value in as_sent.items()}
         weights = {name: value.double() for name, value in weights.items()}
         return cls(task, weights, buffers, tuple(layers), task.classifier.module)
 
