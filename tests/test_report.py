@@ -23,11 +23,13 @@ from gradleak.audit.summary import Certified
 from gradleak.core import pictures
 from gradleak.core.files import BadRun
 from gradleak.defences import DPFedAvg, LocalGaussian, Pruning
+from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.report import gallery, render, repeat
 from gradleak.report.limits import untested
 from gradleak.report.matrix import matrix
 from gradleak.report.page import SECTIONS, Page, Section
 from gradleak.report.rounds import rounds, scatter
+from gradleak.report.spans import span_tables
 from gradleak.scenario.fields import Field
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.kinds import KINDS
@@ -249,6 +251,43 @@ def test_proofs_are_told_in_plain_words() -> None:
     assert "a tolerance of 1e-10 of the largest singular value" in told
     assert "below a mean squared error of 1.0e-04" in told
     assert "<script>" not in told
+
+
+def test_what_the_layers_told_is_a_table_for_each_line() -> None:
+    assert 'id="spans"' not in render(sample()), "no certificates, no section"
+    layers = (LayerCertificate("features.3", unexplained=2e-7), LayerCertificate("features.9", 64, 64, 3e-8, 0.02))
+    whole = SpanCertificate(4, "features.9", (3e-6, 1e-7, 2e-6, 5e-6), 4, layers)
+    partly = SpanCertificate(4, "features.9", (3e-6, None), 1, layers[1:], "Two have too small a loss.")
+    none = SpanCertificate(1, "", (), 0, (LayerCertificate(HOSTILE, 3, 4),), HOSTILE)
+    plain = [row("a" * 16, target, 30.0, spans=each.record()) for target, each in enumerate((whole, partly))]
+    other = [row("b" * 16, 0, 9.0, defence="fedsam", form="adaptive", spans=none.record())]
+    lines = [summary(), summary(defence="fedsam", form="adaptive", cells=("b" * 16,))]
+    result = sample(rows=[*plain, row("a" * 16, 2, 30.0, spans=None), row("a" * 16, 3, 30.0), *other], summaries=lines)
+    first, second = contents(result)["spans"]
+    assert first.caption == "ig:steps=10, B = 1, round 0."
+    assert [[cell.text for cell in line.cells] for line in first.rows] == [
+        ["client-0", "4 of 4", "4 of 4", "5.0e-06", "2.5e-06", "features.3 to features.9",
+         "4 of 4 examples are told by layer features.9: this is proved without the truth."],
+        ["client-1", "2 of 4", "1 of 4", "-", "3.0e-06", "features.9", "1 of 4 examples are told by layer features.9: "
+         "this is proved without the truth. The others are open. Two have too small a loss."],
+    ]  # fmt: skip
+    assert [line.cells[2].tone for line in (*first.rows, *second.rows)] == ["bad", "warn", "void"]
+    assert first.rows[0].cells[5].note == (
+        "features.3: unexplained 2.0e-07; features.9: rank 64 of 64, unexplained 3.0e-08, next solution 2.0e-02"
+    )
+    assert [cell.text for cell in second.rows[0].cells[3:6]] == ["-", "-", "none"]
+    assert second.rows[0].cells[6].text.startswith("No layer tells the examples apart.")
+    text = render(result)
+    assert Reader(text).open == []
+    assert "<script>" not in text.split('id="spans"')[1].split("</section>")[0]
+
+
+def test_many_targets_of_a_line_are_counted() -> None:
+    found = SpanCertificate(1, "0", (0.0,), 1, ()).record()
+    rows = [row("a" * 16, target, 30.0, targets=40, spans=found) for target in range(40)]
+    [table] = span_tables(rows, [summary()])
+    assert len(table.rows) == 32
+    assert table.caption.endswith("; 8 more targets in rows.jsonl.")
 
 
 def of_defences(*lines: Summary) -> str:

@@ -27,6 +27,7 @@ from gradleak.audit.verdict import RULE, headlines_of
 from gradleak.core.configuration import from_toml, to_toml
 from gradleak.core.files import BadRun, encode, finite
 from gradleak.defences import DPFedAvg, LocalGaussian
+from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.kinds import KINDS, Column, Image, Kind, Series, Table, Tokens
 
@@ -698,8 +699,18 @@ PARTLY = {**CERTIFICATE, "verdict": "determined up to 1 dimensions", "rank": 3, 
 NEITHER = {**CERTIFICATE, "verdict": "not determined", "residual": None, "shift": None}
 
 
+SPANS: dict[str, Any] = {
+    "examples": 2, "layer": "4", "outside": [1e-9, None], "proved": 1, "reason": "One is open.",
+    "layers": [{"layer": "2", "rank": None, "rows": None, "unexplained": 1e-8, "gap": None}, {"layer": "4"}],
+}  # fmt: skip
+
+
 def damaged(**changes: Any) -> dict[str, Any]:
     return {"certificate": {**CERTIFICATE, **changes}}
+
+
+def misread(**changes: Any) -> dict[str, Any]:
+    return {"spans": {**SPANS, **changes}}
 
 
 def forged(**changes: Any) -> dict[str, Any]:
@@ -733,6 +744,18 @@ BROKEN: list[tuple[Any, str]] = [
     (damaged(largest=10**400), r"certificate\.largest"),
     (damaged(reason=None), r"certificate\.reason"),
     ({"certificate": {k: v for k, v in CERTIFICATE.items() if k != "share"}}, r"certificate\.share"),
+    ({"spans": 3}, "spans should be an object"),
+    (misread(examples=0), "proved <= told apart <= examples"),
+    (misread(examples=1), "proved <= told apart <= examples"),
+    (misread(proved=3), "proved <= told apart <= examples"),
+    (misread(proved=True), "whole numbers for examples and proved"),
+    (misread(layer=None), "texts for layer and reason"),
+    (misread(outside=["private"]), r"spans\.outside"),
+    (misread(outside=[10**400]), r"spans\.outside"),
+    (misread(layers={}), r"spans\.layers should be a list"),
+    (misread(layers=["4"]), "objects with a layer"),
+    (misread(layers=[{"layer": "4", "rank": -1}]), "rank and rows"),
+    (misread(layers=[{"layer": "4", "gap": "wide"}]), "unexplained and gap"),
     (b"not json\n", "not JSON"),
     (b"[1]\n", "holds list"),
     (b'{"version": 3}\n', "version 3"),
@@ -779,6 +802,7 @@ def test_rows_are_what_the_schema_says() -> None:
         *failed(),
         {**row(), "certificate": CERTIFICATE, "guarantee": guarantee_record(NOTHING_PROVED)},
     ]
+    held.append({**row(), "spans": SPANS})
     held.append({**row(), "trained": {"rounds": 3, "defence": "none", "test_loss": None, "test_accuracy": 0.9}})
     jsonschema.Draft202012Validator.check_schema(ROW)
     for entry in held:
@@ -795,6 +819,13 @@ def test_rows_are_what_the_schema_says() -> None:
     for change in wrong:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({**row(), **change}, ROW)
+
+
+def test_a_span_certificate_is_read_back_from_a_row() -> None:
+    found = SpanCertificate.of(SPANS)
+    assert SpanCertificate.of(json.loads(json.dumps(found.record()))) == found
+    assert found.apart == 2
+    assert [layer.layer for layer in found.solved] == ["2"]
 
 
 def test_what_is_checked_and_what_is_described_are_the_same_entries() -> None:
@@ -816,7 +847,7 @@ def test_an_audit_writes_what_the_schema_describes() -> None:
     found = gl.Audit(task, images, ["ig:steps=2"], ["pruning"], targets=1, unrelated=1, engine=engine).run()
     for entry in found.rows:
         jsonschema.validate(entry, ROW)
-        assert ROW["properties"].keys() - entry.keys() == {"drawn", "error", "traceback", "tried"}
+        assert ROW["properties"].keys() - entry.keys() == {"drawn", "error", "spans", "traceback", "tried"}
         assert entry.keys() <= ROW["properties"].keys()
 
 

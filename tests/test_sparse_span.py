@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conftest import normal, seeded
-from gradleak import Engine, Knowledge, LocalTraining, Reconstruction, TargetView, Task, attacks, observe
+from gradleak import (
+    Audit,
+    Engine,
+    Federation,
+    Knowledge,
+    LocalTraining,
+    Reconstruction,
+    TargetView,
+    Task,
+    attacks,
+    observe,
+)
 from gradleak.attacks.spans.sparse import SparseSpan
 from gradleak.attacks.spans.sparse.directions import Layer, factorise, without
 from gradleak.attacks.spans.sparse.selection import agreement, recover
 from gradleak.core.random import Draws, key
+from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.models import lenet_zhu
 from gradleak.scenario.rules import SGD, Adam
 from gradleak.scenario.task import Field, TaskError
@@ -51,6 +64,11 @@ def attacked(
     return attacks.get("sparse-span", **settings).run(task, seen, Knowledge(training=training))
 
 
+def certificate(found: Reconstruction) -> SpanCertificate:
+    [record] = found.settings["spans"]
+    return SpanCertificate.of(record)
+
+
 def demand_exact(found: Reconstruction, x: Tensor, y: Tensor, within: float = 1e-4) -> None:
     """Every example beside its label, in any order."""
     gaps = torch.cdist(found.batch["x"][0].flatten(1).double(), x.flatten(1).double())
@@ -71,6 +89,8 @@ def test_real_rows_are_exact_in_float32(name: str, examples: int, width: int) ->
     assert found.settings["rank"] == found.settings["certain"] == [examples]
     assert found.settings["padded"] == [0]
     assert found.settings["residual"][0] < 1e-5
+    layer = LayerCertificate("1", examples, examples, unexplained=found.settings["residual"][0])
+    assert certificate(found) == SpanCertificate(examples, "1", (0.0,) * examples, examples, (layer,))
     assert found.unknowns["agreement"].tolist() == found.unknowns["certain"].tolist() == [[[1.0] * examples]]
     assert found.match.item() < 1e-9
     assert found.checks.ok
@@ -121,6 +141,8 @@ def test_equal_examples_are_found_once_and_the_rest_is_blank() -> None:
     assert int((found.batch["x"][0] == 0).all(1).sum()) == 1
     assert (found.unknowns["agreement"] == 0).sum() == 1
     assert [check.name for check in found.checks.found] == ["not all found"]
+    assert (certificate(found).apart, certificate(found).proved) == (4, 4)
+    assert "The others are open. 1 of 5 were not found, and are blank." in str(certificate(found))
 
 
 def test_examples_below_the_rounding_of_the_others_are_not_claimed() -> None:
@@ -276,6 +298,7 @@ def test_nothing_is_claimed_of_an_update_of_zeros() -> None:
     found = attacked(model, x, y)
     assert found.settings["rank"] == found.settings["certain"] == [0]
     assert found.settings["padded"] == [2]
+    assert (certificate(found).apart, certificate(found).proved, certificate(found).solved) == (0, 0, ())
 
 
 def convolutional(activation: type[nn.Module] = nn.ReLU, norm: type[nn.Module] = nn.Identity) -> nn.Module:
@@ -318,6 +341,10 @@ def test_the_search_behind_features_lowers_their_error_and_the_last_one_the_matc
     assert sorted(longer.batch["y"][0].tolist()) == [0, 1, 2]
     last, _ = behind(convolutional(), 3, fine_steps=40)
     assert last.match.item() < longer.match.item()
+    told = certificate(longer)
+    assert set(told.outside) == set(longer.unknowns["feature_error"].flatten().tolist())
+    assert (told.apart, told.proved) == (3, 0), "certain are features; the images were searched for"
+    assert "3 of its inputs for certain" in told.reason
 
 
 def test_one_example_needs_no_relu() -> None:
@@ -379,10 +406,25 @@ def test_the_former_name_still_works() -> None:
         assert attacks.get("spear") == SparseSpan()
 
 
+def test_the_certificate_reaches_rows_and_the_report(tmp_path: Path) -> None:
+    x, y = torch.rand(12, 1, 4, 4, generator=seeded(1)), torch.arange(12) % 3
+    task = Task.supervised(network(16, 60, 3), F.cross_entropy, like=(x, y))
+    clients = Federation(clients=3, examples=2, training=ONE_STEP)
+    result = Audit(task, (x, y), attacks=["sparse-span", "analytic"], federation=clients, targets=2).run(tmp_path / "a")
+    told = [SpanCertificate.of(row["spans"]) for row in result.rows if "spans" in row and not row["control"]]
+    assert [each.proved for each in told] == [2, 2]
+    assert not any("spans" in row for row in result.rows if row["attack"] == "analytic")
+    text = result.report(tmp_path / "report.html").read_text()
+    section = text.split('id="spans"')[1].split("</section>")[0]
+    assert section.count("<table") == 1
+    assert section.count("2 of 2 examples are told by layer 1: this is proved without the truth.") == 2
+
+
 def test_auto_takes_it_where_a_relu_follows() -> None:
     x, y = table("breast_cancer", 6)
     task = Task.supervised(network(30, 100, 2), F.cross_entropy, like=(x, y), bounds=(-20.0, 20.0))
     seen = observe(task, {"x": x, "y": y}, ONE_STEP)
     found = attacks.get("auto", preset="quick", steps=2).run(task, seen, Knowledge(training=ONE_STEP))
     assert found.settings["winner"] == ["sparse-span"]
+    assert certificate(found).proved == 6
     assert torch.cdist(x.double(), found.batch["x"][0].double()).min(1).values.max() < 1e-4

@@ -15,6 +15,7 @@ import gradleak as gl
 from conftest import largest_difference, seeded, tiny
 from gradleak.attacks.spans.completion import Open, _adjoint, _differences, provable, smoothest, whole
 from gradleak.attacks.spans.patches import patch_embedding
+from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.rules import SGD, Adam
 from gradleak.scenario.task import TaskError
@@ -143,6 +144,9 @@ def test_learned_positions_give_the_image_exactly(how: dict[str, Any]) -> None:
     settings = found.settings
     assert settings["rank"] == settings["patches"] == [PATCHES]
     assert settings["open"] == [0]
+    told = SpanCertificate.of(settings["spans"][0])
+    assert (told.layer, told.proved, told.reason) == ("embed", 1, "")
+    assert told.outside == (told.layers[0].unexplained,) == (settings["residual"][0],)
     assert settings["smallest"][0] > settings["rounding"][0]
     assert settings["positions"] == ["pos.weight" if how.get("positions") == "table" else "pos"]
 
@@ -217,6 +221,9 @@ def test_noise_in_the_gradient_is_not_taken_for_the_image() -> None:
     found = gl.attacks.get("vit").run(task, noisy, gl.Knowledge(training=ONE_STEP))
     assert found.settings["rank"][0] < PATCHES
     assert found.settings["open"][0] >= 3 * PATCH**2
+    told = SpanCertificate.of(found.settings["spans"][0])
+    assert told.proved == 0
+    assert "values of the image are open" in str(told)
 
 
 # --- more patches than the width --------------------------------------------------------------------------------------
@@ -229,7 +236,9 @@ def test_whole_levels_settle_what_the_equations_leave_open() -> None:
     assert found.settings["rank"] == [61]
     assert found.settings["open"] == [0]
     assert error < 1e-9
+    assert found.settings["spans"][0]["proved"] == 1
     smooth, worse = attacked(model, x, whole=False)
+    assert smooth.settings["spans"][0]["proved"] == 0
     assert smooth.settings["open"] == [3 * 3 * PATCH**2]
     assert 1e-4 < worse < 0.5
 
@@ -317,6 +326,7 @@ def test_fixed_positions_give_the_image_from_spans(how: dict[str, Any]) -> None:
     assert found.settings["positions"] == ["fixed"]
     assert found.settings["rank"] == [PATCHES]
     assert found.settings["residual"][0] < 1e-9
+    assert found.settings["spans"][0]["proved"] == 1
     assert error < 1e-6
 
 

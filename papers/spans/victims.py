@@ -1,9 +1,10 @@
 """Trains the victims of this folder: a CIFAR-10 ResNet-18, plainly or with SAM, and keeps it at several moments.
 
-    python papers/spans/victims.py --out runs/victims [--sam 0.05] [--epochs 2,2,2] [--threads 2]
+    python papers/spans/victims.py --out runs/victims [--sam 0.05] [--epochs 2,2,2] [--keep 1,6] [--threads 2]
 
-The images grow while it trains (16, 24, 32 pixels), which makes it affordable on two CPU cores; products are bfloat16,
-weights float32. It prints test accuracy and writes `resnet18[-sam]-STEP.safetensors`, and a `.json` about all.
+The images may grow while it trains (16, 24, 32 pixels), which makes it affordable on two CPU cores; products are
+bfloat16, weights float32, kept in half precision: the victim is the network with the rounded weights. It prints test
+accuracy and writes `resnet18[-sam]-STEP.safetensors`, and a `.json` about all.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def augmented(x: Tensor, size: int) -> Tensor:
-    """Flipped and moved by up to an eighth, at the size of this epoch."""
-    if torch.rand(()) < 0.5:
-        x = x.flip(3)
-    down, right = (int(torch.randint(-4, 5, ())) for _ in range(2))
-    x = F.pad(x, (4, 4, 4, 4))[:, :, 4 + down : 36 + down, 4 + right : 36 + right]
+    """Each flipped and moved by up to an eighth by itself, at the size of this epoch."""
+    down, right = torch.randint(0, 9, (2, len(x), 1), device=x.device)
+    places = torch.arange(32, device=x.device)
+    columns = torch.where(torch.rand(len(x), 1, device=x.device) < 0.5, 31 - places, places) + right
+    image = torch.arange(len(x), device=x.device)[:, None, None]
+    x = F.pad(x, (4, 4, 4, 4))[image, :, (places + down)[:, :, None], columns[:, None]].permute(0, 3, 1, 2)
     return x if size == 32 else F.interpolate(x, size=(size, size), mode="area")
 
 
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--sam", type=float, default=0.0)
     parser.add_argument("--epochs", default="2,2,2", help="at 16, 24 and 32 pixels")
+    parser.add_argument("--keep", default="", help="epochs after which the network is kept; default: all")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -92,10 +95,13 @@ def main() -> None:
     began, step = time.time(), 0
 
     def keep(epoch: float) -> None:
-        entry = {"step": step, "epoch": epoch, "accuracy": accuracy(model, test.x.to(device), test.y.to(device))}
-        log.append({**entry, "seconds": round(time.time() - began)})
         state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-        save_file(state, options.out / f"{name}-{step}.safetensors")
+        half = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
+        save_file(half, options.out / f"{name}-{step}.safetensors")
+        model.load_state_dict(half)  # accuracy is that of the victim
+        entry = {"step": step, "epoch": epoch, "accuracy": accuracy(model, test.x.to(device), test.y.to(device))}
+        model.load_state_dict(state)
+        log.append({**entry, "seconds": round(time.time() - began)})
         about = {"sam": options.sam, "epochs": options.epochs, "seed": options.seed, "images": len(x), "kept": log}
         (options.out / f"{name}.json").write_text(json.dumps(about, indent=1))
         print(log[-1], flush=True)
@@ -115,7 +121,8 @@ def main() -> None:
             optimiser.step()
             rate.step()
             step += 1
-        keep(epoch + 1)
+        if not options.keep or str(epoch + 1) in options.keep.split(","):
+            keep(epoch + 1)
 
 
 if __name__ == "__main__":

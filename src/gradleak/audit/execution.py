@@ -127,6 +127,7 @@ class Runner:
             ],
             "analyses": {name: float(value) for numbers in measured for name, value in numbers.items()},
             "certificate": None if result.certificates is None else result.certificates[target].record(),
+            **({"spans": result.settings["spans"][target]} if "spans" in result.settings else {}),
             **({"tried": _tried(result.settings["tried"], target)} if "tried" in result.settings else {}),
         }
 

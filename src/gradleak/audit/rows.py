@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from gradleak.core.files import BadRun, Row, read_object
+from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.forms import AttackerForm
 from gradleak.scenario.guarantee import Guarantee
 from gradleak.scenario.kinds import KINDS, Kind
@@ -129,7 +130,7 @@ def hits_required(kind: type[Kind]) -> list[str]:
 
 
 def _check_labels(row: Row, where: str) -> None:
-    for name, read in (("guarantee", guarantee_of), ("trained", Trained.of)):
+    for name, read in (("guarantee", guarantee_of), ("trained", Trained.of), ("spans", SpanCertificate.of)):
         if row.get(name) is not None:
             try:
                 read(row[name])
@@ -337,6 +338,38 @@ PROVED: dict[str, Schema] = {
                 **dict.fromkeys(_COUNTS, COUNT),
                 **{name: {"type": NUMBER} for name in _MEASURES},
             },
+        ),
+        "type": ["object", "null"],
+    },
+    "spans": {
+        **_object(
+            "For attacks that solve for what layers saw: what the layers tell, found without the truth "
+            "(identify/span_certificate.py).",
+            {
+                "examples": _kind("integer", "In the update.", minimum=1),
+                "layer": _kind("string", "Whose inputs tell the examples apart; empty if none does."),
+                "outside": _kind(
+                    "array",
+                    "How far what was found is from what the layers tell. One for each example told apart.",
+                    items={"type": NUMBER},
+                ),
+                "proved": _kind("integer", "Examples that agree with the layers to rounding.", minimum=0),
+                "layers": _kind(
+                    "array",
+                    "In the order of the forward pass.",
+                    items=_object(
+                        "One layer.",
+                        {
+                            "layer": {"type": "string"},
+                            **dict.fromkeys(("rank", "rows"), {"type": ["integer", "null"]}),
+                            **dict.fromkeys(("unexplained", "gap"), {"type": NUMBER}),
+                        },
+                        required=["layer"],
+                    ),
+                ),
+                "reason": _kind("string", "Why some are not proved; may be empty."),
+            },
+            required=["examples", "layer", "outside", "proved", "layers", "reason"],
         ),
         "type": ["object", "null"],
     },

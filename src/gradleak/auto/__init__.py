@@ -399,6 +399,7 @@ class _Search:
                 "engine": repr(case.engine),
                 "tried": self.tried,
                 "winner": [each.member for each in best],
+                **_spans(best),
             },
             certificates=self._certificates(best),
             noise=torch.tensor([[each.residual.noise] for each in best], dtype=torch.float64),
@@ -434,6 +435,7 @@ class _Search:
 def _of_target(result: Reconstruction, place: int) -> Reconstruction:
     """The part of a reconstruction that is about one target."""
     one = slice(place, place + 1)
+    spans = {"spans": result.settings["spans"][one]} if "spans" in result.settings else {}
     return replace(
         result,
         batch={name: value[one] for name, value in result.batch.items()},
@@ -445,11 +447,18 @@ def _of_target(result: Reconstruction, place: int) -> Reconstruction:
         trace={name: value if name == "step" else value[:, one] for name, value in result.trace.items()},
         keys=result.keys[one],
         examples=result.examples[one],
+        settings={**result.settings, **spans},
         certificates=None if result.certificates is None else result.certificates[one],
         noise=None if result.noise is None else result.noise[one],
         unknowns={name: value[one] for name, value in result.unknowns.items()},
         snapshots={name: value[one] for name, value in result.snapshots.items()},
     )
+
+
+def _spans(best: Sequence[_Best]) -> dict[str, Any]:
+    """What the layers told each target's winner; None for winners that use no spans, and nothing if all are such."""
+    spans = [None if each.by is None else each.by.settings.get("spans", [None])[0] for each in best]
+    return {"spans": spans} if any(spans) else {}
 
 
 def _snapshots(best: Sequence[_Best], examples: int, count: int) -> dict[str, Tensor]:

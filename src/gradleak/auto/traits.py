@@ -13,7 +13,7 @@ from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
 from gradleak.attacks.spans import Span, SparseSpan, ViT
-from gradleak.attacks.spans.classifiers import tells
+from gradleak.attacks.spans.telling import tells
 from gradleak.attacks.spans.sparse.layers import sparse_layer
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of

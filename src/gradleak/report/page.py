@@ -25,6 +25,7 @@ from gradleak.report.matrix import matrix
 from gradleak.report.proofs import proofs
 from gradleak.report.rounds import rounds
 from gradleak.report.scores import baselines, results
+from gradleak.report.spans import span_tables
 from gradleak.report.strip import Banner, banner
 from gradleak.report.threat import ledger, threat
 from gradleak.report.words import Words
@@ -53,6 +54,7 @@ SECTIONS: tuple[Section, ...] = (
     Section("rounds", "Over rounds", lambda page: rounds(page.lines, page.rows, page.study)),
     Section("utility", "Privacy and utility", lambda page: utility(page.lines)),
     Section("proofs", "Identifiability", lambda page: tuple(proofs(page.rows, page.lines))),
+    Section("spans", "What the layers told", lambda page: tuple(span_tables(page.rows, page.lines))),
     Section("defences", "Defences", lambda page: defences(page.lines)),
     Section("results", "All figures", lambda page: results(page.lines, page.words)),
     Section("baselines", "Without any gradient", lambda page: baselines(page.rows, page.words)),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak.attacks.spans.maps import separated, solve_maps
-from gradleak.attacks.spans.peeling import Known, Network, is_cut, peel
+from gradleak.attacks.spans.maps import Maps, separated, solve_maps
+from gradleak.attacks.spans.peeling import Frontier, Known, Network, errors_of, is_cut, peel
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import Layer, rows
@@ -25,34 +25,42 @@ TRIED = 5  # layers at most, of those that overlap
 ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 
 
-def anchored(network: Network, update: Params, layers: tuple[Layer, ...], spans: Params, draws: Draws) -> list[Known]:
-    """All maps that are known, of the examples that are told apart: the deepest first. Empty where there are none.
+def anchored(
+    network: Network, update: Params, layers: tuple[Layer, ...], spans: Params, examples: int, draws: Draws
+) -> tuple[list[Known], Frontier | None, dict[str, Maps]]:
+    """All maps that are known, of the examples that are told apart, the deepest first; what is known of those before; and what is
+    in closed form.
 
     layers   those that tell, in the order of the forward pass
     spans    of each, (rank, inputs)
     """
-    best: list[Known] = []
-    for layer in [each for each in reversed(layers) if _overlaps(network, each)][:TRIED]:
-        module: Any = network.task.model.get_submodule(layer.name)
-        with torch.no_grad():
-            seen = network.run(network.task.blank(1), {}).seen
-        examples = layer.rows // len(rows(module, seen[layer.name]))
-        shape = tuple(seen[layer.name].shape[1:])
-        if not is_cut(network, layer.name, shape):
+    with torch.no_grad():
+        shapes = {name: tuple(seen.shape[1:]) for name, seen in network.run(network.task.blank(1), {}).seen.items()}
+    solved = dict[str, Maps]()
+    for layer in layers:
+        if _overlaps(network, layer):
+            module: Any = network.task.model.get_submodule(layer.name)
+            maps = solve_maps(module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows)
+            if maps.determined:
+                solved[layer.name] = maps
+    bases = {name: maps.basis for name, maps in solved.items()}
+    best, frontier = list[Known](), None
+    for name in list(reversed(solved))[:TRIED]:
+        if not is_cut(network, name, shapes[name]):
             continue
-        solved = solve_maps(module, spans[layer.name], shape, examples, draws, layer.rows)
-        if not solved.determined:
-            continue
-        apart = separated(solved.basis, draws.child(1))
+        apart = separated(bases[name], draws.child(1))
         if not len(apart) or (best and len(apart) < len(best[0].maps)):
             continue
-        behind = {each.name: spans[each.name] for each in layers[layers.index(layer) + 1 :]}
-        maps = scaled(network, layer.name, apart.reshape(-1, *shape), behind, update)
-        known = [Known((layer.name,), maps, solved.level), *peel(network, update, layer.name, maps)]
-        best = max(best, known, key=lambda each: (len(each[0].maps), len(each)) if each else (0, 0))
-        if len(apart) == examples and len(known) > ENOUGH:
+        place = [layer.name for layer in layers].index(name)
+        behind = {each.name: spans[each.name] for each in layers[place + 1 :]}
+        maps = scaled(network, name, apart.reshape(-1, *shapes[name]), behind, update)
+        anchor = Known((name,), maps.clamp_min(0), solved[name].level, errors_of(maps))
+        peeled, beyond = peel(network, update, name, maps, bases)
+        if not best or (len(apart), len(peeled)) > (len(best[0].maps), len(best) - 1):
+            best, frontier = [anchor, *peeled], beyond
+        if len(apart) == solved[name].examples and len(peeled) >= ENOUGH:
             break
-    return best
+    return best, frontier, solved
 
 
 def _overlaps(network: Network, layer: Layer) -> bool:
@@ -83,9 +91,9 @@ def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tens
 
 def _outside(network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor]) -> Tensor:
     """(maps,) mean share of the rows outside of the spans of the layers behind."""
-    batch = network.task.blank(len(maps))
-    number = network.run(batch, {}).made_by(layer)
-    assert number is not None  # it is a cut
+    number = network.run(network.task.blank(1), {}).made_by(layer)
+    assert number is not None  # it is a cut: nothing behind it depends on the image
+    batch = {**network.task.blank(len(maps)), "x": network.task.blank(1)["x"]}
     seen = network.run(batch, {number: maps}).seen
     total = maps.new_zeros(len(maps))
     for name, span in spans.items():

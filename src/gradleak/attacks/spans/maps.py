@@ -58,6 +58,10 @@ class Maps:
         return float(self.levels[len(self.basis)])
 
     @property
+    def examples(self) -> int:
+        return len(self.basis)
+
+    @property
     def determined(self) -> bool:
         """Is the next one clearly no solution?"""
         return self.gap > GAP * self.level

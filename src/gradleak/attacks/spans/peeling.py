@@ -16,8 +16,9 @@ deep network and takes whole batches. R-GAP (Zhu and Blaschko, ICLR 2021) peels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,9 +36,18 @@ WEAK = (
 )
 MOST_OPEN = 768  # directions that the ReLUs above are asked for
 AHEAD = 3  # ReLUs above that are asked
-ROUNDING = 1e-11  # share of dL/dW that a true map leaves in float32
-EXPLAINED = 1e-9  # a larger share, and a delta was wrong
-LEVELS = (2.0, 1.0, 0.5, 4.0, 0.25, 8.0)  # sizes, in units of the error, up to which an entry of a map may be zero
+EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
+DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
+ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
+REWEIGHTINGS = 4
+DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
+DEBUG = False
+TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
+EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
+WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
+SURE = 1e-3  # error of the deltas' ReLUs up to which a frontier is used
+LOST, HOPELESS = 0.1, 0.5  # relative error from which on a map is not searched with, and not peeled with
+NEAR = 0.3  # relative distance up to which a map is one of those in closed form
 CHUNK = 64  # examples in one pass of directions
 
 
@@ -47,11 +57,34 @@ class Known:
 
     layers        convolutions that see them
     unexplained   share of these layers' gradients that does not follow from the maps: rounding, if they are true
+    errors        (examples,) relative error of each map, by what lies below zero
     """
 
     layers: tuple[str, ...]
     maps: Tensor
     unexplained: float
+    errors: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """What equations say of the maps before the earliest known ones: coordinates in some directions, no more.
+
+    layer        the first convolution that sees them
+    directions   (k, examples, H x W), orthonormal rows up to `units`
+    values       (k, C): the maps' coordinates
+    units        (examples,): maps are multiplied by them first: an example of a small loss says little
+    """
+
+    layer: str
+    directions: Tensor
+    values: Tensor
+    units: Tensor
+
+    def residual(self, maps: Tensor) -> Tensor:
+        """(k, C) of maps (examples, C, H, W), relative to the values."""
+        flat = (maps * self.units.view(-1, 1, 1, 1)).flatten(2)
+        return (torch.einsum("kbp,bcp->kc", self.directions, flat) - self.values) / self.values.norm()
 
 
 class _Enough(Exception):
@@ -150,74 +183,255 @@ class Network:
         return list(torch.autograd.grad(logits, outputs, delta.T.reshape(logits.shape)))
 
 
-def peel(network: Network, update: Params, layer: str, maps: Tensor) -> list[Known]:
-    """The maps below those that `layer` sees, (examples, C, H, W), as far as they are determined: the earliest last.
+def peel(
+    network: Network, update: Params, layer: str, maps: Tensor, bases: Mapping[str, Tensor] = MappingProxyType({})
+) -> tuple[list[Known], Frontier | None]:
+    """The maps below those that `layer` sees, (examples, C, H, W), as far as they are determined, the earliest last; and what is
+    known of those before.
 
     `layer` must see all that the network makes of an example (`is_cut`), and `maps` need their true scale. Entries
-    below zero show their error.
+    below zero show their error. `bases` hold the maps of some layers in closed form (`maps.Maps.basis`).
     """
     batch = network.task.blank(len(maps))
     batch = {**batch, "x": batch["x"].requires_grad_()}
     with torch.enable_grad():
         number = network.run(batch, {}).made_by(layer)
         if number is None:
-            return []
-        pins, found, choices = dict[int, Tensor](), list[Known](), list(_positive(maps.double()))
+            return [], None
+        pins, found, values = dict[int, Tensor](), list[Known](), maps.double()
         while number:
-            best: Known | None = None
-            for choice in choices:  # which of the smallest entries are zero shows in the layer below
-                done = network.run(batch, {**pins, number: choice})
-                below = _below(network, update, done, (number - 1, {**pins, number: choice}))
-                if below is not None and (best is None or below.unexplained < best.unexplained):
-                    best, pins = below, {**pins, number: choice}
-                if best is not None and best.unexplained < ROUNDING:
-                    break
-            if best is None or best.unexplained > EXPLAINED:
+            below, pins[number] = _below(network, update, batch, (number, values, pins))
+            if isinstance(below, Frontier):
+                errors = found[-1].errors if found else errors_of(values)
+                weight = below.units.square() / below.units.square().sum()
+                return found, below if float((weight * errors).sum()) < SURE else None
+            if below is None or below.unexplained > EXPLAINED:
                 break
-            choices = list(_positive(best.maps))
-            found.append(replace(best, maps=choices[0]))
+            values = _in_basis(below, bases)
+            errors = errors_of(values)
+            values = values * (errors < HOPELESS).view(-1, 1, 1, 1)
+            found.append(replace(below, maps=values.clamp_min(0), errors=errors))
             number -= 1
-    return found
+    return found, None
 
 
-def _below(network: Network, update: Params, done: Pass, where: tuple[int, dict[int, Tensor]]) -> Known | None:
-    names = [name for name, seen in done.seen.items() if seen is done.relus.outputs[where[0]]]
-    modules = [network.task.model.get_submodule(name) for name in names]
-    if not names or not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
-        return None
-    return _solved(network, update, done, names, where)
+def errors_of(maps: Tensor) -> Tensor:
+    """The relative error of each map, (examples,): a ReLU made it, so what is below zero is error, and half of it."""
+    flat = maps.flatten(1)
+    size = flat.square().sum(1)
+    return torch.where(size > 0, 2 * flat.clamp(max=0).square().sum(1) / size.clamp_min(1e-30), 1.0).sqrt()
 
 
-def _positive(maps: Tensor) -> Iterator[Tensor]:
-    """The maps without their error: what is below zero is error, and so is about as much above it."""
-    error = maps.clamp(max=0).abs().amax((1, 2, 3), keepdim=True)
-    for level in LEVELS:
-        yield torch.where(maps > level * error, maps, 0.0)
+def _in_basis(known: Known, bases: Mapping[str, Tensor]) -> Tensor:
+    """The maps, in the span of those in closed form: its error does not grow from layer to layer."""
+    maps = known.maps
+    for name in known.layers:
+        if name in bases:
+            flat, basis = maps.flatten(1), bases[name]
+            inside = (flat @ basis.T) @ basis
+            near = (inside - flat).norm(dim=1) < NEAR * flat.norm(dim=1)
+            better = near & (errors_of(inside) < errors_of(flat))
+            maps = torch.where(better[:, None], inside, flat).reshape(maps.shape)
+    return maps
 
 
-def _solved(
-    network: Network, update: Params, done: Pass, names: list[str], where: tuple[int, dict[int, Tensor]]
-) -> Known | None:
-    """The maps that these layers see, or None where the equations do not determine them."""
-    number, pins = where
-    shape = done.relus.outputs[number].shape
+def _below(
+    network: Network, update: Params, batch: Batch, above: tuple[int, Tensor, dict[int, Tensor]]
+) -> tuple[Known | Frontier | None, Tensor]:
+    """The maps before ReLU `number`, and what that ReLU gave: which of its entries are zero shows in the equations.
+
+    above   number; what the ReLU gave, with an error; what later ReLUs gave
+    """
+    number, values, pins = above
+    error = values.clamp(max=0).abs().amax((1, 2, 3), keepdim=True)
+    least = 1e-3 * error + 1e-300  # of an entry that is on
+    on = values > error
+    alive = on.flatten(1).any(1)  # the others are lost: their part of the gradient is noise
+
+    def cases(pinned: Tensor) -> tuple[list[str], list[Tensor], Sequence[int]]:
+        done = network.run(batch, {**pins, number: pinned})
+        made = done.relus.outputs[number - 1]
+        names = [name for name, seen in done.seen.items() if seen is made]
+        return names, network.deltas(done, names, update) if names else [], made.shape
+
+    names, all_on, shape = cases(values.abs().maximum(least) * alive.view(-1, 1, 1, 1))
     modules: list[Any] = [network.task.model.get_submodule(name) for name in names]
-    deltas = network.deltas(done, names, update)
-    matrix = torch.cat([equations(delta, module, shape) for delta, module in zip(deltas, modules, strict=True)])
-    right = torch.cat([update[f"{name}.weight"].double().permute(0, 2, 3, 1).flatten(0, 2) for name in names])
-    if (matrix.shape[1] - len(matrix)) * shape[1] > MOST_OPEN or not bool(matrix.isfinite().all()):
-        return None
-    values, directions = torch.linalg.eigh(matrix.T @ matrix)  # a few times faster than an SVD of the matrix
-    clear = values > WEAK**2 * values[-1]
-    if int((~clear).sum()) * shape[1] > MOST_OPEN:
-        return None
-    seen = directions[:, clear]
-    flat = seen @ ((seen.T @ (matrix.T @ right)) / values[clear, None])  # (examples x places, C)
-    maps = flat.reshape(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
-    if not clear.all():
-        maps = _filled(network, maps, directions[:, ~clear].T, number, pins)
-    rest = matrix @ maps.permute(0, 2, 3, 1).reshape(-1, shape[1]) - right
-    return Known(tuple(names), maps, float(rest.square().sum() / right.square().sum()))
+    if not names or not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
+        return None, values
+    gradients = [update[f"{name}.weight"].double() for name in names]
+    system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    for _ in range(DECODINGS):
+        pinned = torch.where(on, values.abs().maximum(least), 0.0)
+        deltas = cases(pinned)[1]
+        solved = system.solve([delta[alive] for delta in deltas])
+        if solved is None:
+            return None, pinned
+        if len(solved.free) * shape[1] > MOST_OPEN:
+            return solved.frontier(names[0], alive), pinned
+        maps = values.new_zeros(shape)
+        maps[alive] = solved.maps
+        doubt = ~on | (values < DOUBTFUL * error)
+        flips = [
+            _flips(module, gradient, delta, (every, on, doubt), maps, spare)
+            for module, gradient, delta, every, spare in zip(
+                modules, gradients, deltas, all_on, solved.spare, strict=True
+            )
+            if delta.shape == on.shape and torch.equal(delta != 0, on & (every != 0))
+        ]
+        if not any(bool(flip.any()) for flip in flips):
+            break
+        if DEBUG:
+            print(
+                "      flips",
+                [int(f.sum()) for f in flips],
+                f"{system.unexplained([delta[alive] for delta in deltas], solved.maps):.1e}",
+            )
+        on = on ^ torch.stack(flips).any(0)
+    if len(solved.free):
+        free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
+        free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
+        maps = _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
+    unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
+    return Known(tuple(names), maps, unexplained, errors_of(maps)), pinned
+
+
+def _flips(
+    module: nn.Conv2d,
+    gradient: Tensor,
+    delta: Tensor,
+    relus: tuple[Tensor, Tensor, Tensor],
+    maps: Tensor,
+    spare: Tensor,
+) -> Tensor:
+    """ReLUs, (examples, outputs, h, w), that were taken for on or off and are not: the ones that explain what is left.
+
+    With R = dL/dW[o] - sum over p of delta[o, p] a_p: entry p is wrong if R is about +-delta[o, p] a_p, less what the
+    solution has made of it.
+
+    relus   delta of all if they are on; which are; which may be wrong
+    spare   (outputs, taps, taps): what the solution leaves of a change in the equations of an output
+    """
+    assert not isinstance(module.padding, str)
+    window = (module.kernel_size, module.dilation, module.padding, module.stride)
+    patches = F.unfold(maps, *window).transpose(1, 2).flatten(0, 1)  # (examples x places, C x taps)
+    every, on, doubt = (each.transpose(0, 1).flatten(1) for each in relus)  # (outputs, examples x places)
+    rest = gradient.flatten(1) - delta.transpose(0, 1).flatten(1) @ patches
+    by_tap = patches.unflatten(1, (-1, spare.shape[-1]))
+    squares = spare.flatten(1) @ (by_tap.transpose(1, 2) @ by_tap).flatten(1).T
+    noise = rest.square().sum(1).median() / rest.shape[1]
+    change = torch.where(on, -every, every)
+    products, gram = rest @ patches.T, patches @ patches.T
+    flips = torch.zeros_like(on)
+    for _ in range(FLIPS):  # the best of each output, one after the other
+        alone = change.square() * squares
+        gain = ((2 * change * products - alone) * doubt).masked_fill(flips, 0.0)
+        best = gain.argmax(1, keepdim=True)
+        gain, alone = gain.gather(1, best), alone.gather(1, best)
+        good = (gain > 0.5 * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
+        if not bool(good.any()):
+            break
+        flips.scatter_(1, best, good | flips.gather(1, best))
+        products = products - change.gather(1, best) * good * gram[best[:, 0]]
+    shape = delta.shape
+    return flips.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Solution:
+    """Maps, and the directions (k, examples x H x W) of each channel that the equations leave open.
+
+    units, well, values   as in `Frontier`: what is seen well
+    spare   by layer (outputs, taps, taps): what is left of a change in the equations of an output
+    """
+
+    maps: Tensor
+    free: Tensor
+    spare: list[Tensor]
+    units: Tensor
+    well: Tensor
+    values: Tensor
+
+    def frontier(self, layer: str, alive: Tensor) -> Frontier:
+        directions = self.well.new_zeros(len(self.well), len(alive), self.well.shape[1] // len(self.maps))
+        directions[:, alive] = self.well.unflatten(1, (len(self.maps), -1))
+        units = self.units.new_zeros(len(alive))
+        units[alive] = self.units
+        return Frontier(layer, directions, self.values, units)
+
+
+@dataclass(frozen=True, eq=False)
+class _System:
+    """The linear equations of the layers that see one map, for given deltas."""
+
+    modules: Sequence[Any]
+    gradients: Sequence[Tensor]
+    shape: Sequence[int]
+
+    def _matrix(self, deltas: Sequence[Tensor]) -> Tensor:
+        return torch.cat([equations(*each, self.shape) for each in zip(deltas, self.modules, strict=True)])
+
+    @property
+    def _right(self) -> Tensor:
+        return torch.cat([gradient.permute(0, 2, 3, 1).flatten(0, 2) for gradient in self.gradients])
+
+    def solve(self, deltas: Sequence[Tensor]) -> _Solution | None:
+        """The maps, as far as the equations tell; None where these are not finite.
+
+        Reweighted least squares: outputs whose equations a wrong ReLU spoils count for less.
+        """
+        matrix, right, shape = self._matrix(deltas), self._right, self.shape
+        if not bool(matrix.isfinite().all()):
+            return None
+        # Each example in units of its own delta: a small loss is no reason to leave a direction open.
+        sizes = matrix.square().sum(0).reshape(shape[0], -1).mean(1).sqrt().clamp_min(1e-300)
+        units = sizes.repeat_interleave(matrix.shape[1] // shape[0])
+        matrix = matrix / units
+        weights = matrix.new_ones(len(matrix), 1)
+        energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
+        for _ in range(REWEIGHTINGS):
+            values, directions = torch.linalg.eigh((weights * matrix).T @ matrix)  # faster than an SVD of the matrix
+            clear = values > WEAK**2 * values[-1]
+            seen = directions[:, clear]
+            flat = seen @ ((seen.T @ (matrix.T @ (weights * right))) / values[clear, None])  # (examples x places, C)
+            outputs = self._by_output((matrix @ flat - right).square().sum(1))
+            share = (outputs / energies).median()  # rounding grows with the gradient of an output
+            spread = outputs / (ODD**2 * (outputs.median() + share * energies)).clamp_min(1e-300)
+            taps = torch.cat([spread.new_full((len(g),), g[0, 0].numel(), dtype=torch.long) for g in self.gradients])
+            weights = (1 / (1 + spread).square()).repeat_interleave(taps)[:, None]
+        if DEBUG:
+            print(
+                "      system",
+                tuple(matrix.shape),
+                "open",
+                int((~clear).sum()),
+                "cond",
+                f"{float((values[-1] / values[0].clamp_min(1e-300)).sqrt()):.1e}",
+                "odd",
+                int((spread > 1).sum()),
+            )
+        maps = (flat / units[:, None]).reshape(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+        well = directions[:, values > WELL**2 * values[-1]]
+        hat = (weights.sqrt() * matrix) @ (seen / values[clear].sqrt())
+        spare = []
+        for part, gradient in zip(hat.split(self._equations), self.gradients, strict=True):
+            each = part.unflatten(0, (len(gradient), -1))  # (outputs, taps, unknowns)
+            spare.append(torch.eye(each.shape[1]).to(each) - each @ each.transpose(1, 2))
+        return _Solution(maps, (directions[:, ~clear] / units[:, None]).T, spare, sizes, well.T, well.T @ flat)
+
+    @property
+    def _equations(self) -> list[int]:
+        return [gradient.shape[0] * gradient[0, 0].numel() for gradient in self.gradients]
+
+    def _by_output(self, rows: Tensor) -> Tensor:
+        """Means over the taps of each output."""
+        parts = zip(rows.split(self._equations), self.gradients, strict=True)
+        return torch.cat([part.reshape(len(gradient), -1).mean(1) for part, gradient in parts])
+
+    def unexplained(self, deltas: Sequence[Tensor], maps: Tensor) -> float:
+        """The share of the gradients' energy that these maps do not explain."""
+        right = self._right
+        rest = self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1]) - right
+        return float(rest.square().sum() / right.square().sum())
 
 
 def equations(delta: Tensor, module: nn.Conv2d, shape: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ from gradleak.core.registry import named
 from gradleak.core.tree import Params
 from gradleak.engine import Engine
 from gradleak.identify import rounding_of
+from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
@@ -32,6 +33,7 @@ from gradleak.scenario.task import Batch, Task, TaskError
 INDEPENDENT = 1e-4  # singular values of positions below this share of the largest do not tell them apart
 LOST = 32.0  # grey levels: a mixture of patches with a larger error is open
 WEAK = 0.25  # grey levels: a mixture with a larger error is settled again, by whole levels
+MET, NEAR = 1e-3, 0.5  # of a proved image: the most residual of its equations, and expected error in grey levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ class ViT(ReadOff):
     mixtures of patches that are told; "smallest", the smallest of their singular values as a share of the largest, to
     be compared with "rounding", that of the observation; "residual", the relative distance from the equations; "open",
     the dimensions of the image that neither equations nor whole levels settle; "error", the expected root mean
-    square error of the told part, in [0, 1] pixels.
+    square error of the told part, in [0, 1] pixels; "spans", all this as a certificate (`identify.span_certificate`).
 
     labels   the rule by which labels are read, for a task that has some
     whole    settle what is open by whole grey levels, if that is possible
@@ -149,6 +151,7 @@ class ViT(ReadOff):
         else:
             settled = 0
         record["open"] = missing + free * (places.shape[1] - settled)
+        record["spans"] = _certificate(embedding.layer, record, x.numel(), settled == places.shape[1]).record()
         return x[None].to(low).clamp(low, high), record
 
     def _completed(self, x: Tensor, solved: Solved, places: Tensor, scene: TargetView) -> tuple[Tensor, int]:
@@ -162,6 +165,20 @@ class ViT(ReadOff):
         sure = places[:, settled]
         levels.view(-1)[sure] = levels.view(-1)[sure].round()
         return field.model(levels / LEVELS), int(settled.sum())
+
+
+def _certificate(layer: str, record: Mapping[str, Any], values: int, whole: bool) -> SpanCertificate:
+    """What the patch embedding tells of the image. `whole`: all its pixels were found to be whole grey levels."""
+    residual, error = record["residual"], LEVELS * record["error"]
+    reason = ""
+    if record["open"]:
+        reason = f"{record['open']:,} of {values:,} values of the image are open."
+    elif not residual <= MET:
+        reason = f"The equations of its patches are met to {residual:.0e} only."
+    elif not (whole or error <= NEAR):
+        reason = f"Rounding alone makes an error of {error:.1f} grey levels."
+    told = LayerCertificate(layer, record["rank"], record["patches"], unexplained=residual)
+    return SpanCertificate(1, layer, (residual,), int(not reason), (told,), reason)
 
 
 # --- learned positions ------------------------------------------------------------------------------------------------

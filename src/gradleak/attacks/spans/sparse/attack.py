@@ -22,6 +22,7 @@ from gradleak.core.listeners import Share
 from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.engine import Engine
+from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine, Relative
@@ -178,6 +179,8 @@ class SparseSpan(ReadOff):
         attack = Composed(self.name, stages, ReadBy(read), output=output)
         result = attack.run(task, targets, knows, seed, engine=engine, progress=progress)
         records: dict[str, Any] = {name: [each.record[name] for each in readings] for name in readings[0].record}
+        apart = shares["feature_error"] if "feature_error" in shares else [1 - each.shares[1] for each in readings]
+        records["spans"] = [_certificate(place, *each).record() for each in zip(readings, apart, strict=True)]
         ordered = {
             name: pad_sequence([each[order] for each, order in zip(values, orders, strict=True)], True, torch.nan)
             for name, values in shares.items()
@@ -304,3 +307,23 @@ def _record(rank: int, shares: Tensor, residual: float, waves: int) -> dict[str,
     certain, padded, agreement = int(shares[0].sum()), int((shares[1] == 0).sum()), float(shares[1].sum())
     record = {"rank": rank, "certain": certain, "padded": padded, "agreement": agreement / max(rank, 1)}
     return {**record, "residual": residual, "waves": waves}
+
+
+def _certificate(place: Place, reading: Recovered, outside: Tensor) -> SpanCertificate:
+    """What the layer tells of one target. Images behind it are searched for: of these nothing is proved."""
+    count, certain, padded = len(reading.shares[0]), int(reading.record["certain"]), int(reading.record["padded"])
+    shown = len(reading.rows)
+    reasons = []
+    if not place.first:
+        reasons += [f"It saw {certain} of its inputs for certain, and the examples behind them were searched for."]
+    elif certain < shown:
+        reasons += [f"The zeros of the gradient or its rounding leave {shown - certain} in doubt."]
+    if padded:
+        reasons += [f"{padded} of {count} were not found, and are blank."]
+    told = LayerCertificate(
+        place.name, int(reading.record["rank"]), count, reading.record["residual"] if shown else None
+    )
+    proved = certain if place.first else 0
+    return SpanCertificate(
+        count, place.name if shown else "", tuple(outside[:shown].tolist()), proved, (told,), " ".join(reasons)
+    )

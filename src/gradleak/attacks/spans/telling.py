@@ -1,0 +1,173 @@
+"""What the layers of one target tell: maps of single examples where they follow, else the span of the patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradleak.attacks.spans.anchor import anchored
+from gradleak.attacks.spans.maps import Maps, separated
+from gradleak.attacks.spans.peeling import LOST, Frontier, Known, Network
+from gradleak.core.random import Draws
+from gradleak.core.tree import Params
+from gradleak.parts.predictions import assumed_in, gradient
+from gradleak.parts.row_space import Layer, spanning_layers
+from gradleak.parts.view import TargetView
+from gradleak.scenario.task import Task, TaskError
+
+EXACT = 1e-6  # level of maps that are solved for to rounding
+PRECISE = 3e-3  # relative error of a map from which on deeper maps add nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What the layers of one target tell.
+
+    layers   those that the search uses, in the order of the forward pass
+    flats    by layer, as `Outside` takes them: a point and directions
+    own      by layer, (found, features): the maps of single examples; only those with errors have a true scale
+    errors   by layer, (found,): their relative errors; empty where they are not known
+    record   for each layer its rank, rows, level and gap
+    peeled   for each layer whose maps followed from a deeper one, the share of its gradient that they do not explain
+    """
+
+    layers: tuple[Layer, ...]
+    flats: dict[str, Tensor]
+    own: dict[str, Tensor]
+    errors: dict[str, Tensor] = field(default_factory=dict)
+    record: list[dict[str, Any]] = field(default_factory=list)
+    peeled: dict[str, float] = field(default_factory=dict)
+    frontier: Frontier | None = None
+
+    @property
+    def found(self) -> int:
+        return max((len(maps) for maps in self.own.values()), default=0)
+
+    def weights_of(self, example: int) -> dict[str, float]:
+        """By layer, how much its map counts: by its error, and only the earliest ones that are needed."""
+        weights, enough = dict[str, float](), False
+        for name, errors in self.errors.items():
+            error = float(errors[example])
+            weights[name] = 0.0 if enough or error > LOST else PRECISE / (PRECISE + error)
+            enough = enough or error < PRECISE
+        return weights
+
+    def of_example(self, example: int, layers: Sequence[Layer]) -> dict[str, Tensor]:
+        """The scene fields of the search for one example: the flat and the weight of each of these layers.
+
+        An example that was told apart has its own map.
+        """
+        fields = dict[str, Tensor]()
+        weights = self.weights_of(example) if self.errors else dict.fromkeys(self.flats, 1.0)
+        for layer in layers:
+            name, flat = layer.name, self.flats.get(layer.name, torch.zeros(2, 1))
+            if example < len(maps := self.own.get(name, flat[:0])):
+                flat = torch.zeros_like(flat)
+                flat[1] = maps[example] / maps[example].norm().clamp_min(1e-30)
+            fields |= {f"span {name}": flat, f"weight {name}": torch.tensor(weights.get(name, 0.0))}
+        return fields
+
+
+def layers_of(
+    task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None
+) -> tuple[Layer, ...]:
+    """Convolutions that tell, alone or together. Linear layers behind the average of a map tell nothing of places."""
+    layers = spanning_layers(task, examples, weights, buffers, alone=False)
+    return tuple(layer for layer in layers if isinstance(task.model.get_submodule(layer.name), nn.Conv2d))
+
+
+def tells(task: Task, examples: int) -> bool:
+    """Does a convolution behind others give the span of its patches for so many examples in an update?
+
+    One that sees the image itself leaves at least its scale open, and total variation shrinks it to zero.
+    """
+    channels = task.fields["x"].shape[0]
+    modules: list[Any] = [task.model.get_submodule(layer.name) for layer in layers_of(task, examples)]
+    return any(module.in_channels != channels for module in modules)
+
+
+def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
+    """What the layers of one target tell.
+
+    most    layers at most whose spans are searched in, where maps do not follow
+    floor   of the gradient's rounding, as a share of its largest singular value
+    """
+    task, examples = scene.task, scene.num_examples
+    candidates = layers_of(task, examples, scene.weights, scene.buffers)
+    update = assumed_in(scene).visible(gradient(scene), scene)
+    telling = tuple(layer for layer in candidates if bool(update[f"{layer.name}.weight"].any()))
+    if not telling:
+        raise TaskError(
+            f"No layer of this network tells its inputs for {examples} examples in an update: all have more places "
+            "than outputs, or their gradient was not sent. `gradleak check` lists up to how many each tells. Use 'ig'."
+        )
+    spans = {layer.name: span_of(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
+    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
+    network = Network.of(task, scene.weights, scene.buffers, names)
+    known, frontier, solved = anchored(network, update, telling, spans, examples, draws)
+    record: list[dict[str, Any]] = []
+    for layer in telling:
+        line = {"layer": layer.name, "rank": len(spans[layer.name]), "rows": layer.rows}
+        if layer.name in solved:
+            line |= {"level": solved[layer.name].level, "gap": solved[layer.name].gap}
+        record.append(line)
+    if known[1:]:
+        return _of_maps(known, frontier, record)
+    return _of_spans(telling[:most], spans, solved, examples, record, draws)
+
+
+def _of_maps(known: Sequence[Known], frontier: Frontier | None, record: list[dict[str, Any]]) -> Told:
+    """What is told where the maps of single examples are known: these alone, in the order of the forward pass."""
+    own = {each.layers[0]: each.maps.flatten(1) for each in reversed(known)}
+    layers = tuple(Layer(name, 1, bias=False, whole=True) for name in own)
+    flats = {name: _flat(rows[:0], 1) for name, rows in own.items()}
+    errors = {each.layers[0]: each.errors for each in reversed(known)}
+    peeled = {each.layers[0]: each.unexplained for each in reversed(known)}
+    return Told(layers, flats, own, errors, record, peeled, frontier)
+
+
+def _of_spans(
+    layers: tuple[Layer, ...],
+    spans: Params,
+    solved: dict[str, Maps],
+    examples: int,
+    record: list[dict[str, Any]],
+    draws: Draws,
+) -> Told:
+    """What is told where nothing could be peeled: spans of patches or of maps, and the maps of one layer apart."""
+    solved = {layer.name: solved[layer.name] for layer in layers if layer.name in solved}
+    own, anchor = torch.zeros(0), ""
+    for name, maps in solved.items():
+        apart = separated(maps.basis, draws.child(1))
+        if len(apart) > len(own):
+            own, anchor = apart, name
+        if len(own) == examples:
+            break
+    # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
+    exact = {name for name, maps in solved.items() if maps.level < EXACT}
+    whole = exact | {anchor} if exact else solved.keys()
+    layers = tuple(replace(layer, bias=False, whole=layer.name in whole) for layer in layers)
+    flats = {
+        layer.name: _flat(solved[layer.name].basis, examples) if layer.whole else _flat(spans[layer.name], layer.rows)
+        for layer in layers
+    }
+    return Told(layers, flats, {anchor: own} if anchor else {}, record=record)
+
+
+def _flat(directions: Tensor, rows: int) -> Tensor:
+    """As `Outside` takes them: the point zero, and directions, filled up with zeros to the number of rows."""
+    missing = directions.new_zeros(1 + rows - len(directions), directions.shape[1])
+    return torch.cat([missing[:1], directions, missing[1:]])
+
+
+def span_of(weight: Tensor, rows: int, floor: float) -> Tensor:
+    """The directions of dL/dW above its rounding, (rank, inputs), in double precision."""
+    matrix = weight.flatten(1).double()
+    squares, left = torch.linalg.eigh(matrix @ matrix.T)  # a few times faster than an SVD of so wide a matrix
+    values = squares.clamp_min(0).sqrt()
+    kept = (values > floor * values[-1]).nonzero()[:, 0].flip(0)[:rows]
+    return torch.linalg.qr((left[:, kept].T @ matrix).T)[0].T.contiguous()
