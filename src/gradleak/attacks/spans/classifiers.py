@@ -169,23 +169,30 @@ class Span(ReadOff):
         search = Inversion(self.name, self.steps, self.repairs, self.solved, self.tv, self.restarts)
         images: list[Tensor] = [torch.empty(0)] * len(targets)
         outside: list[Tensor] = [torch.empty(0)] * len(targets)
+        fronts: dict[tuple[str, int], list[int]] = {}
+        for row, each in enumerate(told):
+            if each.frontier is not None and each.frontier.sufficient:
+                fronts.setdefault((each.frontier.layer, each.found), []).append(row)
+        for rows in fronts.values():
+            some, known = [targets[row] for row in rows], [told[row] for row in rows]
+            result = search.together(task, some, known, (seed, engine, part(progress, 0, 2)))
+            for number, row in enumerate(rows):
+                images[row], outside[row] = result.batch["x"][number], matches(result)[number].repeat(told[row].found)
         groups: dict[tuple[Layer, ...], list[int]] = {}
         peeled = dict.fromkeys(layer for each in told if each.errors for layer in each.layers)
         for row, each in enumerate(told):  # targets with maps of their own are searched for together
-            groups.setdefault(tuple(peeled) if each.errors else each.layers, []).append(row)
+            if not len(outside[row]) or float(outside[row].max()) > self.solved:
+                groups.setdefault(tuple(peeled) if each.errors else each.layers, []).append(row)
         for done, (layers, rows) in enumerate(groups.items()):
             counts = {row: told[row].found or targets[row].num_examples for row in rows}
             lanes = [(row, example) for row in rows for example in range(counts[row])]
             single = [example for row in rows for example in targets[row].one_by_one()[: counts[row]]]
             fields = [told[row].of_example(example, layers) for row, example in lanes]
-            share = part(progress, done, len(groups))
-            result = search.each(task, single, (layers, fields), (seed, engine, part(share, 0, 2)))
-            apart = matches(result)
+            share = part(part(progress, 1, 2), done, len(groups))
+            result = search.each(task, single, (layers, fields), (seed, engine, share))
             for row in rows:
                 mine = [number for number, lane in enumerate(lanes) if lane[0] == row]
-                images[row], outside[row] = result.batch["x"][mine, 0], apart[mine]
-                if told[row].frontier is not None:
-                    images[row] = search.together(task, targets[row], told[row], images[row], (seed, engine, None))
+                images[row], outside[row] = result.batch["x"][mine, 0], matches(result)[mine]
         return images, outside
 
     def _matched(

@@ -30,17 +30,17 @@ from gradleak.parts.fields import ReadBy
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import SquaredError
 from gradleak.parts.priors import Box, TotalVariation
-from gradleak.parts.protocols import Prediction
+from gradleak.parts.protocols import Match, Prediction
 from gradleak.parts.row_space import Layer, Outside, Spans
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.observation import Knowledge, Track
 from gradleak.scenario.task import Batch, Task
 
-FRESH = False
+STAGES = 3
 HISTORY = 100  # pairs of L-BFGS
 START, POWER = 0.01, 1.0  # of `Spectral`: near grey, since what the layers do not see stays as it began
-COARSE = 5.0  # all stages but the last have so many times its total variation
+COARSE, FINE = 5.0, 0.01  # total variation of first stages, and of the last one where maps are exact, in units of `tv`
 FEW = 0.25  # of the rows of an example: more missing directions are those of other examples, with a small loss
 DOUBTFUL = 4.0  # a place whose rows lie so many times as far outside as the median is drawn anew
 BLUR, LOW = 9, 0.25  # pixels of the mean that fills it, and the size of the smooth noise on top, in units of the range
@@ -66,33 +66,21 @@ class WeightedOutside(Outside):
 
 
 @dataclass(frozen=True)
-class ToldTogether(Prediction):
-    """How far the maps of all examples of an update are from what is told: their own, and those of the frontier.
+class AtFrontier(Prediction):
+    """How far the maps of all examples of an update are from what the frontier says of them.
 
-    Scene fields: "map LAYER" (examples, features), "weight LAYER" (examples,), "frontier directions", "... values",
-    "... units".
+    Scene fields: "frontier directions", "frontier values" and "frontier units", as in `Frontier`.
     """
 
-    layers: tuple[str, ...]
-    frontier: str
+    layer: str
 
     def target(self, scene: TargetView) -> Params:
-        return {name: torch.zeros((), dtype=scene.like.dtype, device=scene.like.device) for name in self._names}
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return (*self.layers, "frontier")
+        return {self.layer: torch.zeros_like(scene.fields["frontier values"])}
 
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
-        names = list(dict.fromkeys((*self.layers, self.frontier)))
-        caught = scene.task.inputs_of(names, scene.weights, batch, scene.buffers, whole=False)
-        told = {name: scene.fields[f"map {name}"] for name in self.layers}
-        sizes = {
-            name: scene.fields[f"weight {name}"] / maps.norm(dim=1).clamp_min(1e-30) for name, maps in told.items()
-        }
-        away = {name: (caught[name].flatten(1) - told[name]) * sizes[name][:, None] for name in self.layers}
-        directions, values, units = (scene.fields[f"frontier {each}"] for each in ("directions", "values", "units"))
-        return {**away, "frontier": Frontier("", directions, values, units).residual(caught[self.frontier])}
+        caught = scene.task.inputs_of([self.layer], scene.weights, batch, scene.buffers, whole=False)[self.layer]
+        told = (scene.fields[f"frontier {each}"] for each in ("directions", "values", "units"))
+        return {self.layer: Frontier(self.layer, *told).residual(caught)}
 
 
 @dataclass(frozen=True)
@@ -152,41 +140,32 @@ class Inversion:
         return best
 
     def together(
-        self, task: Task, target: Track, told: Told, x: Tensor, how: tuple[int, Engine, Share | None]
-    ) -> Tensor:
-        """The images of one update, (found, ...), moved until the frontier fits too."""
+        self, task: Task, targets: Sequence[Track], told: Sequence[Told], how: tuple[int, Engine, Share | None]
+    ) -> Reconstruction:
+        """All images of each update at once, from its frontier: the same layer, and as many examples, for all."""
         seed, engine, progress = how
-        frontier = told.frontier
-        assert frontier is not None
-        weights = [told.weights_of(example) for example in range(told.found)]
-        layers = tuple(name for name in told.own if any(each[name] for each in weights))
-        last = target.last
-        some = Track((replace(last, num_examples=told.found, key=f"{last.key}, together"),))
+        frontiers = [each.frontier for each in told if each.frontier is not None]
+        most, found = max(len(each.values) for each in frontiers), told[0].found
+        waiting = iter(frontiers)
 
         def read(scene: TargetView) -> Batch:
-            fields = {f"map {name}": told.own[name] for name in layers}
-            fields |= {f"weight {name}": torch.tensor([each[name] for each in weights]) for name in layers}
-            fields["frontier directions"] = frontier.directions
-            fields |= {"frontier values": frontier.values, "frontier units": frontier.units}
-            return {**scene.task.blank(told.found), **{name: value.to(scene.like) for name, value in fields.items()}}
+            each = next(waiting).padded(most)
+            fields = {"directions": each.directions, "values": each.values, "units": each.units}
+            named = {f"frontier {name}": value.to(scene.like) for name, value in fields.items()}
+            return {**scene.task.blank(found), **named}
 
-        predict = ToldTogether(layers, frontier.layer)
-        plan = (COARSE * self._variation(task), self._variation(task))
-        lbfgs = LBFGS(steps=max(1, self.steps // len(plan)), history=HISTORY)
-        stages = tuple(
-            Stage(Spectral(START, POWER), predict, SquaredError(), (TotalVariation(tv), Box()), lbfgs) for tv in plan
-        )
-        attack = Composed(self.name, stages, ReadBy(read))
-        found = attack.run(
-            task,
-            [some],
-            Knowledge(),
-            seed,
-            engine=engine,
-            progress=progress,
-            **({} if FRESH else {"begin": {"x": x[None]}}),
-        )
-        return found.batch["x"][0]
+        some = [
+            Track((replace(each.last, num_examples=found, key=f"{each.last.key}, together"),)) for each in targets
+        ]
+        plan = [factor * self._variation(task) for factor in (COARSE, 1.0, FINE)]
+        stages = self._plan(AtFrontier(frontiers[0].layer), SquaredError(), plan)
+        attack = Composed(self.name, stages, ReadBy(read), restarts=self.restarts)
+        return attack.run(task, some, Knowledge(), seed, engine=engine, progress=progress)
+
+    def _plan(self, predict: Prediction, match: Match, plan: Sequence[float]) -> tuple[Stage, ...]:
+        lbfgs = LBFGS(steps=max(1, self.steps // STAGES), history=HISTORY)
+        space = Spectral(START, POWER)
+        return tuple(Stage(space, predict, match, (TotalVariation(tv), Box()), lbfgs) for tv in plan)
 
     def _variation(self, task: Task) -> float:
         low, high = task.fields["x"].limits(torch.zeros(()))
@@ -196,12 +175,8 @@ class Inversion:
         """The maps, then all layers, then all with less total variation."""
         weight = self._variation(task)
         maps = tuple(layer for layer in layers if layer.whole) or layers
-        plan = ((maps, COARSE * weight), (layers, COARSE * weight), (layers, weight))
-        lbfgs = LBFGS(steps=max(1, self.steps // len(plan)), history=HISTORY)
-        return tuple(
-            Stage(Spectral(START, POWER), ToldSpans(which), WeightedOutside(), (TotalVariation(tv), Box()), lbfgs)
-            for which, tv in plan
-        )
+        first = self._plan(ToldSpans(maps), WeightedOutside(), [COARSE * weight])
+        return first + self._plan(ToldSpans(layers), WeightedOutside(), [COARSE * weight, weight])
 
 
 def repaired(

@@ -44,6 +44,7 @@ DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how 
 DEBUG = False
 TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
+ENOUGH = 4.0
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
 SURE = 1e-3  # error of the deltas' ReLUs up to which a frontier is used
 LOST, HOPELESS = 0.1, 0.5  # relative error from which on a map is not searched with, and not peeled with
@@ -80,6 +81,18 @@ class Frontier:
     directions: Tensor
     values: Tensor
     units: Tensor
+
+    @property
+    def sufficient(self) -> bool:
+        """Are there several equations for each number of the maps' images? Counted against places of three channels."""
+        _, examples, places = self.directions.shape
+        return self.values.numel() >= ENOUGH * examples * places * 3
+
+    def padded(self, most: int) -> Frontier:
+        """With empty equations, up to so many directions."""
+        more = most - len(self.values)
+        wide = [torch.cat([each, each.new_zeros(more, *each.shape[1:])]) for each in (self.directions, self.values)]
+        return replace(self, directions=wide[0], values=wide[1])
 
     def residual(self, maps: Tensor) -> Tensor:
         """(k, C) of maps (examples, C, H, W), relative to the values."""
