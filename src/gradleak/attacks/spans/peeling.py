@@ -39,10 +39,11 @@ AHEAD = 3  # ReLUs above that are asked
 EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
-REWEIGHTINGS = 4
+REWEIGHTINGS = 10
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 DEBUG = False
-TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
+GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
+TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
 ENOUGH = 4.0
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
@@ -273,6 +274,7 @@ def _below(
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    best: tuple[float, Tensor, list[Tensor], _Solution] | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
         deltas = cases(pinned)[1]
@@ -281,6 +283,10 @@ def _below(
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
             return solved.frontier(names[0], alive), pinned
+        unexplained = system.unexplained([delta[alive] for delta in deltas], solved.maps)
+        if best is not None and unexplained > GAINS * best[0]:
+            break
+        best = (unexplained, pinned, deltas, solved)
         maps = values.new_zeros(shape)
         maps[alive] = solved.maps
         doubt = ~on | (values < DOUBTFUL * error)
@@ -294,12 +300,12 @@ def _below(
         if not any(bool(flip.any()) for flip in flips):
             break
         if DEBUG:
-            print(
-                "      flips",
-                [int(f.sum()) for f in flips],
-                f"{system.unexplained([delta[alive] for delta in deltas], solved.maps):.1e}",
-            )
+            print("      flips", [int(f.sum()) for f in flips], f"{unexplained:.1e}")
         on = on ^ torch.stack(flips).any(0)
+    assert best is not None
+    _, pinned, deltas, solved = best
+    maps = values.new_zeros(shape)
+    maps[alive] = solved.maps
     if len(solved.free):
         free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
         free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
@@ -340,7 +346,7 @@ def _flips(
         gain = ((2 * change * products - alone) * doubt).masked_fill(flips, 0.0)
         best = gain.argmax(1, keepdim=True)
         gain, alone = gain.gather(1, best), alone.gather(1, best)
-        good = (gain > 0.5 * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
+        good = (gain > torch.where(on.gather(1, best), 0.0, 0.5) * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
         if not bool(good.any()):
             break
         flips.scatter_(1, best, good | flips.gather(1, best))
