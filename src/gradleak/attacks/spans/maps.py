@@ -111,7 +111,7 @@ def _solved(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: in
 
     size = examples + SPARE
     c = draws.normal((size, places, len(span)), dtype=span.dtype).to(span.device)
-    c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype)
+    c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype, device=span.device)
     for _ in range(ROUNDS):
         c = _filtered(c, fitted, float(values[-1]) if values is not None else 0.9)
         c, values = _ritz(c, fitted)
