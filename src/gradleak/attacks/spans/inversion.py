@@ -89,7 +89,31 @@ class AtFrontier(Prediction):
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         caught = scene.task.inputs_of([self.layer], scene.weights, batch, scene.buffers, whole=False)[self.layer]
         told = (scene.fields[f"frontier {each}"] for each in ("directions", "values", "units"))
-        return {self.layer: Frontier(self.layer, *told).residual(caught)}
+        return {self.layer: Frontier(self.layer, *told).residual(caught) / scene.fields["frontier size"]}
+
+
+def grey_inputs(scene: TargetView, layers: Sequence[str], examples: int) -> Batch:
+    """What these layers see of images in the middle of the range."""
+    low, high = scene.extent("x")
+    batch = scene.task.blank(examples)
+    with torch.no_grad():
+        x = torch.zeros_like(batch["x"]) + (low + high) / 2
+        return scene.task.inputs_of(layers, scene.weights, {**batch, "x": x}, scene.buffers)
+
+
+def in_units_of_grey(scene: TargetView, layers: Sequence[Layer], fields: Batch) -> Batch:
+    """The fields with weights such that every layer is as far outside at a grey image.
+
+    The maps of an untrained network are nearly the same for all images: without a unit, any image would seem found.
+    """
+    seen = grey_inputs(scene, [layer.name for layer in layers], 1)
+    rows = {layer.name: layer.rows_of(scene.task.model.get_submodule(layer.name), seen[layer.name]) for layer in layers}
+    flats = {layer.name: fields[f"span {layer.name}"][0] for layer in layers}
+    outside = {name: rest.norm() for name, rest in Outside().residual(rows, flats).items()}
+    return {
+        **fields,
+        **{WEIGHT + name: fields[WEIGHT + name] / size.clamp_min(1e-12) for name, size in outside.items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -122,7 +146,7 @@ class Inversion:
 
             def read(scene: TargetView) -> Batch:
                 fields = {name: value.to(scene.like)[None] for name, value in next(waiting).items()}
-                return {**scene.task.blank(1), **fields}
+                return {**scene.task.blank(1), **in_units_of_grey(scene, layers, fields)}
 
             attack = Composed(self.name, stages, ReadBy(read), restarts=1 if begin else self.restarts)
             some, share = [single[row] for row in rows], part(progress, number, parts)
@@ -161,11 +185,10 @@ class Inversion:
             each = next(waiting).padded(most)
             fields = {"directions": each.directions, "values": each.values, "units": each.units}
             named = {f"frontier {name}": value.to(scene.like) for name, value in fields.items()}
+            named["frontier size"] = each.distance(grey_inputs(scene, [each.layer], found)[each.layer]).to(scene.like)
             return {**scene.task.blank(found), **named}
 
-        some = [
-            Track((replace(each.last, num_examples=found, key=f"{each.last.key}, together"),)) for each in targets
-        ]
+        some = [Track((replace(each.last, num_examples=found, key=f"{each.last.key}, together"),)) for each in targets]
         plan = [factor * self._variation(task) for factor in (COARSE, 1.0, FINE)]
         stages = self._plan(AtFrontier(frontiers[0].layer), SquaredError(), plan)
         attack = Composed(self.name, stages, ReadBy(read), restarts=self.restarts)

@@ -96,9 +96,12 @@ class Frontier:
         return replace(self, directions=wide[0], values=wide[1])
 
     def residual(self, maps: Tensor) -> Tensor:
-        """(k, C) of maps (examples, C, H, W), relative to the values."""
+        """(k, C) of maps (examples, C, H, W)."""
         flat = (maps * self.units.view(-1, 1, 1, 1)).flatten(2)
-        return (torch.einsum("kbp,bcp->kc", self.directions, flat) - self.values) / self.values.norm()
+        return torch.einsum("kbp,bcp->kc", self.directions, flat) - self.values
+
+    def distance(self, maps: Tensor) -> Tensor:
+        return self.residual(maps.to(self.values)).norm()
 
 
 class _Enough(Exception):
@@ -346,7 +349,11 @@ def _flips(
         gain = ((2 * change * products - alone) * doubt).masked_fill(flips, 0.0)
         best = gain.argmax(1, keepdim=True)
         gain, alone = gain.gather(1, best), alone.gather(1, best)
-        good = (gain > torch.where(on.gather(1, best), 0.0, 0.5) * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
+        good = (
+            (gain > torch.where(on.gather(1, best), 0.0, 0.5) * alone)
+            & (gain > EVIDENCE * noise)
+            & (gain > TOP * gain.max())
+        )
         if not bool(good.any()):
             break
         flips.scatter_(1, best, good | flips.gather(1, best))

@@ -20,7 +20,7 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Task, TaskError
 
 EXACT = 1e-6  # level of maps that are solved for to rounding
-PRECISE = 3e-3  # relative error of a map from which on deeper maps add nothing
+PRECISE, NEEDED = 3e-3, 2  # relative error of a precise map; behind so many of these, deeper ones add nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,15 @@ class Told:
         return [self.flats[layer.name]] if layer.name in self.flats else []
 
     def weights_of(self, example: int) -> dict[str, float]:
-        """By layer, how much its map counts: by its error, and only the earliest ones that are needed."""
-        weights, enough = dict[str, float](), False
+        """By layer, how much its map counts: by its error, and only the earliest ones that are needed.
+
+        One precise map may lie inside a residual block and see little; two in a row do not.
+        """
+        weights, precise = dict[str, float](), 0
         for name, errors in self.errors.items():
             error = float(errors[example])
-            weights[name] = 0.0 if enough or error > LOST else PRECISE / (PRECISE + error)
-            enough = enough or error < PRECISE
+            weights[name] = 0.0 if precise == NEEDED or error > LOST else PRECISE / (PRECISE + error)
+            precise += error < PRECISE and precise < NEEDED
         return weights
 
     def of_example(self, example: int, blank: Mapping[Layer, Tensor]) -> dict[str, Tensor]:
