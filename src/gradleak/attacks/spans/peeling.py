@@ -26,10 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gradleak.attacks.spans.norms import Norm, norms_of
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import plain
 from gradleak.scenario.task import Batch, Task
 
+BATCH_NORM = {F.batch_norm, torch.batch_norm}
+CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 RELU = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 WEAK = (
     1e-4  # singular values below this share of the largest: rounding of float32 would be a percent of such directions
@@ -41,6 +44,7 @@ DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
 REWEIGHTINGS = 4
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
+SETTLING, SETTLED = 30, 1e-9  # rounds at most in which norms in training mode are solved for; change that ends them
 DEBUG = False
 TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
@@ -108,15 +112,26 @@ class PinnedReLUs(TorchFunctionMode):
     """ReLUs return given maps; a derivative passes where the map is positive. Numbered in the order of the calls.
 
     until   stop after this one
+    norms   those in training mode, by the identity of their weight: their derivative is that of the whole batch
     """
 
-    def __init__(self, pins: Mapping[int, Tensor], until: int | None = None) -> None:
+    def __init__(
+        self, pins: Mapping[int, Tensor], until: int | None = None, norms: Mapping[int, Norm] = MappingProxyType({})
+    ) -> None:
         super().__init__()
-        self.pins, self.until = pins, until
+        self.pins, self.until, self.norms = pins, until, norms
+        self.unknown: list[Tensor] = []  # what convolutions make of maps before the pinned ones
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in BATCH_NORM and (norm := self.norms.get(id(args[3] if len(args) > 3 else kwargs["weight"]))):
+            return norm(args, kwargs or {}, not any(args[0] is each for each in self.unknown))
+        if func in CONVOLUTIONS and self.norms:
+            output = func(*args, **(kwargs or {}))
+            if any(args[0] is each for each in self.outputs[: min(self.pins, default=0)]):
+                self.unknown.append(output)
+            return output
         if func not in RELU:
             return func(*args, **(kwargs or {}))
         values: Tensor = args[0] if args else kwargs["input"]
@@ -155,6 +170,7 @@ class Network:
     buffers: Params
     layers: tuple[str, ...]
     classifier: str
+    norms: Mapping[int, Norm] = field(default_factory=dict)
 
     @classmethod
     def of(cls, task: Task, weights: Params, buffers: Params | None, layers: Sequence[str]) -> Network:
@@ -164,8 +180,12 @@ class Network:
         weights = {name: value.double() for name, value in weights.items()}
         return cls(task, weights, buffers, tuple(layers), task.classifier.module)
 
+    def with_norms(self, update: Params, names: Sequence[str], examples: int) -> Network:
+        """The same for a client whose norms of these names were in training mode, in a batch of so many examples."""
+        return replace(self, norms=norms_of(self.task, self.weights, update, names, examples))
+
     def run(self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None) -> Pass:
-        done = Pass(PinnedReLUs(pins, until))
+        done = Pass(PinnedReLUs(pins, until, self.norms))
 
         def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_: nn.Module, args: Any, output: Any) -> None:
@@ -261,8 +281,9 @@ def _below(
     on = values > error
     alive = on.flatten(1).any(1)  # the others are lost: their part of the gradient is noise
 
-    def cases(pinned: Tensor) -> tuple[list[str], list[Tensor], Sequence[int]]:
-        done = network.run(batch, {**pins, number: pinned})
+    def cases(pinned: Tensor, seen: Tensor | None = None) -> tuple[list[str], list[Tensor], Sequence[int]]:
+        before = {} if seen is None else {number - 1: seen}
+        done = network.run(batch, {**pins, **before, number: pinned})
         made = done.relus.outputs[number - 1]
         names = [name for name, seen in done.seen.items() if seen is made]
         return names, network.deltas(done, names, update) if names else [], made.shape
@@ -273,10 +294,22 @@ def _below(
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    seen: Tensor | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
-        deltas = cases(pinned)[1]
+        deltas = cases(pinned, seen)[1]
         solved = system.solve([delta[alive] for delta in deltas])
+        for _ in range(SETTLING if network.norms else 0):  # deltas behind norms depend on the map itself
+            if solved is None:
+                break
+            before, seen = seen, values.new_zeros(shape)
+            seen[alive] = solved.maps.clamp_min(0)
+            if DEBUG:
+                print("      settling", 0 if before is None else float((seen - before).norm() / seen.norm()))
+            if before is not None and float((seen - before).norm()) < SETTLED * float(seen.norm()):
+                break
+            deltas = cases(pinned, seen)[1]
+            solved = system.solve([delta[alive] for delta in deltas])
         if solved is None:
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
