@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradleak.core.tree import Params
@@ -99,11 +100,32 @@ def values_of_norms(task: Task, names: Sequence[str], examples: int) -> dict[str
     return {name: examples * seen[name][:, 0].numel() for name in names}
 
 
-def normed_layers(task: Task, names: Sequence[str]) -> frozenset[str]:
-    """The layers whose output goes into one of these norms: of their rows the gradient tells only differences."""
+def normed_layers(task: Task, names: Sequence[str]) -> dict[str, str]:
+    """The layers whose output goes into one of these norms, and which: of their rows the gradient tells only differences."""
     calls = module_calls(task, task.blank(1))
-    inputs = {id(call.inputs[0]) for call in calls if call.name in names}
-    return frozenset(call.name for call in calls if id(call.output) in inputs)
+    norms = {id(call.inputs[0]): call.name for call in calls if call.name in names}
+    return {call.name: norms[id(call.output)] for call in calls if id(call.output) in norms}
+
+
+def levelled(maps: Tensor, free: Tensor, layers: Sequence[tuple[Any, Tensor]]) -> Tensor | None:
+    """Maps (examples, C, H, W), moved along directions (k, examples, H x W) of each channel to the known means of layers.
+
+    layers   convolutions, and the mean of each output over the batch. None: they have fewer outputs than unknowns
+    """
+    unknowns, directions = len(free) * maps.shape[1], free.unflatten(2, maps.shape[2:])
+    if sum(len(means) for _, means in layers) < unknowns:
+        return None
+    columns, missing = [], []
+    for module, means in layers:
+        window = (module.kernel_size, module.dilation, module.padding, module.stride)
+        taps = torch.stack([F.unfold(each[:, None], *window).mean((0, 2)) for each in directions])  # (k, taps)
+        weight = module.weight.detach().to(maps).flatten(2)  # (outputs, C, taps)
+        columns.append(torch.einsum("oct,kt->okc", weight, taps).flatten(1))
+        bias = None if module.bias is None else module.bias.detach().to(maps)
+        missing.append(means - F.conv2d(maps, module.weight.detach().to(maps), bias, module.stride, module.padding,
+                                        module.dilation).mean((0, 2, 3)))  # fmt: skip
+    steps = torch.linalg.lstsq(torch.cat(columns), torch.cat(missing)[:, None]).solution
+    return maps + torch.einsum("kc,kbhw->bchw", steps.reshape(len(free), -1), directions)
 
 
 @dataclass(frozen=True, eq=False)

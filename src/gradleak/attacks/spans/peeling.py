@@ -16,6 +16,7 @@ deep network and takes whole batches. R-GAP (Zhu and Blaschko, ICLR 2021) peels 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gradleak.attacks.spans.norms import Norm, norms_of
+from gradleak.attacks.spans.norms import Norm, levelled, normed_layers, norms_of
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import plain
 from gradleak.scenario.task import Batch, Task
@@ -45,7 +46,7 @@ ODD = 5.0  # residuals of an output, in units of the median, from which on it ho
 REWEIGHTINGS = 4
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 CLOSE = 1e-2  # relative: two passes at slightly different maps
-SETTLING, SETTLED = 30, 1e-9  # rounds at most in which norms in training mode are solved for; change that ends them
+SETTLING, SETTLED = 30, 1e-8  # rounds at most in which norms in training mode are solved for; change that ends them
 DEBUG = False
 TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
@@ -177,6 +178,7 @@ class Network:
     layers: tuple[str, ...]
     classifier: str
     norms: Mapping[int, Norm] = field(default_factory=dict)
+    normed: Mapping[str, str] = field(default_factory=dict)  # layers with one behind: their deltas add up to zero
 
     @classmethod
     def of(cls, task: Task, weights: Params, buffers: Params | None, layers: Sequence[str]) -> Network:
@@ -188,7 +190,8 @@ class Network:
 
     def with_norms(self, update: Params, names: Sequence[str], examples: int) -> Network:
         """The same for a client whose norms of these names were in training mode, in a batch of so many examples."""
-        return replace(self, norms=norms_of(self.task, self.weights, update, names, examples))
+        norms = norms_of(self.task, self.weights, update, names, examples)
+        return replace(self, norms=norms, normed=normed_layers(self.task, names))
 
     def run(self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None, closed: int | None = None) -> Pass:
         done = Pass(PinnedReLUs(pins, until, self.norms, closed))
@@ -220,6 +223,24 @@ class Network:
         delta = observed @ torch.linalg.pinv(features)
         outputs = [done.given[name] for name in names]
         return list(torch.autograd.grad(logits, outputs, delta.T.reshape(logits.shape)))
+    def weighted(self, name: str) -> nn.Conv2d:
+        """A convolution with the weights that were sent."""
+        module: Any = copy.copy(self.task.model.get_submodule(name))
+        module._parameters = {
+            each: None if value is None else nn.Parameter(self.weights.get(f"{name}.{each}", value), False)
+            for each, value in module._parameters.items()
+        }
+        return module
+
+    def mean_of(self, name: str) -> Tensor:
+        """The mean over the batch of what a layer before a norm in training mode gives."""
+        return self.buffers[f"{self.normed[name]}.running_mean"]
+
+    def balanced(self, names: Sequence[str], deltas: Sequence[Tensor]) -> list[Tensor]:
+        """Deltas that add up to zero where a norm in training mode follows."""
+        means = [delta.mean((0, 2, 3), keepdim=True) for delta in deltas]
+        each = zip(names, deltas, means, strict=True)
+        return [delta - mean if name in self.normed else delta for name, delta, mean in each]
 
 
 def peel(
@@ -309,28 +330,42 @@ def _below(
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    def filled(solved: _Solution, pinned: Tensor, roughly: bool = False) -> Tensor:
+        maps = values.new_zeros(shape)
+        maps[alive] = solved.maps
+        if not len(solved.free):
+            return maps
+        free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
+        free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
+        with_mean = [name for name in names if name in network.normed]
+        if roughly and bool(alive.all()):
+            moved = levelled(maps, free, [(network.weighted(name), network.mean_of(name)) for name in with_mean])
+            if moved is not None:
+                return moved
+        return _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
+
     seen: Tensor | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
         deltas = cases(pinned, seen)[1]
-        solved = system.solve([delta[alive] for delta in deltas])
+        solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
         for _ in range(SETTLING if network.norms else 0):  # deltas behind norms depend on the map itself
-            if solved is None:
+            if solved is None or len(solved.free) * shape[1] > MOST_OPEN:
                 break
-            before, seen = seen, values.new_zeros(shape)
-            seen[alive] = solved.maps.clamp_min(0)
+            before, seen = seen, filled(solved, pinned, roughly=True).clamp_min(0)
             if DEBUG:
                 print("      settling", 0 if before is None else float((seen - before).norm() / seen.norm()))
             if before is not None and float((seen - before).norm()) < SETTLED * float(seen.norm()):
                 break
             deltas = cases(pinned, seen)[1]
-            solved = system.solve([delta[alive] for delta in deltas])
+            solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
         if solved is None:
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
             return solved.frontier(names[0], alive), pinned
-        maps = values.new_zeros(shape)
-        maps[alive] = solved.maps
+        maps = filled(solved, pinned, roughly=True) if network.norms else values.new_zeros(shape)
+        if not network.norms:
+            maps[alive] = solved.maps
         doubt = ~on | (values < DOUBTFUL * error)
         flips = [
             _flips(module, gradient, delta, (every, on, doubt), maps, spare)
@@ -348,10 +383,7 @@ def _below(
                 f"{system.unexplained([delta[alive] for delta in deltas], solved.maps):.1e}",
             )
         on = on ^ torch.stack(flips).any(0)
-    if len(solved.free):
-        free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
-        free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
-        maps = _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
+    maps = filled(solved, pinned)
     unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
     return Known(tuple(names), maps, unexplained, errors_of(maps)), pinned
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradleak.attacks.spans.anchor import anchored
 from gradleak.attacks.spans.maps import Maps, separated
-from gradleak.attacks.spans.norms import in_evaluation, normed_layers
+from gradleak.attacks.spans.norms import in_evaluation
 from gradleak.attacks.spans.peeling import LOST, Frontier, Known, Network
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
@@ -108,14 +108,13 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
             f"No layer of this network tells its inputs for {examples} examples in an update: all have more places "
             "than outputs, or their gradient was not sent. `gradleak check` lists up to how many each tells. Use 'ig'."
         )
-    normed = normed_layers(task, norms)
+    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
+    network = Network.of(task, scene.weights, scene.buffers, names).with_norms(update, norms, examples)
     telling = tuple(
-        replace(layer, rows=layer.rows - 1, bias=False, centred=True) if layer.name in normed else layer
+        replace(layer, rows=layer.rows - 1, bias=False, centred=True) if layer.name in network.normed else layer
         for layer in telling
     )
     spans = {layer.name: span_of(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
-    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
-    network = Network.of(task, scene.weights, scene.buffers, names).with_norms(update, norms, examples)
     known, frontier, solved = anchored(network, update, telling, spans, examples, draws)
     record: list[dict[str, Any]] = []
     for layer in telling:
