@@ -46,7 +46,7 @@ ODD = 5.0  # residuals of an output, in units of the median, from which on it ho
 REWEIGHTINGS = 4
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 CLOSE = 1e-2  # relative: two passes at slightly different maps
-SETTLING, SETTLED = 30, 1e-8  # rounds at most in which norms in training mode are solved for; change that ends them
+SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # solutions at most behind norms in training mode; steps of each; change that ends them
 DEBUG = False
 TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
@@ -344,21 +344,33 @@ def _below(
                 return moved
         return _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
 
+    def settled(solved: _Solution, pinned: Tensor, seen: Tensor) -> Tensor:
+        """The maps whose own deltas they fit, behind norms in training mode: a chord method from the solution."""
+        last = float("inf")
+        for _ in range(CHORDS):
+            deltas = [delta[alive] for delta in network.balanced(names, cases(pinned, seen)[1])]
+            moved = replace(solved, maps=seen[alive] + solved.step(system.rest(deltas, seen[alive])))
+            before, seen = seen, filled(moved, pinned, roughly=True).clamp_min(0)
+            change = float((seen - before).norm() / seen.norm())
+            if DEBUG:
+                print(f"      settling {change:.1e}")
+            if not SETTLED < change < last:
+                break
+            last = change
+        return seen
+
     seen: Tensor | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
-        deltas = cases(pinned, seen)[1]
-        solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
-        for _ in range(SETTLING if network.norms else 0):  # deltas behind norms depend on the map itself
-            if solved is None or len(solved.free) * shape[1] > MOST_OPEN:
-                break
-            before, seen = seen, filled(solved, pinned, roughly=True).clamp_min(0)
-            if DEBUG:
-                print("      settling", 0 if before is None else float((seen - before).norm() / seen.norm()))
-            if before is not None and float((seen - before).norm()) < SETTLED * float(seen.norm()):
-                break
+        for _ in range(SETTLING):
             deltas = cases(pinned, seen)[1]
             solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
+            if solved is None or not network.norms or len(solved.free) * shape[1] > MOST_OPEN:
+                break
+            before, seen = seen, filled(solved, pinned, roughly=True).clamp_min(0)
+            if before is not None and float((seen - before).norm()) < SETTLED * float(seen.norm()):
+                break
+            seen = settled(solved, pinned, seen)
         if solved is None:
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
@@ -440,6 +452,7 @@ class _Solution:
 
     units, well, values   as in `Frontier`: what is seen well
     spare   by layer (outputs, taps, taps): what is left of a change in the equations of an output
+    inverse   from the right side of the equations to maps
     """
 
     maps: Tensor
@@ -448,6 +461,11 @@ class _Solution:
     units: Tensor
     well: Tensor
     values: Tensor
+    inverse: Callable[[Tensor], Tensor]
+
+    def step(self, rest: Tensor) -> Tensor:
+        """The maps that explain such a rest of the equations."""
+        return self.inverse(rest).reshape(len(self.maps), *self.maps.shape[2:], -1).permute(0, 3, 1, 2)
 
     def frontier(self, layer: str, alive: Tensor) -> Frontier:
         directions = self.well.new_zeros(len(self.well), len(alive), self.well.shape[1] // len(self.maps))
@@ -514,7 +532,12 @@ class _System:
         for part, gradient in zip(hat.split(self._equations), self.gradients, strict=True):
             each = part.unflatten(0, (len(gradient), -1))  # (outputs, taps, unknowns)
             spare.append(torch.eye(each.shape[1]).to(each) - each @ each.transpose(1, 2))
-        return _Solution(maps, (directions[:, ~clear] / units[:, None]).T, spare, sizes, well.T, well.T @ flat)
+
+        def inverse(rest: Tensor) -> Tensor:
+            return seen @ ((seen.T @ (matrix.T @ (weights * rest))) / values[clear, None]) / units[:, None]
+
+        free = (directions[:, ~clear] / units[:, None]).T
+        return _Solution(maps, free, spare, sizes, well.T, well.T @ flat, inverse)
 
     @property
     def _equations(self) -> list[int]:
@@ -525,11 +548,13 @@ class _System:
         parts = zip(rows.split(self._equations), self.gradients, strict=True)
         return torch.cat([part.reshape(len(gradient), -1).mean(1) for part, gradient in parts])
 
+    def rest(self, deltas: Sequence[Tensor], maps: Tensor) -> Tensor:
+        """What these maps leave of the right side of the equations."""
+        return self._right - self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1])
+
     def unexplained(self, deltas: Sequence[Tensor], maps: Tensor) -> float:
         """The share of the gradients' energy that these maps do not explain."""
-        right = self._right
-        rest = self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1]) - right
-        return float(rest.square().sum() / right.square().sum())
+        return float(self.rest(deltas, maps).square().sum() / self._right.square().sum())
 
 
 def equations(delta: Tensor, module: nn.Conv2d, shape: Sequence[int]) -> Tensor:
