@@ -32,14 +32,15 @@ from gradleak.scenario.rules import SGD
 HERE = Path(__file__).parent
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-VICTIMS = Path("runs/victims")
+VICTIMS = Path(os.environ.get("GRADLEAK_VICTIMS", "runs/victims"))
+TOLD = ("outside", "apart", "peeled", "matched")  # settings of the result that are stored
 
 
 @dataclass(frozen=True)
 class Row:
     """A victim, its clients, and what the attacker runs."""
 
-    victim: str = "resnet18-2340"
+    victim: str = "resnet18-4680"
     examples: int = 1
     training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
     defence: Any = None
@@ -47,10 +48,11 @@ class Row:
 
 
 def rows() -> dict[str, Row]:
-    found = {f"resnet18 B={count}": Row(examples=count) for count in (1, 2, 4, 8, 16)}
+    found = {f"resnet18 B={count}": Row(examples=count) for count in (1, 2, 4, 8, 16, 32)}
     found["resnet20 B=1"] = Row("resnet20")
-    found |= {f"resnet18 after {step} steps": Row(f"resnet18-{step}") for step in (0, 30, 100, 390, 780, 1560)}
-    found |= {f"resnet18 SAM after {step} steps": Row(f"resnet18-sam-{step}") for step in (390, 780, 1170)}
+    found |= {f"resnet18 untrained B={count}": Row("untrained", count) for count in (1, 4, 8)}
+    found |= {f"resnet18 after {step} steps": Row(f"resnet18-{step}") for step in (30, 78, 234, 780, 2340)}
+    found |= {f"resnet18 SAM after {step} steps": Row(f"resnet18-sam-{step}") for step in (780, 2340, 4680)}
     recipe = gl.LocalTraining(lr=0.001, epochs=5, batch_size=4, optimiser=SGD(momentum=0.9))
     found["resnet18 FedAvg, 8 images, 5 epochs of 4, momentum"] = Row(examples=8, training=recipe)
     found["resnet18 FedAvg, 1 image, 5 steps, lr 0.01"] = Row(training=gl.LocalTraining(lr=0.01, steps=5))
@@ -96,7 +98,10 @@ def victim(name: str) -> tuple[nn.Module, tuple[tuple[float, ...], tuple[float, 
         model.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
         return model.eval(), IMAGENET
     model = gl.models.resnet18()
-    model.load_state_dict(load_file(VICTIMS / f"{name}.safetensors"))
+    if name == "untrained":
+        return gl.models.resnet18(generator=torch.Generator().manual_seed(0)).eval(), CIFAR
+    parts = [load_file(path) for path in sorted(VICTIMS.glob(f"{name}.*safetensors"))]  # may be split in two
+    model.load_state_dict({key: value for part in parts for key, value in part.items()})
     return model.eval(), CIFAR
 
 
@@ -109,38 +114,46 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
     )
     defence = None if row.defence is None else gl.core.registry.parse("defence", row.defence)
     attack = gl.core.registry.parse("attack", options.attack)
-    for batch in range(options.first, options.first + options.count):
-        # Far from each other, so that batches hold different classes; below 1000, where nothing was tuned.
-        picked = [(batch * row.examples + number) * 7 % 1000 for number in range(row.examples)]
-        x, y = images.x[picked], images.y[picked]
-        client = {"x": (x - middle) / spread, "y": y}
+    knows = gl.Knowledge(training=row.training, defence=defence)
+    batches = range(options.first, options.first + options.count)
+    # Far from each other, so that batches hold different classes; below 1000, where nothing was tuned.
+    picked = [[(batch * row.examples + n) * 7 % 1000 for n in range(row.examples)] for batch in batches]
+    for first in range(0, len(picked), options.group):
+        rows = picked[first : first + options.group]
+        clients = [{"x": (images.x[each] - middle) / spread, "y": images.y[each]} for each in rows]
         with torch.no_grad():
-            losses = F.cross_entropy(model(client["x"]), y, reduction="none")
-        seen = gl.observe(task, client, row.training, defence, key=f"{name} {batch}")
+            losses = [F.cross_entropy(model.cpu()(c["x"]), c["y"], reduction="none") for c in clients]
+        seen = [
+            gl.observe(task, client, row.training, defence, key=f"{name} {batch}")
+            for client, batch in zip(clients, batches[first:])
+        ]
         began = time.perf_counter()
-        knows = gl.Knowledge(training=row.training, defence=defence)
-        found = attack.run(task, seen, knows, seed=0, engine=gl.Engine("cpu"))
+        found = attack.run(task, seen, knows, seed=0, engine=gl.Engine(options.device))
         seconds = time.perf_counter() - began
-        scores = gl.metrics.compare(found, {key: value[None] for key, value in client.items()})
-        line = {
-            "row": name,
-            "attack": repr(attack),
-            "images": picked,
-            "psnr": [round(float(value), 2) for value in scores.psnr.flatten()],
-            "losses": [round(float(value), 4) for value in losses],
-            "labels right": sorted(found.batch["y"][0].tolist()) == sorted(y.tolist()),
-            "match": float(found.match[0].min()),
-            "outside": found.settings.get("outside"),
-            "apart": found.settings.get("apart"),
-            "seconds": round(seconds, 1),
-            "threads": options.threads,
-            "torch": torch.__version__,
-            "machine": f"{platform.processor() or platform.machine()}, CPU",
-            "command": "python papers/spans/images.py " + " ".join(f"'{a}'" if " " in a else a for a in sys.argv[1:]),
-        }
-        with options.out.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
-        print(name, line["psnr"], line["losses"], f"{seconds:.0f} s", flush=True)
+        truth = {key: torch.stack([client[key] for client in clients]) for key in clients[0]}
+        scores = gl.metrics.compare(found, truth)
+        for number, each in enumerate(rows):
+            told = {key: found.settings[key][number] for key in TOLD if key in found.settings}
+            line = {
+                "row": name,
+                "attack": repr(attack),
+                "images": each,
+                "psnr": [round(float(value), 2) for value in scores.psnr[number].flatten()],
+                "losses": [round(float(value), 5) for value in losses[number]],
+                "labels right": sorted(found.batch["y"][number].tolist()) == sorted(truth["y"][number].tolist()),
+                "match": float(found.match[number].min()),
+                **told,
+                "seconds": round(seconds / len(rows), 2),
+                "updates in the run": len(rows),
+                "threads": options.threads,
+                "torch": torch.__version__,
+                "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine() + ", CPU",
+                "command": "python papers/spans/images.py "
+                + " ".join(f"'{a}'" if " " in a else a for a in sys.argv[1:]),
+            }
+            with options.out.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+            print(name, line["psnr"], line["losses"], f"{seconds / len(rows):.1f} s", flush=True)
 
 
 def table(path: Path) -> str:
@@ -171,6 +184,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--group", type=int, default=1, help="updates attacked in one run")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--attack", default="span:fine_steps=0")
     parser.add_argument("--out", type=Path, default=HERE / "images.jsonl")

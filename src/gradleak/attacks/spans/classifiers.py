@@ -188,12 +188,15 @@ class Span(ReadOff):
             counts = {row: told[row].found or targets[row].num_examples for row in rows}
             lanes = [(row, example) for row in rows for example in range(counts[row])]
             single = [example for row in rows for example in targets[row].one_by_one()[: counts[row]]]
-            fields = [told[row].of_example(example, layers) for row, example in lanes]
+            blank = {layer: flat for row in rows for layer in layers for flat in told[row].flat_of(layer)}
+            fields = [told[row].of_example(example, blank) for row, example in lanes]
             share = part(part(progress, 1, 2), done, len(groups))
-            result = search.each(task, single, (layers, fields), (seed, engine, share))
+            result = search.each(task, single, (tuple(blank), fields), (seed, engine, share))
             for row in rows:
                 mine = [number for number, lane in enumerate(lanes) if lane[0] == row]
-                images[row], outside[row] = result.batch["x"][mine, 0], matches(result)[mine]
+                apart = matches(result)[mine]
+                if not len(outside[row]) or float(apart.mean()) < float(outside[row].mean()):
+                    images[row], outside[row] = result.batch["x"][mine, 0], apart
         return images, outside
 
     def _matched(

@@ -46,14 +46,23 @@ DOUBTFUL = 4.0  # a place whose rows lie so many times as far outside as the med
 BLUR, LOW = 9, 0.25  # pixels of the mean that fills it, and the size of the smooth noise on top, in units of the range
 
 
+WEIGHT = "weight "  # fields and entries of these names hold the weights of the layers
+
+
 @dataclass(frozen=True)
 class ToldSpans(Spans):
     """`Spans`, with the flats solved for before the search, and weights: fields of the scene."""
 
     def target(self, scene: TargetView) -> Params:
-        names = [layer.name for layer in self.layers]
-        weights = {f"weight {name}": scene.fields[f"weight {name}"][0] for name in names}
-        return weights | {name: scene.fields[f"span {name}"][0] for name in names}
+        flats = {layer.name: scene.fields[f"span {layer.name}"][0] for layer in self.layers}
+        return {**flats, **self._weights(scene)}
+
+    def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
+        return {**super().__call__(batch, v, scene, now), **self._weights(scene)}
+
+    def _weights(self, scene: TargetView) -> Params:
+        names = [WEIGHT + layer.name for layer in self.layers]
+        return {name: scene.fields[name][0] for name in names}
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,8 @@ class WeightedOutside(Outside):
     """`Outside`, each layer times its weight."""
 
     def residual(self, predicted: Params, observed: Params) -> Params:
-        outside = super().residual(predicted, observed)
-        return {name: observed[f"weight {name}"] * rest for name, rest in outside.items()}
+        rows = {name: value for name, value in predicted.items() if not name.startswith(WEIGHT)}
+        return {name: observed[WEIGHT + name] * rest for name, rest in super().residual(rows, observed).items()}
 
 
 @dataclass(frozen=True)

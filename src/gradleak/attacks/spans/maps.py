@@ -134,7 +134,7 @@ def _solved(
     size = examples + SPARE
     coordinates = places * len(span) + centred * span.shape[1]
     c = draws.normal((size, coordinates), dtype=span.dtype).to(span.device)
-    c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype)
+    c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype, device=span.device)
     for _ in range(ROUNDS):
         c = _filtered(c, fitted, float(values[-1]) if values is not None else 0.9)
         c, values = _ritz(c, fitted)

@@ -43,12 +43,13 @@ AHEAD = 3  # ReLUs above that are asked
 EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
-REWEIGHTINGS = 4
+REWEIGHTINGS = 10
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 CLOSE = 1e-2  # relative: two passes at slightly different maps
 SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # solutions at most behind norms in training mode; steps of each; change that ends them
 DEBUG = False
-TOP = 0.02  # share of the best of a round: weaker ones may follow from stronger ones
+GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
+TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
 ENOUGH = 4.0
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
@@ -330,9 +331,14 @@ def _below(
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
-    def filled(solved: _Solution, pinned: Tensor, roughly: bool = False) -> Tensor:
+
+    def placed(solved: _Solution) -> Tensor:
         maps = values.new_zeros(shape)
         maps[alive] = solved.maps
+        return maps
+
+    def filled(solved: _Solution, pinned: Tensor, roughly: bool = False) -> Tensor:
+        maps = placed(solved)
         if not len(solved.free):
             return maps
         free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
@@ -360,6 +366,7 @@ def _below(
         return seen
 
     seen: Tensor | None = None
+    best: tuple[float, Tensor, list[Tensor], _Solution] | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
         for _ in range(SETTLING):
@@ -374,10 +381,13 @@ def _below(
         if solved is None:
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
-            return solved.frontier(names[0], alive), pinned
-        maps = filled(solved, pinned, roughly=True) if network.norms else values.new_zeros(shape)
-        if not network.norms:
-            maps[alive] = solved.maps
+            # Behind norms in training mode the deltas need the whole map: what is seen well has no sure values.
+            return (None if network.norms else solved.frontier(names[0], alive)), pinned
+        maps = filled(solved, pinned, roughly=True) if network.norms else placed(solved)
+        unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
+        if best is not None and unexplained > GAINS * best[0]:
+            break
+        best = (unexplained, pinned, deltas, solved)
         doubt = ~on | (values < DOUBTFUL * error)
         flips = [
             _flips(module, gradient, delta, (every, on, doubt), maps, spare)
@@ -389,12 +399,10 @@ def _below(
         if not any(bool(flip.any()) for flip in flips):
             break
         if DEBUG:
-            print(
-                "      flips",
-                [int(f.sum()) for f in flips],
-                f"{system.unexplained([delta[alive] for delta in deltas], solved.maps):.1e}",
-            )
+            print("      flips", [int(f.sum()) for f in flips], f"{unexplained:.1e}")
         on = on ^ torch.stack(flips).any(0)
+    assert best is not None
+    _, pinned, deltas, solved = best
     maps = filled(solved, pinned)
     unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
     return Known(tuple(names), maps, unexplained, errors_of(maps)), pinned
@@ -437,7 +445,7 @@ def _flips(
         gain = ((2 * change * products - alone) * doubt).masked_fill(flips, 0.0)
         best = gain.argmax(1, keepdim=True)
         gain, alone = gain.gather(1, best), alone.gather(1, best)
-        good = (gain > 0.5 * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
+        good = (gain > torch.where(on.gather(1, best), 0.0, 0.5) * alone) & (gain > EVIDENCE * noise) & (gain > TOP * gain.max())
         if not bool(good.any()):
             break
         flips.scatter_(1, best, good | flips.gather(1, best))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,10 @@ class Told:
     def found(self) -> int:
         return max((len(maps) for maps in self.own.values()), default=0)
 
+    def flat_of(self, layer: Layer) -> list[Tensor]:
+        """Its flat, if it tells here."""
+        return [self.flats[layer.name]] if layer.name in self.flats else []
+
     def weights_of(self, example: int) -> dict[str, float]:
         """By layer, how much its map counts: by its error, and only the earliest ones that are needed."""
         weights, enough = dict[str, float](), False
@@ -57,15 +61,17 @@ class Told:
             enough = enough or error < PRECISE
         return weights
 
-    def of_example(self, example: int, layers: Sequence[Layer]) -> dict[str, Tensor]:
+    def of_example(self, example: int, blank: Mapping[Layer, Tensor]) -> dict[str, Tensor]:
         """The scene fields of the search for one example: the flat and the weight of each of these layers.
 
         An example that was told apart has its own map.
+
+        blank   by layer, a flat of the size of all, for layers that tell nothing here
         """
         fields = dict[str, Tensor]()
         weights = self.weights_of(example) if self.errors else dict.fromkeys(self.flats, 1.0)
-        for layer in layers:
-            name, flat = layer.name, self.flats.get(layer.name, torch.zeros(2, 1))
+        for layer, nothing in blank.items():
+            name, flat = layer.name, self.flats.get(layer.name, torch.zeros_like(nothing))
             if example < len(maps := self.own.get(name, flat[:0])):
                 flat = torch.zeros_like(flat)
                 flat[1] = maps[example] / maps[example].norm().clamp_min(1e-30)
