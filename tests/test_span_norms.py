@@ -170,7 +170,9 @@ def test_a_client_of_several_steps() -> None:
         Span(steps=3).run(net(), target, gl.Knowledge(training=training))
 
 
-@pytest.mark.parametrize(("task", "why"), [(net(momentum=None), "fixed momentum"), (net(affine=False), "scale and shift")])
+@pytest.mark.parametrize(
+    ("task", "why"), [(net(momentum=None), "fixed momentum"), (net(affine=False), "scale and shift")]
+)
 def test_norms_that_tell_no_statistics(task: Task, why: str) -> None:
     with pytest.raises(UnsupportedTask, match=why):
         Span(steps=3).run(task, seen(task), KNOWS)

@@ -100,7 +100,9 @@ def scaled(
     return torch.stack(found)
 
 
-def _outside(network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor], centred: Collection[str]) -> Tensor:
+def _outside(
+    network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor], centred: Collection[str]
+) -> Tensor:
     """(maps,) mean share of the rows outside of the spans of the layers behind."""
     number = network.run(network.task.blank(1), {}).made_by(layer)
     assert number is not None  # it is a cut: nothing behind it depends on the image

@@ -36,6 +36,7 @@ from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Batch, Task
 
+
 @named("span", kind="attack", paper="gradleak's own")
 @dataclass(frozen=True)
 class Span(ReadOff):
@@ -127,7 +128,8 @@ class Span(ReadOff):
             low, high = scene.limits["x"]
             x = next(waiting).to(low).clamp(low, high)
             view = next(views)  # its features are those of each image alone
-            y, order = labelled(replace(scene, task=view.task, buffers=view.buffers), x, Labels(label_rule(self.labels)))
+            alone_scene = replace(scene, task=view.task, buffers=view.buffers)
+            y, order = labelled(alone_scene, x, Labels(label_rule(self.labels)))
             x = torch.cat([x, scene.task.blank(scene.num_examples)["x"].to(x)[len(x) :]])
             return {"x": x[order.to(x.device)], **y}
 

@@ -1,4 +1,4 @@
-"""BatchNorm in training mode, example by example: with the statistics of the batch and two sums every example stands alone.
+"""BatchNorm in training mode, example by example: the statistics of the batch and two sums part the examples.
 
 Forward, with the mean and the biased variance of the client's batch as running statistics, evaluation mode computes
 what training mode did. They are read off the buffers that came back after one step:
@@ -73,8 +73,8 @@ def _with_batch_statistics(task: Task, seen: Observation, knows: Knowledge, name
     sent, back = {**task.buffers(), **(seen.buffers or {})}, seen.returned_buffers or {}
     if steps != 1:
         raise TaskError(
-            f"unsupported: BatchNorm in training mode mixes the examples of a step, and this client made {steps} steps, "
-            "whose statistics cannot be told apart. Use 'gi' or 'ig'."
+            f"unsupported: BatchNorm in training mode mixes the examples of a step, and this client made {steps} "
+            "steps, whose statistics cannot be told apart. Use 'gi' or 'ig'."
         )
     if missing := [name for name in names if f"{name}.running_mean" not in back]:
         raise TaskError(
@@ -101,14 +101,17 @@ def values_of_norms(task: Task, names: Sequence[str], examples: int) -> dict[str
 
 
 def normed_layers(task: Task, names: Sequence[str]) -> dict[str, str]:
-    """The layers whose output goes into one of these norms, and which: of their rows the gradient tells only differences."""
+    """The layers whose output goes into one of these norms, and which.
+
+    Of their rows the gradient tells only differences.
+    """
     calls = module_calls(task, task.blank(1))
     norms = {id(call.inputs[0]): call.name for call in calls if call.name in names}
     return {call.name: norms[id(call.output)] for call in calls if id(call.output) in norms}
 
 
 def levelled(maps: Tensor, free: Tensor, layers: Sequence[tuple[Any, Tensor]]) -> Tensor | None:
-    """Maps (examples, C, H, W), moved along directions (k, examples, H x W) of each channel to the known means of layers.
+    """Maps (examples, C, H, W), moved along directions (k, examples, H x W) of each channel to the means of layers.
 
     layers   convolutions, and the mean of each output over the batch. None: they have fewer outputs than unknowns
     """
@@ -141,7 +144,7 @@ class Norm:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = (given[name] for name in names[:5])
         scale = self.scale if inputs_known else torch.zeros_like(self.scale)
-        output: Tensor = _Normed.apply(*tensors, scale, self.shift, given.get("eps", 1e-5))  # type: ignore[no-untyped-call]
+        output: Tensor = _Normed.apply(*tensors, scale, self.shift, given.get("eps", 1e-5))
         return output
 
 
@@ -160,7 +163,7 @@ class _Normed(torch.autograd.Function):
     """A norm with known statistics, and the derivative of training mode: affine in the gradient of the output."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor,
         eps: float,
     ) -> Tensor:  # fmt: skip

@@ -46,7 +46,7 @@ ODD = 5.0  # residuals of an output, in units of the median, from which on it ho
 REWEIGHTINGS = 10
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 CLOSE = 1e-2  # relative: two passes at slightly different maps
-SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # solutions at most behind norms in training mode; steps of each; change that ends them
+SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, steps of each; change that ends both
 DEBUG = False
 GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
@@ -194,7 +194,9 @@ class Network:
         norms = norms_of(self.task, self.weights, update, names, examples)
         return replace(self, norms=norms, normed=normed_layers(self.task, names))
 
-    def run(self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None, closed: int | None = None) -> Pass:
+    def run(
+        self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None, closed: int | None = None
+    ) -> Pass:
         done = Pass(PinnedReLUs(pins, until, self.norms, closed))
 
         def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
