@@ -10,6 +10,7 @@ Settings of `span` were chosen on rows 1000 to 1999 of the data pack's test spli
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -45,10 +46,12 @@ class Row:
     training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
     defence: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
+    train: bool = False  # BatchNorm in training mode; running statistics come back
 
 
 def rows() -> dict[str, Row]:
     found = {f"resnet18 B={count}": Row(examples=count) for count in (1, 2, 4, 8, 16, 32)}
+    found |= {f"resnet18 B={count}, training mode": Row(examples=count, train=True) for count in (2, 4, 8)}
     found["resnet20 B=1"] = Row("resnet20")
     found |= {f"resnet18 untrained B={count}": Row("untrained", count) for count in (1, 4, 8)}
     found |= {f"resnet18 after {step} steps": Row(f"resnet18-{step}") for step in (30, 78, 234, 780, 2340)}
@@ -107,6 +110,7 @@ def victim(name: str) -> tuple[nn.Module, tuple[tuple[float, ...], tuple[float, 
 
 def measure(name: str, row: Row, options: argparse.Namespace) -> None:
     model, (mean, std) = victim(row.victim)
+    model.train(row.train)
     images = gl.data.load("cifar10", split="test")
     middle, spread = (torch.tensor(each).view(3, 1, 1) for each in (mean, std))
     task = gl.Task.supervised(
@@ -122,7 +126,7 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
         rows = picked[first : first + options.group]
         clients = [{"x": (images.x[each] - middle) / spread, "y": images.y[each]} for each in rows]
         with torch.no_grad():
-            losses = [F.cross_entropy(model.cpu()(c["x"]), c["y"], reduction="none") for c in clients]
+            losses = [F.cross_entropy(copy.deepcopy(model.cpu())(c["x"]), c["y"], reduction="none") for c in clients]
         seen = [
             gl.observe(task, client, row.training, defence, key=f"{name} {batch}")
             for client, batch in zip(clients, batches[first:])

@@ -13,8 +13,9 @@ from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
 from gradleak.attacks.second_order.smoothing import kinked
 from gradleak.attacks.spans import Span, SparseSpan, ViT
-from gradleak.attacks.spans.telling import tells
+from gradleak.attacks.spans.norms import training_norms
 from gradleak.attacks.spans.sparse.layers import sparse_layer
+from gradleak.attacks.spans.telling import tells
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
@@ -100,6 +101,10 @@ class Case:
         """Does the gradient of a convolution tell the maps of images, for as many as the largest target holds?"""
         if not (self.numeric and self.gradients) or Span().refuses(self.task, self.knows.given):
             return False
+        if training_norms(self.task.model):  # their statistics are read off what came back after one step
+            back = all(each.returned_buffers for target in self.targets for each in target.observations)
+            if not back or (self.steps or 1) != 1:
+                return False
         return tells(self.task, self.examples)
 
     @property

@@ -40,16 +40,24 @@ class Layer:
     rows    number of input rows of all examples together
     bias    has it a bias with a known gradient?
     whole   the map that it sees counts as one row (`attacks.spans.maps`), not each patch
+    centred   rows less the mean of their example: all that the gradient tells before a BatchNorm in training mode
     """
 
     name: str
     rows: int
     bias: bool
     whole: bool = False
+    centred: bool = False
 
     def rows_of(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """(rows, width)"""
-        return inputs.flatten(1) if self.whole else rows(module, inputs)
+        if self.whole:
+            return inputs.flatten(1)
+        table = rows(module, inputs)
+        if self.centred:
+            by_example = table.unflatten(0, (len(inputs), -1))
+            table = (by_example - by_example.mean(1, keepdim=True)).flatten(0, 1)
+        return table
 
 
 def spanning_layers(

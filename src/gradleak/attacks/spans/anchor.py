@@ -6,7 +6,7 @@ their scale, which the layers behind it tell: only the true scale puts what they
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def anchored(
     for layer in layers:
         if _overlaps(network, layer):
             module: Any = network.task.model.get_submodule(layer.name)
-            maps = solve_maps(module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows)
+            maps = solve_maps(module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows, layer.centred)
             if maps.determined:
                 solved[layer.name] = maps
     bases = {name: maps.basis for name, maps in solved.items()}
@@ -53,7 +53,8 @@ def anchored(
             continue
         place = [layer.name for layer in layers].index(name)
         behind = {each.name: spans[each.name] for each in layers[place + 1 :]}
-        maps = scaled(network, name, apart.reshape(-1, *shapes[name]), behind, update)
+        centred = frozenset(each.name for each in layers if each.centred)
+        maps = scaled(network, name, apart.reshape(-1, *shapes[name]), behind, update, centred)
         anchor = Known((name,), maps.clamp_min(0), solved[name].level, errors_of(maps))
         peeled, beyond = peel(network, update, name, maps, bases)
         if not best or (len(apart), len(peeled)) > (len(best[0].maps), len(best) - 1):
@@ -69,8 +70,18 @@ def _overlaps(network: Network, layer: Layer) -> bool:
 
 
 @torch.no_grad()
-def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tensor], update: Params) -> Tensor:
-    """The maps (examples, C, H, W) at the scale at which all that the layers behind see lies in their spans."""
+def scaled(
+    network: Network,
+    layer: str,
+    maps: Tensor,
+    behind: Mapping[str, Tensor],
+    update: Params,
+    centred: Collection[str] = (),
+) -> Tensor:
+    """The maps (examples, C, H, W) at the scale at which all that the layers behind see lies in their spans.
+
+    centred   the layers whose spans hold differences of rows only
+    """
     classifier = update[f"{network.classifier}.weight"].double()
     _, values, directions = torch.linalg.svd(classifier, full_matrices=False)
     rank = int((values > FLOOR * values[0]).sum())
@@ -81,7 +92,7 @@ def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tens
         low, high = (float(torch.tensor(end).log()) for end in SCALES)
         for _ in range(ZOOMS):
             scales = torch.linspace(low, high, GRID, dtype=unit.dtype, device=unit.device).exp()
-            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit.clamp_min(0), spans)
+            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit.clamp_min(0), spans, centred)
             best = float(scales[int(outside.argmin())].log())
             step = (high - low) / (GRID - 1)
             low, high = best - step, best + step
@@ -89,7 +100,9 @@ def scaled(network: Network, layer: str, maps: Tensor, behind: Mapping[str, Tens
     return torch.stack(found)
 
 
-def _outside(network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor]) -> Tensor:
+def _outside(
+    network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor], centred: Collection[str]
+) -> Tensor:
     """(maps,) mean share of the rows outside of the spans of the layers behind."""
     number = network.run(network.task.blank(1), {}).made_by(layer)
     assert number is not None  # it is a cut: nothing behind it depends on the image
@@ -98,6 +111,8 @@ def _outside(network: Network, layer: str, maps: Tensor, spans: Mapping[str, Ten
     total = maps.new_zeros(len(maps))
     for name, span in spans.items():
         table = rows(network.task.model.get_submodule(name), seen[name]).unflatten(0, (len(maps), -1))
+        if name in centred:
+            table = table - table.mean(1, keepdim=True)
         inside = (table @ span.T.to(table)).square().sum((1, 2))
         total += 1 - inside / table.square().sum((1, 2)).clamp_min(1e-30)
     return total / max(1, len(spans))

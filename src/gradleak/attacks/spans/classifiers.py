@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, scenes_of, supported
 from gradleak.attack.cascade import given_of, matches, part, taken
 from gradleak.attacks.spans.inversion import HISTORY, Inversion
+from gradleak.attacks.spans.norms import in_evaluation, training_norms, unreadable, with_batch_statistics
 from gradleak.attacks.spans.telling import Told, layers_of, told_by
 from gradleak.attacks.spectral import Spectral
 from gradleak.core import assignment
@@ -34,8 +35,6 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Batch, Task
-
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @named("span", kind="attack", paper="gradleak's own")
@@ -99,11 +98,8 @@ class Span(ReadOff):
             return f"it finds x and reads labels y; this task also has {', '.join(unread)}"
         if "y" in task.fields and not task.class_index and "y" not in given:
             return "it reads the label of a class, and y is none; give it"
-        if any(isinstance(module, NORMS) and module.training for module in task.model.modules()):
-            return (
-                "BatchNorm in training mode mixes the examples, and it searches for each alone; use 'ig' or 'gi' or, "
-                "only if the clients train in evaluation mode, use model.eval()"
-            )
+        if reason := unreadable(task.model):
+            return f"{reason}; use 'ig' or 'gi'"
         return "" if layers_of(task, 1) else "no convolution of it has as few places as outputs, even for one image"
 
     def run(
@@ -121,14 +117,19 @@ class Span(ReadOff):
         require(self, knows)
         engine, targets = engine or Engine(), as_targets(seen)
         fits(task, [observation for target in targets for observation in target.observations])
-        told = self._told(task, targets, knows, seed, engine)
-        images, outside = self._images(task, targets, told, (seed, engine, part(progress, 0, 2)))
+        alone, single = in_evaluation(task), [with_batch_statistics(task, target, knows) for target in targets]
+        told = self._told(alone, single, knows, (seed, engine, training_norms(task.model)))
+        images, outside = self._images(alone, single, told, (seed, engine, part(progress, 0, 2)))
+        there = alone.to(engine.where, engine.dtype)
+        views = iter([TargetView.of(there, target, knows) for target in single])
         waiting = iter(images)
 
         def read(scene: TargetView) -> Batch:
             low, high = scene.limits["x"]
             x = next(waiting).to(low).clamp(low, high)
-            y, order = labelled(scene, x, Labels(label_rule(self.labels)))
+            view = next(views)  # its features are those of each image alone
+            alone_scene = replace(scene, task=view.task, buffers=view.buffers)
+            y, order = labelled(alone_scene, x, Labels(label_rule(self.labels)))
             x = torch.cat([x, scene.task.blank(scene.num_examples)["x"].to(x)[len(x) :]])
             return {"x": x[order.to(x.device)], **y}
 
@@ -149,12 +150,14 @@ class Span(ReadOff):
         }
         return replace(result, settings={**result.settings, **settings})
 
-    def _told(self, task: Task, targets: Sequence[Track], knows: Knowledge, seed: int, engine: Engine) -> list[Told]:
-        solved: list[Told] = []
+    def _told(
+        self, task: Task, targets: Sequence[Track], knows: Knowledge, how: tuple[int, Engine, Sequence[str]]
+    ) -> list[Told]:
+        solved, (seed, engine, norms) = list[Told](), how
         floors = iter([rounding_of(target.last).rank for target in targets])
 
         def read(scene: TargetView) -> Batch:
-            solved.append(told_by(scene, self.layers, next(floors), Draws(randomness.key("span", seed))))
+            solved.append(told_by(scene, self.layers, next(floors), Draws(randomness.key("span", seed)), norms))
             return {}
 
         with engine.settings():

@@ -68,17 +68,25 @@ class Maps:
 
 
 def solve_maps(
-    layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws, rows: int = 0
+    layer: nn.Conv2d,
+    span: Tensor,
+    shape: tuple[int, ...],
+    examples: int,
+    draws: Draws,
+    rows: int = 0,
+    centred: bool = False,
 ) -> Maps:
     """The `examples` maps of this shape, (C, H, W), whose patches fit best into the span, (rank, inputs).
 
     Outputs that are dead make the rank less than the number of patches, `rows`. For one example the missing directions
     are then found with the map: those in which its patches lie outside, in turn with the map that fits best into all.
+
+    centred   the span holds differences of patches only: those of a map lie in it less their mean
     """
     assert not isinstance(layer.padding, str)  # `plain` layers only
-    best = _solved(layer, span, shape, examples, draws)
+    best = _solved(layer, span, shape, examples, draws, centred)
     missing = rows - len(span)
-    if examples > 1 or not 0 < missing <= FEW * rows:
+    if centred or examples > 1 or not 0 < missing <= FEW * rows:
         return best
     for _ in range(COMPLETIONS):
         if best.level < COMPLETE:
@@ -91,31 +99,46 @@ def solve_maps(
     return best
 
 
-def _solved(layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws) -> Maps:
+def _solved(
+    layer: nn.Conv2d, span: Tensor, shape: tuple[int, ...], examples: int, draws: Draws, centred: bool = False
+) -> Maps:
     """The maps for a complete span.
 
     Unknowns are the coordinates c_p of the patches in the span. The operator K puts the patches together, takes the
     mean where they overlap, and reads the coordinates of the new patches: its eigenvalue is 1 where they fit, and below
-    1 elsewhere. Subspace iteration with a Chebyshev filter finds the largest.
+    1 elsewhere. Subspace iteration with a Chebyshev filter finds the largest. `centred`: the mean of the patches is
+    free, so what the span misses of it is a coordinate too.
     """
     assert not isinstance(layer.padding, str)  # `plain` layers only
     window: Window = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
     ones = F.unfold(torch.ones(1, *shape, dtype=span.dtype, device=span.device), *window)
     count, places = F.fold(ones, shape[1:], *window), ones.shape[-1]
 
-    def together(c: Tensor) -> Tensor:  # (block, places, rank) -> (block, C, H, W)
-        return F.fold((c @ span).transpose(1, 2), shape[1:], *window) / count.clamp_min(1)
+    def patches(c: Tensor) -> Tensor:  # (block, coordinates) -> (block, places, inputs)
+        inside = c[:, : places * len(span)].unflatten(1, (places, len(span))) @ span
+        return inside + c[:, None, places * len(span) :] / places**0.5 if centred else inside
+
+    def together(c: Tensor) -> Tensor:  # (block, coordinates) -> (block, C, H, W)
+        return F.fold(patches(c).transpose(1, 2), shape[1:], *window) / count.clamp_min(1)
+
+    def read(rows: Tensor) -> Tensor:
+        inside = (rows @ span.T).flatten(1)
+        if not centred:
+            return inside
+        mean = rows.mean(1) * places**0.5
+        return torch.cat([inside, mean - (mean @ span.T) @ span], 1)
 
     def fitted(c: Tensor) -> Tensor:
-        return F.unfold(together(c), *window).transpose(1, 2) @ span.T
+        return read(F.unfold(together(c), *window).transpose(1, 2))
 
     size = examples + SPARE
-    c = draws.normal((size, places, len(span)), dtype=span.dtype).to(span.device)
+    coordinates = places * len(span) + centred * span.shape[1]
+    c = draws.normal((size, coordinates), dtype=span.dtype).to(span.device)
     c, values, levels = _rotated(c, fitted), None, torch.ones(size, dtype=span.dtype, device=span.device)
     for _ in range(ROUNDS):
         c = _filtered(c, fitted, float(values[-1]) if values is not None else 0.9)
         c, values = _ritz(c, fitted)
-        before, levels = levels, _levels(c, span, together, window)
+        before, levels = levels, _levels(patches(c), together(c), window)
         if float((levels[:examples] - before[:examples]).abs().max()) <= SETTLED * float(levels[examples]):
             break
     sizes = levels.clamp_min(ROUNDING)
@@ -147,10 +170,9 @@ def _ritz(c: Tensor, apply: Operator) -> tuple[Tensor, Tensor]:
     return (turn.T.flip(0) @ flat).reshape(c.shape), values.flip(0)
 
 
-def _levels(c: Tensor, span: Tensor, together: Operator, window: Window) -> Tensor:
+def _levels(patches: Tensor, maps: Tensor, window: Window) -> Tensor:
     """The share of the patches' energy that the map does not have, without the rounding of 1 - value."""
-    patches = c @ span
-    apart = patches - F.unfold(together(c), *window).transpose(1, 2)
+    apart = patches - F.unfold(maps, *window).transpose(1, 2)
     return apart.square().sum((1, 2)) / patches.square().sum((1, 2))
 
 

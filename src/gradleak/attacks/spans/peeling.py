@@ -16,6 +16,7 @@ deep network and takes whole batches. R-GAP (Zhu and Blaschko, ICLR 2021) peels 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -26,10 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gradleak.attacks.spans.norms import Norm, levelled, normed_layers, norms_of
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import plain
 from gradleak.scenario.task import Batch, Task
 
+BATCH_NORM = {F.batch_norm, torch.batch_norm}
+CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 RELU = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 WEAK = (
     1e-4  # singular values below this share of the largest: rounding of float32 would be a percent of such directions
@@ -41,6 +45,8 @@ DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
 REWEIGHTINGS = 10
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
+CLOSE = 1e-2  # relative: two passes at slightly different maps
+SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, their steps, least change
 DEBUG = False
 GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
@@ -112,15 +118,31 @@ class PinnedReLUs(TorchFunctionMode):
     """ReLUs return given maps; a derivative passes where the map is positive. Numbered in the order of the calls.
 
     until   stop after this one
+    norms   those in training mode, by the identity of their weight: their derivative is that of the whole batch
+    closed  no derivative passes this one
     """
 
-    def __init__(self, pins: Mapping[int, Tensor], until: int | None = None) -> None:
+    def __init__(
+        self,
+        pins: Mapping[int, Tensor],
+        until: int | None = None,
+        norms: Mapping[int, Norm] = MappingProxyType({}),
+        closed: int | None = None,
+    ) -> None:
         super().__init__()
-        self.pins, self.until = pins, until
+        self.pins, self.until, self.norms, self.closed = pins, until, norms, closed
+        self.unknown: list[Tensor] = []  # what convolutions make of maps before the pinned ones
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in BATCH_NORM and (norm := self.norms.get(id(args[3] if len(args) > 3 else kwargs["weight"]))):
+            return norm(args, kwargs or {}, not any(args[0] is each for each in self.unknown))
+        if func in CONVOLUTIONS and self.norms:
+            output = func(*args, **(kwargs or {}))
+            if any(args[0] is each for each in self.outputs[: min(self.pins, default=0)]):
+                self.unknown.append(output)
+            return output
         if func not in RELU:
             return func(*args, **(kwargs or {}))
         values: Tensor = args[0] if args else kwargs["input"]
@@ -128,7 +150,7 @@ class PinnedReLUs(TorchFunctionMode):
         if pinned is None:
             output = values.clamp_min(0)
         else:
-            passed = values * (pinned > 0)
+            passed = values * ((pinned > 0) & (len(self.outputs) != self.closed))
             output = pinned + (passed - passed.detach())
         self.inputs.append(values)
         self.outputs.append(output)
@@ -159,6 +181,8 @@ class Network:
     buffers: Params
     layers: tuple[str, ...]
     classifier: str
+    norms: Mapping[int, Norm] = field(default_factory=dict)
+    normed: Mapping[str, str] = field(default_factory=dict)  # layers with one behind: their deltas add up to zero
 
     @classmethod
     def of(cls, task: Task, weights: Params, buffers: Params | None, layers: Sequence[str]) -> Network:
@@ -168,8 +192,15 @@ class Network:
         weights = {name: value.double() for name, value in weights.items()}
         return cls(task, weights, buffers, tuple(layers), task.classifier.module)
 
-    def run(self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None) -> Pass:
-        done = Pass(PinnedReLUs(pins, until))
+    def with_norms(self, update: Params, names: Sequence[str], examples: int) -> Network:
+        """The same for a client whose norms of these names were in training mode, in a batch of so many examples."""
+        norms = norms_of(self.task, self.weights, update, names, examples)
+        return replace(self, norms=norms, normed=normed_layers(self.task, names))
+
+    def run(
+        self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None, closed: int | None = None
+    ) -> Pass:
+        done = Pass(PinnedReLUs(pins, until, self.norms, closed))
 
         def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_: nn.Module, args: Any, output: Any) -> None:
@@ -198,6 +229,24 @@ class Network:
         delta = observed @ torch.linalg.pinv(features)
         outputs = [done.given[name] for name in names]
         return list(torch.autograd.grad(logits, outputs, delta.T.reshape(logits.shape)))
+    def weighted(self, name: str) -> nn.Conv2d:
+        """A convolution with the weights that were sent."""
+        module: Any = copy.copy(self.task.model.get_submodule(name))
+        module._parameters = {
+            each: None if value is None else nn.Parameter(self.weights.get(f"{name}.{each}", value), False)
+            for each, value in module._parameters.items()
+        }
+        return module
+
+    def mean_of(self, name: str) -> Tensor:
+        """The mean over the batch of what a layer before a norm in training mode gives."""
+        return self.buffers[f"{self.normed[name]}.running_mean"]
+
+    def balanced(self, names: Sequence[str], deltas: Sequence[Tensor]) -> list[Tensor]:
+        """Deltas that add up to zero where a norm in training mode follows."""
+        means = [delta.mean((0, 2, 3), keepdim=True) for delta in deltas]
+        each = zip(names, deltas, means, strict=True)
+        return [delta - mean if name in self.normed else delta for name, delta, mean in each]
 
 
 def peel(
@@ -265,40 +314,92 @@ def _below(
     on = values > error
     alive = on.flatten(1).any(1)  # the others are lost: their part of the gradient is noise
 
-    def cases(pinned: Tensor) -> tuple[list[str], list[Tensor], Sequence[int]]:
-        done = network.run(batch, {**pins, number: pinned})
+    def cases(
+        pinned: Tensor, seen: Tensor | None = None, closed: int | None = None
+    ) -> tuple[list[str], list[Tensor], Sequence[int]]:
+        before = {} if seen is None else {number - 1: seen}
+        done = network.run(batch, {**pins, **before, number: pinned}, closed=closed)
         made = done.relus.outputs[number - 1]
         names = [name for name, seen in done.seen.items() if seen is made]
         return names, network.deltas(done, names, update) if names else [], made.shape
 
-    names, all_on, shape = cases(values.abs().maximum(least) * alive.view(-1, 1, 1, 1))
+    everywhere = values.abs().maximum(least) * alive.view(-1, 1, 1, 1)
+    names, all_on, shape = cases(everywhere)
     modules: list[Any] = [network.task.model.get_submodule(name) for name in names]
+
+    def off_by(pinned: Tensor, seen: Tensor | None) -> list[Tensor]:
+        """The deltas if none is on: norms in training mode bring something from the other places."""
+        return cases(pinned, seen, number)[1] if network.norms else [torch.zeros_like(every) for every in all_on]
+
+    all_on = [on - off for on, off in zip(all_on, off_by(everywhere, None), strict=True)] if names else []
     if not names or not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = _System(modules, gradients, (int(alive.sum()), *shape[1:]))
+
+    def placed(solved: _Solution) -> Tensor:
+        maps = values.new_zeros(shape)
+        maps[alive] = solved.maps
+        return maps
+
+    def filled(solved: _Solution, pinned: Tensor, roughly: bool = False) -> Tensor:
+        maps = placed(solved)
+        if not len(solved.free):
+            return maps
+        free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
+        free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
+        with_mean = [name for name in names if name in network.normed]
+        if roughly and bool(alive.all()):
+            moved = levelled(maps, free, [(network.weighted(name), network.mean_of(name)) for name in with_mean])
+            if moved is not None:
+                return moved
+        return _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
+
+    def settled(solved: _Solution, pinned: Tensor, seen: Tensor) -> Tensor:
+        """The maps whose own deltas they fit, behind norms in training mode: a chord method from the solution."""
+        last = float("inf")
+        for _ in range(CHORDS):
+            deltas = [delta[alive] for delta in network.balanced(names, cases(pinned, seen)[1])]
+            moved = replace(solved, maps=seen[alive] + solved.step(system.rest(deltas, seen[alive])))
+            before, seen = seen, filled(moved, pinned, roughly=True).clamp_min(0)
+            change = float((seen - before).norm() / seen.norm())
+            if DEBUG:
+                print(f"      settling {change:.1e}")
+            if not SETTLED < change < last:
+                break
+            last = change
+        return seen
+
+    seen: Tensor | None = None
     best: tuple[float, Tensor, list[Tensor], _Solution] | None = None
     for _ in range(DECODINGS):
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
-        deltas = cases(pinned)[1]
-        solved = system.solve([delta[alive] for delta in deltas])
+        for _ in range(SETTLING):
+            deltas = cases(pinned, seen)[1]
+            solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
+            if solved is None or not network.norms or len(solved.free) * shape[1] > MOST_OPEN:
+                break
+            before, seen = seen, filled(solved, pinned, roughly=True).clamp_min(0)
+            if before is not None and float((seen - before).norm()) < SETTLED * float(seen.norm()):
+                break
+            seen = settled(solved, pinned, seen)
         if solved is None:
             return None, pinned
         if len(solved.free) * shape[1] > MOST_OPEN:
-            return solved.frontier(names[0], alive), pinned
-        unexplained = system.unexplained([delta[alive] for delta in deltas], solved.maps)
+            # Behind norms in training mode the deltas need the whole map: what is seen well has no sure values.
+            return (None if network.norms else solved.frontier(names[0], alive)), pinned
+        maps = filled(solved, pinned, roughly=True) if network.norms else placed(solved)
+        unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
         if best is not None and unexplained > GAINS * best[0]:
             break
         best = (unexplained, pinned, deltas, solved)
-        maps = values.new_zeros(shape)
-        maps[alive] = solved.maps
         doubt = ~on | (values < DOUBTFUL * error)
         flips = [
             _flips(module, gradient, delta, (every, on, doubt), maps, spare)
-            for module, gradient, delta, every, spare in zip(
-                modules, gradients, deltas, all_on, solved.spare, strict=True
+            for module, gradient, delta, every, spare, off in zip(
+                modules, gradients, deltas, all_on, solved.spare, off_by(pinned, seen), strict=True
             )
-            if delta.shape == on.shape and torch.equal(delta != 0, on & (every != 0))
+            if delta.shape == on.shape and _by_entry(delta - off, every * on)
         ]
         if not any(bool(flip.any()) for flip in flips):
             break
@@ -307,14 +408,14 @@ def _below(
         on = on ^ torch.stack(flips).any(0)
     assert best is not None
     _, pinned, deltas, solved = best
-    maps = values.new_zeros(shape)
-    maps[alive] = solved.maps
-    if len(solved.free):
-        free = values.new_zeros(len(solved.free), shape[0], shape[2] * shape[3])
-        free[:, alive] = solved.free.unflatten(1, (-1, shape[2] * shape[3]))
-        maps = _filled(network, maps, free.flatten(1), number - 1, {**pins, number: pinned})
+    maps = filled(solved, pinned)
     unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
     return Known(tuple(names), maps, unexplained, errors_of(maps)), pinned
+
+
+def _by_entry(delta: Tensor, expected: Tensor) -> bool:
+    """Does each ReLU reach only its own entry?"""
+    return float((delta - expected).abs().max()) <= CLOSE * float(expected.abs().max())
 
 
 def _flips(
@@ -368,6 +469,7 @@ class _Solution:
 
     units, well, values   as in `Frontier`: what is seen well
     spare   by layer (outputs, taps, taps): what is left of a change in the equations of an output
+    inverse   from the right side of the equations to maps
     """
 
     maps: Tensor
@@ -376,6 +478,11 @@ class _Solution:
     units: Tensor
     well: Tensor
     values: Tensor
+    inverse: Callable[[Tensor], Tensor]
+
+    def step(self, rest: Tensor) -> Tensor:
+        """The maps that explain such a rest of the equations."""
+        return self.inverse(rest).reshape(len(self.maps), *self.maps.shape[2:], -1).permute(0, 3, 1, 2)
 
     def frontier(self, layer: str, alive: Tensor) -> Frontier:
         directions = self.well.new_zeros(len(self.well), len(alive), self.well.shape[1] // len(self.maps))
@@ -442,7 +549,12 @@ class _System:
         for part, gradient in zip(hat.split(self._equations), self.gradients, strict=True):
             each = part.unflatten(0, (len(gradient), -1))  # (outputs, taps, unknowns)
             spare.append(torch.eye(each.shape[1]).to(each) - each @ each.transpose(1, 2))
-        return _Solution(maps, (directions[:, ~clear] / units[:, None]).T, spare, sizes, well.T, well.T @ flat)
+
+        def inverse(rest: Tensor) -> Tensor:
+            return seen @ ((seen.T @ (matrix.T @ (weights * rest))) / values[clear, None]) / units[:, None]
+
+        free = (directions[:, ~clear] / units[:, None]).T
+        return _Solution(maps, free, spare, sizes, well.T, well.T @ flat, inverse)
 
     @property
     def _equations(self) -> list[int]:
@@ -453,11 +565,13 @@ class _System:
         parts = zip(rows.split(self._equations), self.gradients, strict=True)
         return torch.cat([part.reshape(len(gradient), -1).mean(1) for part, gradient in parts])
 
+    def rest(self, deltas: Sequence[Tensor], maps: Tensor) -> Tensor:
+        """What these maps leave of the right side of the equations."""
+        return self._right - self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1])
+
     def unexplained(self, deltas: Sequence[Tensor], maps: Tensor) -> float:
         """The share of the gradients' energy that these maps do not explain."""
-        right = self._right
-        rest = self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1]) - right
-        return float(rest.square().sum() / right.square().sum())
+        return float(self.rest(deltas, maps).square().sum() / self._right.square().sum())
 
 
 def equations(delta: Tensor, module: nn.Conv2d, shape: Sequence[int]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradleak.attacks.spans.anchor import anchored
 from gradleak.attacks.spans.maps import Maps, separated
+from gradleak.attacks.spans.norms import in_evaluation
 from gradleak.attacks.spans.peeling import LOST, Frontier, Known, Network
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
@@ -85,6 +86,7 @@ def layers_of(
     task: Task, examples: int, weights: Params | None = None, buffers: Params | None = None
 ) -> tuple[Layer, ...]:
     """Convolutions that tell, alone or together. Linear layers behind the average of a map tell nothing of places."""
+    task = in_evaluation(task)
     layers = spanning_layers(task, examples, weights, buffers, alone=False)
     return tuple(layer for layer in layers if isinstance(task.model.get_submodule(layer.name), nn.Conv2d))
 
@@ -99,11 +101,12 @@ def tells(task: Task, examples: int) -> bool:
     return any(module.in_channels != channels for module in modules)
 
 
-def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
+def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Sequence[str] = ()) -> Told:
     """What the layers of one target tell.
 
     most    layers at most whose spans are searched in, where maps do not follow
     floor   of the gradient's rounding, as a share of its largest singular value
+    norms   those that the client ran in training mode; the scene is in evaluation mode, with the batch's statistics
     """
     task, examples = scene.task, scene.num_examples
     candidates = layers_of(task, examples, scene.weights, scene.buffers)
@@ -114,9 +117,13 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws) -> Told:
             f"No layer of this network tells its inputs for {examples} examples in an update: all have more places "
             "than outputs, or their gradient was not sent. `gradleak check` lists up to how many each tells. Use 'ig'."
         )
-    spans = {layer.name: span_of(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
     names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
-    network = Network.of(task, scene.weights, scene.buffers, names)
+    network = Network.of(task, scene.weights, scene.buffers, names).with_norms(update, norms, examples)
+    telling = tuple(
+        replace(layer, rows=layer.rows - 1, bias=False, centred=True) if layer.name in network.normed else layer
+        for layer in telling
+    )
+    spans = {layer.name: span_of(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
     known, frontier, solved = anchored(network, update, telling, spans, examples, draws)
     record: list[dict[str, Any]] = []
     for layer in telling:
