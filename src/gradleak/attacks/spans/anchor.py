@@ -28,8 +28,7 @@ ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 def anchored(
     network: Network, update: Params, layers: tuple[Layer, ...], spans: Params, examples: int, draws: Draws
 ) -> tuple[list[Known], Frontier | None, dict[str, Maps]]:
-    """All maps that are known, of the examples that are told apart, the deepest first; what is known of those before; and what is
-    in closed form.
+    """All known maps of the examples that are told apart, the deepest first; the frontier; and the maps in closed form.
 
     layers   those that tell, in the order of the forward pass
     spans    of each, (rank, inputs)
@@ -40,10 +39,12 @@ def anchored(
     for layer in layers:
         if _overlaps(network, layer):
             module: Any = network.task.model.get_submodule(layer.name)
-            maps = solve_maps(module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows, layer.centred)
-            if maps.determined:
-                solved[layer.name] = maps
-    bases = {name: maps.basis for name, maps in solved.items()}
+            closed = solve_maps(
+                module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows, layer.centred
+            )
+            if closed.determined:
+                solved[layer.name] = closed
+    bases = {name: each.basis for name, each in solved.items()}
     best, frontier = list[Known](), None
     for name in list(reversed(solved))[:TRIED]:
         if not is_cut(network, name, shapes[name]):

@@ -13,7 +13,7 @@ from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, r
 from gradleak.attack.cascade import given_of, matches, part, taken
 from gradleak.attacks.spans.inversion import HISTORY, Inversion
 from gradleak.attacks.spans.norms import in_evaluation, training_norms, unreadable, with_batch_statistics
-from gradleak.attacks.spans.telling import Told, layers_of, told_by
+from gradleak.attacks.spans.telling import PRECISE, Told, layers_of, told_by
 from gradleak.attacks.spectral import Spectral
 from gradleak.core import assignment
 from gradleak.core import random as randomness
@@ -22,6 +22,7 @@ from gradleak.core.random import Draws
 from gradleak.core.registry import named
 from gradleak.engine import Engine
 from gradleak.identify.rounding import rounding_of
+from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, ReadBy, label_rule, last_layer
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine
@@ -148,6 +149,9 @@ class Span(ReadOff):
             "outside": [each.tolist() for each in outside],
             "matched": (matches(result) < matches(spans)).tolist(),
         }
+        counts, matched = [target.num_examples for target in targets], settings["matched"]
+        each = zip(told, outside, matched, counts, strict=True)
+        settings["spans"] = [certificate(*one, self.solved).record() for one in each]
         return replace(result, settings={**result.settings, **settings})
 
     def _told(
@@ -217,6 +221,29 @@ class Span(ReadOff):
         some, known = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
         result = attack.run(task, some, known, seed, engine=engine)
         return taken(best, result, rows, matches(result) < matches(best)[rows])
+
+
+def certificate(told: Told, outside: Tensor, matched: bool, examples: int, solved: float) -> SpanCertificate:
+    """What is proved of one update without the truth: only maps that explain their gradients to rounding count."""
+    ranks = {line["layer"]: line for line in told.record}
+    names = [name for name in told.own if name not in ranks] + list(ranks)
+    lines = {name: ranks.get(name, {}) for name in names}
+    layers = tuple(
+        LayerCertificate(
+            name, line.get("rank"), line.get("rows"), told.peeled.get(name, line.get("level")), line.get("gap")
+        )
+        for name, line in lines.items()
+    )
+    apart = outside[: told.found].tolist()
+    sure = [
+        value <= solved and bool(told.errors) and min(float(errors[row]) for errors in told.errors.values()) < PRECISE
+        for row, value in enumerate(apart)
+    ]
+    proved = 0 if matched else sum(sure)
+    reason = "Matching the whole update explained it better, and that was returned." if matched else ""
+    if not matched and proved < len(apart):
+        reason = "Some searches ended where the maps do not fit, or their maps are not exact."
+    return SpanCertificate(examples, list(told.own)[-1] if told.found else "", tuple(apart), proved, layers, reason)
 
 
 def labelled(scene: TargetView, x: Tensor, rule: Labels) -> tuple[Batch, Tensor]:

@@ -89,7 +89,7 @@ class AtFrontier(Prediction):
     def __call__(self, batch: Batch, v: Tree, scene: TargetView, now: Step) -> Params:
         caught = scene.task.inputs_of([self.layer], scene.weights, batch, scene.buffers, whole=False)[self.layer]
         told = (scene.fields[f"frontier {each}"] for each in ("directions", "values", "units"))
-        return {self.layer: Frontier(self.layer, *told).residual(caught) / scene.fields["frontier size"]}
+        return {self.layer: Frontier(self.layer, *told).residual(caught) / scene.fields["frontier size"][0]}
 
 
 def grey_inputs(scene: TargetView, layers: Sequence[str], examples: int) -> Batch:
@@ -185,7 +185,8 @@ class Inversion:
             each = next(waiting).padded(most)
             fields = {"directions": each.directions, "values": each.values, "units": each.units}
             named = {f"frontier {name}": value.to(scene.like) for name, value in fields.items()}
-            named["frontier size"] = each.distance(grey_inputs(scene, [each.layer], found)[each.layer]).to(scene.like)
+            size = each.distance(grey_inputs(scene, [each.layer], found)[each.layer])
+            named["frontier size"] = size.to(scene.like).expand(found)  # one for all
             return {**scene.task.blank(found), **named}
 
         some = [Track((replace(each.last, num_examples=found, key=f"{each.last.key}, together"),)) for each in targets]

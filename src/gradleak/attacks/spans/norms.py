@@ -142,9 +142,10 @@ class Norm:
         """In place of `batch_norm(input, mean, variance, weight, bias, training, momentum, eps)`."""
         names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = (given[name] for name in names[:5])
+        x, mean, var, weight, bias = (given[name] for name in names[:5])
+        deviation = (var + given.get("eps", 1e-5)).sqrt()
         scale = self.scale if inputs_known else torch.zeros_like(self.scale)
-        output: Tensor = _Normed.apply(*tensors, scale, self.shift, given.get("eps", 1e-5))
+        output: Tensor = _Normed.apply(x, mean, deviation, weight, bias, scale, self.shift)
         return output
 
 
@@ -164,11 +165,9 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor,
-        eps: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor
+    ) -> Tensor:
         along = (-1, *[1] * (x.dim() - 2))
-        deviation = (var + eps).sqrt()
         unit = (x - mean.view(along)) / deviation.view(along)
         ctx.save_for_backward(unit, (weight / deviation).view(along), scale.view(along), shift.view(along))
         return unit * weight.view(along) + bias.view(along)
@@ -176,4 +175,4 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         unit, slope, scale, shift = ctx.saved_tensors
-        return slope * (grads[0] - shift - unit * scale), *[None] * 7
+        return slope * (grads[0] - shift - unit * scale), *[None] * 6

@@ -35,23 +35,20 @@ from gradleak.scenario.task import Batch, Task
 BATCH_NORM = {F.batch_norm, torch.batch_norm}
 CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 RELU = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-WEAK = (
-    1e-4  # singular values below this share of the largest: rounding of float32 would be a percent of such directions
-)
+WEAK = 1e-4  # singular values below this share of the largest: rounding of float32 is a percent of such directions
 MOST_OPEN = 768  # directions that the ReLUs above are asked for
 AHEAD = 3  # ReLUs above that are asked
 EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
-REWEIGHTINGS = 10
+REWEIGHTINGS = 10  # rounds of least squares in which such outputs lose weight
 DECODINGS, FLIPS = 20, 3  # rounds in which wrong ReLUs are looked for, and how many of an output in each
 CLOSE = 1e-2  # relative: two passes at slightly different maps
 SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, their steps, least change
-DEBUG = False
 GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
-ENOUGH = 4.0
+ENOUGH = 4.0  # equations of a frontier for each number of its images
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
 SURE = 1e-3  # error of the deltas' ReLUs up to which a frontier is used
 LOST, HOPELESS = 0.1, 0.5  # relative error from which on a map is not searched with, and not peeled with
@@ -229,6 +226,7 @@ class Network:
         delta = observed @ torch.linalg.pinv(features)
         outputs = [done.given[name] for name in names]
         return list(torch.autograd.grad(logits, outputs, delta.T.reshape(logits.shape)))
+
     def weighted(self, name: str) -> nn.Conv2d:
         """A convolution with the weights that were sent."""
         module: Any = copy.copy(self.task.model.get_submodule(name))
@@ -252,8 +250,7 @@ class Network:
 def peel(
     network: Network, update: Params, layer: str, maps: Tensor, bases: Mapping[str, Tensor] = MappingProxyType({})
 ) -> tuple[list[Known], Frontier | None]:
-    """The maps below those that `layer` sees, (examples, C, H, W), as far as they are determined, the earliest last; and what is
-    known of those before.
+    """The maps below those that `layer` sees, (examples, C, H, W), the earliest last; and the frontier.
 
     `layer` must see all that the network makes of an example (`is_cut`), and `maps` need their true scale. Entries
     below zero show their error. `bases` hold the maps of some layers in closed form (`maps.Maps.basis`).
@@ -363,8 +360,6 @@ def _below(
             moved = replace(solved, maps=seen[alive] + solved.step(system.rest(deltas, seen[alive])))
             before, seen = seen, filled(moved, pinned, roughly=True).clamp_min(0)
             change = float((seen - before).norm() / seen.norm())
-            if DEBUG:
-                print(f"      settling {change:.1e}")
             if not SETTLED < change < last:
                 break
             last = change
@@ -403,8 +398,6 @@ def _below(
         ]
         if not any(bool(flip.any()) for flip in flips):
             break
-        if DEBUG:
-            print("      flips", [int(f.sum()) for f in flips], f"{unexplained:.1e}")
         on = on ^ torch.stack(flips).any(0)
     assert best is not None
     _, pinned, deltas, solved = best
@@ -531,17 +524,6 @@ class _System:
             spread = outputs / (ODD**2 * (outputs.median() + share * energies)).clamp_min(1e-300)
             taps = torch.cat([spread.new_full((len(g),), g[0, 0].numel(), dtype=torch.long) for g in self.gradients])
             weights = (1 / (1 + spread).square()).repeat_interleave(taps)[:, None]
-        if DEBUG:
-            print(
-                "      system",
-                tuple(matrix.shape),
-                "open",
-                int((~clear).sum()),
-                "cond",
-                f"{float((values[-1] / values[0].clamp_min(1e-300)).sqrt()):.1e}",
-                "odd",
-                int((spread > 1).sum()),
-            )
         maps = (flat / units[:, None]).reshape(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
         well = directions[:, values > WELL**2 * values[-1]]
         hat = (weights.sqrt() * matrix) @ (seen / values[clear].sqrt())
