@@ -161,25 +161,42 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
 
 
 def table(path: Path) -> str:
-    """One line a row and attack: counts, median, shares, seconds per image."""
+    """One line a row and commit: counts, median, shares; again for images whose loss is above 0.05."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        groups.setdefault((line["row"], line["attack"].partition("(")[0]), []).append(line)
-    lines = [
-        "| client | attack | images | median dB | 25 % and 75 % | above 30 | above 25 | labels right | s an image |"
+        groups.setdefault((line["row"], line["commit"][:7]), []).append(line)
+    head = [
+        "client",
+        "commit",
+        "updates",
+        "images",
+        "median dB",
+        "25 %, 75 %",
+        "at 30",
+        "at 25",
+        "loss above 0.05: at 30",
     ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for (row, attack), found in groups.items():
-        scores = sorted(value for line in found for value in line["psnr"])
-        share = lambda least, scores=scores: f"{sum(value >= least for value in scores)} of {len(scores)}"  # noqa: E731
-        low, high = scores[len(scores) // 4], scores[-1 - len(scores) // 4]
+    head += ["at 25", "labels right", "s an update"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for (row, commit), found in groups.items():
+        pairs = [pair for line in found for pair in zip(line["psnr"], line["losses"], strict=True)]
+        every, told = sorted(p for p, _ in pairs), [p for p, loss in pairs if loss > 0.05]
+        share = lambda scores, least: f"{sum(p >= least for p in scores)} of {len(scores)}"  # noqa: E731
+        middle = f"{every[len(every) // 4]:.1f}, {every[-1 - len(every) // 4]:.1f}"
         right = f"{sum(line['labels right'] for line in found)} of {len(found)}"
-        seconds = sum(line["seconds"] for line in found) / len(scores)
-        lines.append(
-            f"| {row} | {attack} | {len(scores)} | {median(scores):.1f} | {low:.1f}, {high:.1f} | {share(30)} "
-            f"| {share(25)} | {right} | {seconds:.0f} |"
-        )
+        cells = [
+            row,
+            commit,
+            len(found),
+            len(every),
+            f"{median(every):.1f}",
+            middle,
+            share(every, 30),
+            share(every, 25),
+        ]
+        cells += [share(told, 30), share(told, 25), right, f"{median(line['seconds'] for line in found):.0f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 

@@ -45,23 +45,20 @@ class Span(ReadOff):
 
     The gradient of a convolution with no more places than outputs gives the span of its input patches. For stride 1
     the patches overlap so much that the maps themselves follow in closed form, and ReLU parts the examples
-    (`spans.maps`). Each image is then searched for alone, with passes up to those layers:
+    (`spans.maps`). Behind known maps every gradient is linear in the map before it: maps of earlier layers are peeled
+    off one by one (`spans.peeling`). What the earliest gradients say of all maps together is searched with first (the
+    frontier); an image that does not fit it is searched for alone, from its own maps (`spans.inversion`). Labels are
+    read last: behind known images dL/dW of the classifier is linear in its deltas. Where this does not find the image,
+    the whole update is matched as well (`spectral`), and the lower match of the whole update wins.
 
-        min over x of sum_l |f_l(x) - its part in the span of layer l|^2 / |f_l(x)|^2 + tv * total variation + box
-
-    by L-BFGS on weighted cosine coefficients: first the maps, then with them the spans of strided layers, then with
-    less total variation. A search that is stuck is stuck somewhere: the places whose rows lie outside are blurred and
-    drawn anew, the rest stays, and the lower match is kept (`repairs`). Outputs that are dead make the rank of a layer
-    less than its rows: the missing directions are then those in which the rows of the image found so far lie outside
-    (`completed`). Labels are read last: behind known images dL/dW of the classifier is linear in its deltas.
-    Where spans do not find the image, as on an untrained network, whose maps are nearly collinear, the whole update is
-    matched as well (`spectral`), and the lower match of the whole update wins.
+    BatchNorm in training mode is taken apart by the statistics that came back (`spans.norms`).
 
     `settings` of the result hold, per target: "told", for each layer its rank and rows, "level", the share of patches
     that does not fit together, and "gap", that of the next solution; "apart", the number of examples that were told
-    apart (the others have too small a loss, and are blank); and "outside", for each of them, the share of its rows
-    outside of the spans: 0 at the truth, to rounding. "matched": gradient matching won, and "outside" is of images that
-    were not returned.
+    apart (the others have too small a loss, and are blank); "peeled", for each layer the share of its gradient that
+    its maps do not explain; "outside", for each example how far its maps are from what was told, in units of a grey
+    image; "matched": gradient matching won, and "outside" is of images that were not returned; "spans", the
+    certificate.
 
     steps        evaluations of the first search, in all three stages; a repair has two thirds of them
     repairs      at most, for images with more than `solved` outside
