@@ -16,7 +16,8 @@ from gradleak.attacks.spans import maps
 from gradleak.attacks.spans.classifiers import Span
 from gradleak.attacks.spans.maps import solve_maps
 from gradleak.attacks.spans.norms import in_evaluation, normed_layers, training_norms, with_batch_statistics
-from gradleak.attacks.spans.peeling import Network, peel
+from gradleak.attacks.spans.passes import Network
+from gradleak.attacks.spans.peeling import peel
 from gradleak.attacks.spans.telling import layers_of, span_of, told_by
 from gradleak.core.random import Draws, key
 from gradleak.parts.predictions import gradient

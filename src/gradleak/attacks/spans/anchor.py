@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
-from gradleak.attacks.spans.peeling import Frontier, Known, Network, errors_of, is_cut, peel
+from gradleak.attacks.spans.passes import Network, is_cut
+from gradleak.attacks.spans.peeling import Known, errors_of, peel
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import Layer, rows

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradleak.attack import Composed, Reconstruction
 from gradleak.attack.cascade import matches, part, taken
-from gradleak.attacks.spans.peeling import Frontier
+from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.telling import Told
 from gradleak.attacks.spectral import Spectral
 from gradleak.core import random as randomness

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from gradleak.attacks.spans.anchor import anchored
+from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.maps import Maps, separated
 from gradleak.attacks.spans.norms import in_evaluation
-from gradleak.attacks.spans.peeling import LOST, Frontier, Known, Network
+from gradleak.attacks.spans.passes import Network
+from gradleak.attacks.spans.peeling import LOST, Known
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.predictions import assumed_in, gradient

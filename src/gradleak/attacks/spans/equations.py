@@ -1,0 +1,231 @@
+"""The linear equations that gradients are in the maps before them: solved, and asked which ReLUs were wrong.
+
+A wrong ReLU spoils the equations of one output only. Reweighted least squares leaves that output out, and what it then
+leaves of the gradient names the ReLU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WEAK = 1e-4  # singular values below this share of the largest: rounding of float32 is a percent of such directions
+WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
+ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
+REWEIGHTINGS = 10  # rounds of least squares in which such outputs lose weight
+CLOSE = 1e-2  # relative: two passes at slightly different maps
+TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
+EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
+FLIPS = 3  # of an output in each round of looking for wrong ones
+ENOUGH = 4.0  # equations of a frontier for each number of its images
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """What equations say of the maps before the earliest known ones: coordinates in some directions, no more.
+
+    layer        the first convolution that sees them
+    directions   (k, examples, H x W), orthonormal rows up to `units`
+    values       (k, C): the maps' coordinates
+    units        (examples,): maps are multiplied by them first: an example of a small loss says little
+    """
+
+    layer: str
+    directions: Tensor
+    values: Tensor
+    units: Tensor
+
+    @property
+    def sufficient(self) -> bool:
+        """Are there several equations for each number of the maps' images? Counted against places of three channels."""
+        _, examples, places = self.directions.shape
+        return self.values.numel() >= ENOUGH * examples * places * 3
+
+    def padded(self, most: int) -> Frontier:
+        """With empty equations, up to so many directions."""
+        more = most - len(self.values)
+        wide = [torch.cat([each, each.new_zeros(more, *each.shape[1:])]) for each in (self.directions, self.values)]
+        return replace(self, directions=wide[0], values=wide[1])
+
+    def residual(self, maps: Tensor) -> Tensor:
+        """(k, C) of maps (examples, C, H, W)."""
+        flat = (maps * self.units.view(-1, 1, 1, 1)).flatten(2)
+        return torch.einsum("kbp,bcp->kc", self.directions, flat) - self.values
+
+    def distance(self, maps: Tensor) -> Tensor:
+        return self.residual(maps.to(self.values)).norm()
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Maps, and the directions (k, examples x H x W) of each channel that the equations leave open.
+
+    units, well, values   as in `Frontier`: what is seen well
+    spare   by layer (outputs, taps, taps): what is left of a change in the equations of an output
+    inverse   from the right side of the equations to maps
+    """
+
+    maps: Tensor
+    free: Tensor
+    spare: list[Tensor]
+    units: Tensor
+    well: Tensor
+    values: Tensor
+    inverse: Callable[[Tensor], Tensor]
+
+    def step(self, rest: Tensor) -> Tensor:
+        """The maps that explain such a rest of the equations."""
+        return self.inverse(rest).reshape(len(self.maps), *self.maps.shape[2:], -1).permute(0, 3, 1, 2)
+
+    def frontier(self, layer: str, alive: Tensor) -> Frontier:
+        directions = self.well.new_zeros(len(self.well), len(alive), self.well.shape[1] // len(self.maps))
+        directions[:, alive] = self.well.unflatten(1, (len(self.maps), -1))
+        units = self.units.new_zeros(len(alive))
+        units[alive] = self.units
+        return Frontier(layer, directions, self.values, units)
+
+
+@dataclass(frozen=True, eq=False)
+class System:
+    """The linear equations of the layers that see one map, for given deltas."""
+
+    modules: Sequence[Any]
+    gradients: Sequence[Tensor]
+    shape: Sequence[int]
+
+    def _matrix(self, deltas: Sequence[Tensor]) -> Tensor:
+        return torch.cat([equations(*each, self.shape) for each in zip(deltas, self.modules, strict=True)])
+
+    @property
+    def _right(self) -> Tensor:
+        return torch.cat([gradient.permute(0, 2, 3, 1).flatten(0, 2) for gradient in self.gradients])
+
+    def solve(self, deltas: Sequence[Tensor]) -> Solution | None:
+        """The maps, as far as the equations tell; None where these are not finite.
+
+        Reweighted least squares: outputs whose equations a wrong ReLU spoils count for less.
+        """
+        matrix, right, shape = self._matrix(deltas), self._right, self.shape
+        if not bool(matrix.isfinite().all()):
+            return None
+        # Each example in units of its own delta: a small loss is no reason to leave a direction open.
+        sizes = matrix.square().sum(0).reshape(shape[0], -1).mean(1).sqrt().clamp_min(1e-300)
+        units = sizes.repeat_interleave(matrix.shape[1] // shape[0])
+        matrix = matrix / units
+        weights = matrix.new_ones(len(matrix), 1)
+        energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
+        for _ in range(REWEIGHTINGS):
+            values, directions = torch.linalg.eigh((weights * matrix).T @ matrix)  # faster than an SVD of the matrix
+            clear = values > WEAK**2 * values[-1]
+            seen = directions[:, clear]
+            flat = seen @ ((seen.T @ (matrix.T @ (weights * right))) / values[clear, None])  # (examples x places, C)
+            outputs = self._by_output((matrix @ flat - right).square().sum(1))
+            share = (outputs / energies).median()  # rounding grows with the gradient of an output
+            spread = outputs / (ODD**2 * (outputs.median() + share * energies)).clamp_min(1e-300)
+            taps = torch.cat([spread.new_full((len(g),), g[0, 0].numel(), dtype=torch.long) for g in self.gradients])
+            weights = (1 / (1 + spread).square()).repeat_interleave(taps)[:, None]
+        maps = (flat / units[:, None]).reshape(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+        well = directions[:, values > WELL**2 * values[-1]]
+        hat = (weights.sqrt() * matrix) @ (seen / values[clear].sqrt())
+        spare = []
+        for part, gradient in zip(hat.split(self._equations), self.gradients, strict=True):
+            each = part.unflatten(0, (len(gradient), -1))  # (outputs, taps, unknowns)
+            spare.append(torch.eye(each.shape[1]).to(each) - each @ each.transpose(1, 2))
+
+        def inverse(rest: Tensor) -> Tensor:
+            return seen @ ((seen.T @ (matrix.T @ (weights * rest))) / values[clear, None]) / units[:, None]
+
+        free = (directions[:, ~clear] / units[:, None]).T
+        return Solution(maps, free, spare, sizes, well.T, well.T @ flat, inverse)
+
+    @property
+    def _equations(self) -> list[int]:
+        return [gradient.shape[0] * gradient[0, 0].numel() for gradient in self.gradients]
+
+    def _by_output(self, rows: Tensor) -> Tensor:
+        """Means over the taps of each output."""
+        parts = zip(rows.split(self._equations), self.gradients, strict=True)
+        return torch.cat([part.reshape(len(gradient), -1).mean(1) for part, gradient in parts])
+
+    def rest(self, deltas: Sequence[Tensor], maps: Tensor) -> Tensor:
+        """What these maps leave of the right side of the equations."""
+        return self._right - self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1])
+
+    def unexplained(self, deltas: Sequence[Tensor], maps: Tensor) -> float:
+        """The share of the gradients' energy that these maps do not explain."""
+        return float(self.rest(deltas, maps).square().sum() / self._right.square().sum())
+
+
+def equations(delta: Tensor, module: nn.Conv2d, shape: Sequence[int]) -> Tensor:
+    """The matrix (outputs x taps, examples x H x W) from one channel of the input to its part of dL/dW.
+
+    delta   (examples, outputs, h, w)
+    """
+    assert not isinstance(module.padding, str)
+    height, width = shape[2:]
+    down, right = delta.shape[2:]
+    (kernel_h, kernel_w), (stride_h, stride_w) = module.kernel_size, module.stride
+    (pad_h, pad_w), (apart_h, apart_w) = module.padding, module.dilation
+    taps = []
+    for i in range(kernel_h):
+        for j in range(kernel_w):
+            top, start = i * apart_h, j * apart_w
+            plane = delta.new_zeros(*delta.shape[:2], height + 2 * pad_h, width + 2 * pad_w)
+            plane[:, :, top : top + stride_h * down : stride_h, start : start + stride_w * right : stride_w] = delta
+            taps.append(plane[:, :, pad_h : pad_h + height, pad_w : pad_w + width])
+    return torch.stack(taps).permute(2, 0, 1, 3, 4).reshape(delta.shape[1] * len(taps), -1)
+
+
+def acts_by_entry(delta: Tensor, expected: Tensor) -> bool:
+    """Does each ReLU reach only its own entry?"""
+    return float((delta - expected).abs().max()) <= CLOSE * float(expected.abs().max())
+
+
+def wrong_relus(
+    module: nn.Conv2d,
+    gradient: Tensor,
+    delta: Tensor,
+    relus: tuple[Tensor, Tensor, Tensor],
+    maps: Tensor,
+    spare: Tensor,
+) -> Tensor:
+    """ReLUs, (examples, outputs, h, w), that were taken for on or off and are not: the ones that explain what is left.
+
+    With R = dL/dW[o] - sum over p of delta[o, p] a_p: entry p is wrong if R is about +-delta[o, p] a_p, less what the
+    solution has made of it.
+
+    relus   delta of all if they are on; which are; which may be wrong
+    spare   (outputs, taps, taps): what the solution leaves of a change in the equations of an output
+    """
+    assert not isinstance(module.padding, str)
+    window = (module.kernel_size, module.dilation, module.padding, module.stride)
+    patches = F.unfold(maps, *window).transpose(1, 2).flatten(0, 1)  # (examples x places, C x taps)
+    every, on, doubt = (each.transpose(0, 1).flatten(1) for each in relus)  # (outputs, examples x places)
+    rest = gradient.flatten(1) - delta.transpose(0, 1).flatten(1) @ patches
+    by_tap = patches.unflatten(1, (-1, spare.shape[-1]))
+    squares = spare.flatten(1) @ (by_tap.transpose(1, 2) @ by_tap).flatten(1).T
+    noise = rest.square().sum(1).median() / rest.shape[1]
+    change = torch.where(on, -every, every)
+    products, gram = rest @ patches.T, patches @ patches.T
+    flips = torch.zeros_like(on)
+    for _ in range(FLIPS):  # the best of each output, one after the other
+        alone = change.square() * squares
+        gain = ((2 * change * products - alone) * doubt).masked_fill(flips, 0.0)
+        best = gain.argmax(1, keepdim=True)
+        gain, alone = gain.gather(1, best), alone.gather(1, best)
+        good = (
+            (gain > torch.where(on.gather(1, best), 0.0, 0.5) * alone)
+            & (gain > EVIDENCE * noise)
+            & (gain > TOP * gain.max())
+        )
+        if not bool(good.any()):
+            break
+        flips.scatter_(1, best, good | flips.gather(1, best))
+        products = products - change.gather(1, best) * good * gram[best[:, 0]]
+    shape = delta.shape
+    return flips.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
