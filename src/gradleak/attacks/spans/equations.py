@@ -17,6 +17,7 @@ from torch import Tensor, nn
 WEAK = 1e-4  # singular values below this share of the largest: rounding of float32 is a percent of such directions
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
+SPARE = 1.4  # equations for each unknown from which on some may be left out
 REWEIGHTINGS = 10  # rounds of least squares in which such outputs lose weight
 CLOSE = 1e-2  # relative: two passes at slightly different maps
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
@@ -119,7 +120,8 @@ class System:
         matrix = matrix / units
         weights = matrix.new_ones(len(matrix), 1)
         energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
-        for _ in range(REWEIGHTINGS):
+        # With few equations to spare, reweighting would fit a part of them and drop the rest.
+        for _ in range(REWEIGHTINGS if self.spare else 1):
             values, directions = torch.linalg.eigh((weights * matrix).T @ matrix)  # faster than an SVD of the matrix
             clear = values > WEAK**2 * values[-1]
             seen = directions[:, clear]
@@ -142,6 +144,11 @@ class System:
 
         free = (directions[:, ~clear] / units[:, None]).T
         return Solution(maps, free, spare, sizes, well.T, well.T @ flat, inverse)
+
+    @property
+    def spare(self) -> bool:
+        """Are there clearly more equations than unknowns?"""
+        return sum(self._equations) >= SPARE * self.shape[0] * self.shape[2] * self.shape[3]
 
     @property
     def _equations(self) -> list[int]:

@@ -192,7 +192,8 @@ def _below(
             seen = settled(solved, pinned, seen)
         if solved is None:
             return None, pinned
-        if len(solved.free) * shape[1] > MOST_OPEN:
+        scarce = len(solved.free) > 0 and not system.spare  # what is filled in there would not be sure
+        if len(solved.free) * shape[1] > MOST_OPEN or (scarce and not network.norms):
             # Behind norms in training mode the deltas need the whole map: what is seen well has no sure values.
             return (None if network.norms else solved.frontier(names[0], alive)), pinned
         maps = filled(solved, pinned, roughly=True) if network.norms else placed(solved)

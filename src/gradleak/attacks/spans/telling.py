@@ -13,7 +13,7 @@ from gradleak.attacks.spans.anchor import anchored
 from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.maps import Maps, separated
 from gradleak.attacks.spans.norms import in_evaluation
-from gradleak.attacks.spans.passes import Network
+from gradleak.attacks.spans.passes import Network, is_cut
 from gradleak.attacks.spans.peeling import LOST, Known
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
@@ -23,7 +23,7 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Task, TaskError
 
 EXACT = 1e-6  # level of maps that are solved for to rounding
-PRECISE, NEEDED = 3e-3, 2  # relative error of a precise map; behind so many of these, deeper ones add nothing
+PRECISE = 3e-3  # relative error of a precise map: behind one of a cut, deeper ones add kinks, and little else
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,7 @@ class Told:
     own      by layer, (found, features): the maps of single examples; only those with errors have a true scale
     errors   by layer, (found,): their relative errors; empty where they are not known
     record   for each layer its rank, rows, level and gap
+    cuts     layers that see all that the network makes of an example
     peeled   for each layer whose maps followed from a deeper one, the share of its gradient that they do not explain
     """
 
@@ -45,6 +46,7 @@ class Told:
     record: list[dict[str, Any]] = field(default_factory=list)
     peeled: dict[str, float] = field(default_factory=dict)
     frontier: Frontier | None = None
+    cuts: frozenset[str] = frozenset()
 
     @property
     def found(self) -> int:
@@ -57,13 +59,13 @@ class Told:
     def weights_of(self, example: int) -> dict[str, float]:
         """By layer, how much its map counts: by its error, and only the earliest ones that are needed.
 
-        One precise map may lie inside a residual block and see little; two in a row do not.
+        A map inside a residual block sees a part of what the network makes of the image: one of a cut is needed.
         """
-        weights, precise = dict[str, float](), 0
+        weights, enough = dict[str, float](), False
         for name, errors in self.errors.items():
             error = float(errors[example])
-            weights[name] = 0.0 if precise == NEEDED or error > LOST else PRECISE / (PRECISE + error)
-            precise += error < PRECISE and precise < NEEDED
+            weights[name] = 0.0 if enough or error > LOST else PRECISE / (PRECISE + error)
+            enough = enough or (error < PRECISE and name in self.cuts)
         return weights
 
     def of_example(self, example: int, blank: Mapping[Layer, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +136,8 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
             line |= {"level": solved[layer.name].level, "gap": solved[layer.name].gap}
         record.append(line)
     if known[1:]:
-        return _of_maps(known, frontier, record)
+        cuts = {each.layers[0] for each in known if is_cut(network, each.layers[0], each.maps.shape[1:])}
+        return replace(_of_maps(known, frontier, record), cuts=frozenset(cuts))
     return _of_spans(telling[:most], spans, solved, examples, record, draws)
 
 
