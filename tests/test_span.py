@@ -191,6 +191,22 @@ def test_an_example_is_searched_for_with_its_own_map() -> None:
     assert any(float(fields[f"weight {name}"]) > 0.9 for name in result.own)  # exact maps count
 
 
+def test_maps_are_told_where_no_classifier_gives_deltas() -> None:
+    """No class, or a classifier whose gradient was withheld: closed form, and nothing peeled."""
+    batch = {**pictures(3), "x": 3 * normal(3, 3, 8, 8)}
+    observed = seen(net(), batch)
+    withheld = {name: torch.zeros_like(u) if name.startswith("8.") else u for name, u in observed.update.items()}
+    regression = gl.Task.supervised(net().model, mse_loss, like=(torch.zeros(1, 3, 8, 8), torch.zeros(1, CLASSES)))
+    values = {"x": batch["x"], "y": normal(3, CLASSES)}
+    for task, each in (
+        (net(), replace(observed, update=withheld)),
+        (regression, gl.observe(regression, values, GRADIENT, key="target")),
+    ):
+        result = told_by(scene_of(task, each, KNOWS), 5, 1e-10, Draws(key("")))
+        assert not result.peeled
+        assert result.found == 3
+
+
 # --- labels -----------------------------------------------------------------------------------------------------------
 
 

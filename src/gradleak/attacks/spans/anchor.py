@@ -47,6 +47,8 @@ def anchored(
             if closed.determined:
                 solved[layer.name] = closed
     bases = {name: each.basis for name, each in solved.items()}
+    if not network.classifier or not bool(update[f"{network.classifier}.weight"].any()):
+        return [], None, solved
     best, frontier = list[Known](), None
     for name in list(reversed(solved))[:TRIED]:
         if not is_cut(network, name, shapes[name]):

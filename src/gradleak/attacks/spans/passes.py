@@ -86,7 +86,10 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A model at the weights that the client received, in double precision, with passes in which ReLUs are pinned."""
+    """A model at the weights that the client received, in double precision, with passes in which ReLUs are pinned.
+
+    classifier   empty: the task has none, or its gradient was not sent; then no deltas follow
+    """
 
     task: Task
     weights: Params
@@ -102,7 +105,7 @@ class Network:
         as_sent = task.buffers() if buffers is None else buffers
         buffers = {name: value.double() if value.is_floating_point() else value for name, value in as_sent.items()}
         weights = {name: value.double() for name, value in weights.items()}
-        return cls(task, weights, buffers, tuple(layers), task.classifier.module)
+        return cls(task, weights, buffers, tuple(layers), task.classifier.module if task.class_index else "")
 
     def with_norms(self, update: Params, names: Sequence[str], examples: int) -> Network:
         """The same for a client whose norms of these names were in training mode, in a batch of so many examples."""
@@ -123,6 +126,7 @@ class Network:
         handles = [
             self.task.model.get_submodule(name).register_forward_hook(note(name))
             for name in (*self.layers, self.classifier)
+            if name
         ]
         try:
             with done.relus:
