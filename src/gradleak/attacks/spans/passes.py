@@ -31,7 +31,7 @@ class PinnedReLUs(TorchFunctionMode):
 
     until   stop after this one
     norms   those in training mode, by the identity of their weight: their derivative is that of the whole batch
-    closed  no derivative passes this one
+    gates   derivatives pass these everywhere (True) or nowhere (False)
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class PinnedReLUs(TorchFunctionMode):
         pins: Mapping[int, Tensor],
         until: int | None = None,
         norms: Mapping[int, Norm] = MappingProxyType({}),
-        closed: int | None = None,
+        gates: Mapping[int, bool] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self.pins, self.until, self.norms, self.closed = pins, until, norms, closed
+        self.pins, self.until, self.norms, self.gates = pins, until, norms, gates
         self.unknown: list[Tensor] = []  # what convolutions make of maps before the pinned ones
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
@@ -62,7 +62,8 @@ class PinnedReLUs(TorchFunctionMode):
         if pinned is None:
             output = values.clamp_min(0)
         else:
-            passed = values * ((pinned > 0) & (len(self.outputs) != self.closed))
+            gate = self.gates.get(len(self.outputs))
+            passed = values * ((pinned > 0) if gate is None else gate)
             output = pinned + (passed - passed.detach())
         self.inputs.append(values)
         self.outputs.append(output)
@@ -113,9 +114,13 @@ class Network:
         return replace(self, norms=norms, normed=normed_layers(self.task, names))
 
     def run(
-        self, batch: Batch, pins: Mapping[int, Tensor], until: int | None = None, closed: int | None = None
+        self,
+        batch: Batch,
+        pins: Mapping[int, Tensor],
+        until: int | None = None,
+        gates: Mapping[int, bool] = MappingProxyType({}),
     ) -> Pass:
-        done = Pass(PinnedReLUs(pins, until, self.norms, closed))
+        done = Pass(PinnedReLUs(pins, until, self.norms, gates))
 
         def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_: nn.Module, args: Any, output: Any) -> None:

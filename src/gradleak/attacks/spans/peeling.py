@@ -35,6 +35,7 @@ MOST_OPEN = 768  # directions that the ReLUs above are asked for
 AHEAD = 3  # ReLUs above that are asked
 EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
+GAP = 3.0  # an entry so many times as large as the one before is the first that is on
 DECODINGS = 20  # rounds in which wrong ReLUs are looked for
 SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, their steps, least change
 GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
@@ -97,6 +98,21 @@ def errors_of(maps: Tensor) -> Tensor:
     return torch.where(size > 0, 2 * flat.clamp(max=0).square().sum(1) / size.clamp_min(1e-30), 1.0).sqrt()
 
 
+def zeros_end(values: Tensor) -> Tensor:
+    """(examples, 1, 1, 1): entries up to here are zero with an error; where no gap shows it, the largest one below zero.
+
+    Errors above zero may be larger than all below. They are so many that the next entry is far from the last of them.
+    """
+    ends = []
+    for each in values.flatten(1):
+        error = each.clamp(max=0).abs().amax()
+        above = each[(each > error) & (each < DOUBTFUL * error)].sort().values
+        steps = torch.cat([error[None], above, DOUBTFUL * error[None]])
+        ratios = steps[1:] / steps[:-1].clamp_min(1e-300)
+        ends.append(steps[int(ratios.argmax())] if float(ratios.max()) > GAP else error)
+    return torch.stack(ends).view(-1, 1, 1, 1)
+
+
 def _in_basis(known: Known, bases: Mapping[str, Tensor]) -> Tensor:
     """The maps, in the span of those in closed form: its error does not grow from layer to layer."""
     maps = known.maps
@@ -120,28 +136,32 @@ def _below(
     number, values, pins = above
     error = values.clamp(max=0).abs().amax((1, 2, 3), keepdim=True)
     least = 1e-3 * error + 1e-300  # of an entry that is on
-    on = values > error
+    on = values > zeros_end(values)
     alive = on.flatten(1).any(1)  # the others are lost: their part of the gradient is noise
 
     def cases(
-        pinned: Tensor, seen: Tensor | None = None, closed: int | None = None
+        pinned: Tensor, seen: Tensor | None = None, gate: bool | None = None
     ) -> tuple[list[str], list[Tensor], Sequence[int]]:
         before = {} if seen is None else {number - 1: seen}
-        done = network.run(batch, {**pins, **before, number: pinned}, closed=closed)
+        gates = {} if gate is None else {number: gate}
+        done = network.run(batch, {**pins, **before, number: pinned}, gates=gates)
         made = done.relus.outputs[number - 1]
         names = [name for name, seen in done.seen.items() if seen is made]
         return names, network.deltas(done, names, update) if names else [], made.shape
 
-    everywhere = values.abs().maximum(least) * alive.view(-1, 1, 1, 1)
-    names, all_on, shape = cases(everywhere)
+    first = torch.where(on, values, 0.0)
+    names, all_on, shape = cases(first, gate=True)
     modules: list[Any] = [network.task.model.get_submodule(name) for name in names]
 
     def off_by(pinned: Tensor, seen: Tensor | None) -> list[Tensor]:
         """The deltas if none is on: norms in training mode bring something from the other places."""
-        return cases(pinned, seen, number)[1] if network.norms else [torch.zeros_like(every) for every in all_on]
+        return cases(pinned, seen, gate=False)[1] if network.norms else [torch.zeros_like(every) for every in all_on]
 
-    all_on = [on - off for on, off in zip(all_on, off_by(everywhere, None), strict=True)] if names else []
-    if not names or not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
+    there = alive.view(-1, 1, 1, 1)
+    all_on = [(on - off) * there for on, off in zip(all_on, off_by(first, None), strict=True)] if names else []
+    if not names or not bool(alive.any()):
+        return None, values
+    if not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
     system = System(modules, gradients, (int(alive.sum()), *shape[1:]))
