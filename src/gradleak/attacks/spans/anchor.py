@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
 from gradleak.attacks.spans.passes import Network, is_cut
-from gradleak.attacks.spans.peeling import Known, errors_of, peel
+from gradleak.attacks.spans.peeling import Known, errors_of, peel, zeros_end
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import Layer, rows
@@ -24,6 +24,9 @@ SCALES = (1e-3, 1e3)  # root mean square of a map's entries: where its scale is 
 GRID, ZOOMS = 49, 8  # scales in one pass; passes, each around the best of the one before
 FLOOR = 1e-6  # share of the classifier's gradient that is rounding
 TRIED = 5  # layers at most, of those that overlap
+AHEAD = 3  # maps that are peeled to see the scale: one of them sees all, in blocks of up to three convolutions
+STEP = 1e-4  # relative, of a difference
+NEAR = 1e-2  # relative, what the spans' scale may be wrong by
 ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 
 
@@ -60,6 +63,7 @@ def anchored(
         behind = {each.name: spans[each.name] for each in layers[place + 1 :]}
         centred = frozenset(each.name for each in layers if each.centred)
         maps = scaled(network, name, apart.reshape(-1, *shapes[name]), behind, update, centred)
+        maps = rescaled(network, update, name, maps, bases)
         anchor = Known((name,), maps.clamp_min(0), solved[name].level, errors_of(maps))
         peeled, beyond = peel(network, update, name, maps, bases)
         if not best or (len(apart), len(peeled)) > (len(best[0].maps), len(best) - 1):
@@ -103,6 +107,34 @@ def scaled(
             low, high = best - step, best + step
         found.append(unit * torch.tensor(best, dtype=unit.dtype).exp())
     return torch.stack(found)
+
+
+def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """The maps (examples, C, H, W) at the scale at which those below them make them: spans tell it to 1e-4 at best.
+
+    With its ReLUs as they are, the network is affine from a cut below to these maps: s maps = t J below + c, where on.
+    """
+    peeled, _ = peel(network, update, layer, maps, bases, AHEAD)
+    cut = next((each for each in peeled if is_cut(network, each.layers[0], each.maps.shape[1:])), None)
+    if cut is None:
+        return maps
+    done = network.run(network.task.blank(1), {})
+    first, last = done.made_by(cut.layers[0]), done.made_by(layer)
+    assert first is not None and last is not None  # both are maps that a ReLU made
+    batch = network.task.blank(len(maps))
+
+    def made(below: Tensor) -> Tensor:
+        with torch.no_grad():
+            return network.run(batch, {first: below}, until=last).relus.inputs[last]
+
+    here = made(cut.maps)
+    slope = (made(cut.maps * (1 + STEP)) - here) / STEP
+    factors = []
+    for single, value, along, on in zip(maps, here, slope, maps > zeros_end(maps), strict=True):
+        columns = torch.stack([single[on], -along[on]], 1)
+        factor = torch.linalg.lstsq(columns, (value - along)[on][:, None]).solution[0]
+        factors.append(factor if abs(float(factor) - 1) < NEAR else torch.ones_like(factor))
+    return maps * torch.stack(factors).view(-1, 1, 1, 1)
 
 
 def _outside(

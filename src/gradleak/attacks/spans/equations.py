@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ CLOSE = 1e-2  # relative: two passes at slightly different maps
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
 FLIPS = 3  # of an output in each round of looking for wrong ones
-ENOUGH = 4.0  # equations of a frontier for each number of its images
+FITS = 1e-3  # of the energy that was left: so much less, and the outputs that were left out were the wrong ones
+ROUNDING = 1e-12  # of the energy of gradients: no wrong ReLU leaves so little
+NONE_LEFT = 1e-6  # of a change in some equations, that a fit to all of them leaves
+ENOUGH = 1.25  # equations of a frontier for each number of its images
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,69 @@ class Solution:
 
 
 @dataclass(frozen=True, eq=False)
+class LeastSquares:
+    """Weighted least squares by the eigenvectors of the normal equations: faster than an SVD of the matrix."""
+
+    matrix: Tensor
+    right: Tensor
+    weights: Tensor
+    values: Tensor
+    directions: Tensor
+
+    @classmethod
+    def of(cls, matrix: Tensor, right: Tensor, weights: Tensor) -> LeastSquares:
+        return cls(matrix, right, weights, *torch.linalg.eigh((weights * matrix).T @ matrix))
+
+    @property
+    def clear(self) -> Tensor:
+        """Directions that the equations see."""
+        return self.values > WEAK**2 * self.values[-1]
+
+    @property
+    def hat(self) -> Tensor:
+        """(equations, rank), orthonormal: what can be fitted of the weighted right side."""
+        return (self.weights.sqrt() * self.matrix) @ (self.directions / self.values.sqrt())[:, self.clear]
+
+    def solve(self, right: Tensor) -> Tensor:
+        seen = self.directions[:, self.clear]
+        return seen @ ((seen.T @ (self.matrix.T @ (self.weights * right))) / self.values[self.clear, None])
+
+    @cached_property
+    def solution(self) -> Tensor:  # (examples x places, C)
+        return self.solve(self.right)
+
+    @property
+    def rest(self) -> Tensor:
+        return self.right - self.matrix @ self.solution
+
+
+def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
+    """The few outputs without whose equations the others fit to rounding; none if there are no such.
+
+    With P = 1 - hat hat^T and r = P right, leaving the equations D out lowers the rest by r_D^T P_DD^-1 r_D.
+
+    taps   equations of each output, all the same
+    """
+    hat, rest, left_out = fit.hat, fit.rest, list[int]()
+    project = torch.eye(len(hat)).to(hat) - hat @ hat.T
+    before = float(rest.square().sum())
+    if before < ROUNDING * float(fit.right.square().sum()):
+        return torch.zeros(0, dtype=torch.long, device=hat.device)
+    for _ in range((len(hat) - hat.shape[1]) // taps[0]):
+        blocks = project.unflatten(0, (-1, taps[0])).unflatten(2, (-1, taps[0])).diagonal(dim1=0, dim2=2)
+        inverse = torch.linalg.pinv(blocks.permute(2, 0, 1), atol=NONE_LEFT, rtol=0.0, hermitian=True)
+        own = rest.unflatten(0, (-1, taps[0]))  # (outputs, taps, channels)
+        worst = int((own * (inverse @ own)).sum((1, 2)).argmax())
+        span = slice(worst * taps[0], (worst + 1) * taps[0])
+        gain = project[:, span] @ inverse[worst]
+        rest, project = rest - gain @ rest[span], project - gain @ project[span]
+        left_out.append(worst)
+        if float(rest.square().sum()) < FITS * before:
+            return torch.tensor(left_out, device=hat.device)
+    return torch.zeros(0, dtype=torch.long, device=hat.device)
+
+
+@dataclass(frozen=True, eq=False)
 class System:
     """The linear equations of the layers that see one map, for given deltas."""
 
@@ -118,32 +185,29 @@ class System:
         sizes = matrix.square().sum(0).reshape(shape[0], -1).mean(1).sqrt().clamp_min(1e-300)
         units = sizes.repeat_interleave(matrix.shape[1] // shape[0])
         matrix = matrix / units
+        taps = torch.cat([torch.full((len(g),), g[0, 0].numel()) for g in self.gradients]).to(matrix.device)
         weights = matrix.new_ones(len(matrix), 1)
-        energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
-        # With few equations to spare, reweighting would fit a part of them and drop the rest.
-        for _ in range(REWEIGHTINGS if self.spare else 1):
-            values, directions = torch.linalg.eigh((weights * matrix).T @ matrix)  # faster than an SVD of the matrix
-            clear = values > WEAK**2 * values[-1]
-            seen = directions[:, clear]
-            flat = seen @ ((seen.T @ (matrix.T @ (weights * right))) / values[clear, None])  # (examples x places, C)
-            outputs = self._by_output((matrix @ flat - right).square().sum(1))
-            share = (outputs / energies).median()  # rounding grows with the gradient of an output
-            spread = outputs / (ODD**2 * (outputs.median() + share * energies)).clamp_min(1e-300)
-            taps = torch.cat([spread.new_full((len(g),), g[0, 0].numel(), dtype=torch.long) for g in self.gradients])
-            weights = (1 / (1 + spread).square()).repeat_interleave(taps)[:, None]
+        fit = LeastSquares.of(matrix, right, weights)
+        if self.spare:
+            energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
+            for _ in range(REWEIGHTINGS - 1):
+                outputs = self._by_output(fit.rest.square().sum(1))
+                share = (outputs / energies).median()  # rounding grows with the gradient of an output
+                spread = outputs / (ODD**2 * (outputs.median() + share * energies)).clamp_min(1e-300)
+                fit = LeastSquares.of(matrix, right, (1 / (1 + spread).square()).repeat_interleave(taps)[:, None])
+        elif len(left_out := spoilt(fit, taps.tolist())):
+            # With few equations to spare, reweighting would fit a part of them and drop the rest.
+            kept = matrix.new_ones(len(taps)).index_fill(0, left_out, 0.0)
+            fit = LeastSquares.of(matrix, right, kept.repeat_interleave(taps)[:, None])
+        flat = fit.solution
         maps = (flat / units[:, None]).reshape(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
-        well = directions[:, values > WELL**2 * values[-1]]
-        hat = (weights.sqrt() * matrix) @ (seen / values[clear].sqrt())
+        well = fit.directions[:, fit.values > WELL**2 * fit.values[-1]]
         spare = []
-        for part, gradient in zip(hat.split(self._equations), self.gradients, strict=True):
+        for part, gradient in zip(fit.hat.split(self._equations), self.gradients, strict=True):
             each = part.unflatten(0, (len(gradient), -1))  # (outputs, taps, unknowns)
             spare.append(torch.eye(each.shape[1]).to(each) - each @ each.transpose(1, 2))
-
-        def inverse(rest: Tensor) -> Tensor:
-            return seen @ ((seen.T @ (matrix.T @ (weights * rest))) / values[clear, None]) / units[:, None]
-
-        free = (directions[:, ~clear] / units[:, None]).T
-        return Solution(maps, free, spare, sizes, well.T, well.T @ flat, inverse)
+        free = (fit.directions[:, ~fit.clear] / units[:, None]).T
+        return Solution(maps, free, spare, sizes, well.T, well.T @ flat, lambda rest: fit.solve(rest) / units[:, None])
 
     @property
     def spare(self) -> bool:

@@ -61,9 +61,14 @@ class Known:
 
 
 def peel(
-    network: Network, update: Params, layer: str, maps: Tensor, bases: Mapping[str, Tensor] = MappingProxyType({})
+    network: Network,
+    update: Params,
+    layer: str,
+    maps: Tensor,
+    bases: Mapping[str, Tensor] = MappingProxyType({}),
+    most: int | None = None,
 ) -> tuple[list[Known], Frontier | None]:
-    """The maps below those that `layer` sees, (examples, C, H, W), the earliest last; and the frontier.
+    """The maps below those that `layer` sees, (examples, C, H, W), the earliest last, `most` of them; and the frontier.
 
     `layer` must see all that the network makes of an example (`is_cut`), and `maps` need their true scale. Entries
     below zero show their error. `bases` hold the maps of some layers in closed form (`maps.Maps.basis`).
@@ -75,7 +80,7 @@ def peel(
         if number is None:
             return [], None
         pins, found, values = dict[int, Tensor](), list[Known](), maps.double()
-        while number:
+        while number and len(found) != most:
             below, pins[number] = _below(network, update, batch, (number, values, pins))
             if isinstance(below, Frontier):
                 errors = found[-1].errors if found else errors_of(values)
