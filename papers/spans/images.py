@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradleak as gl
+from gradleak.core.environment import git
 from gradleak.scenario.rules import SGD
 
 HERE = Path(__file__).parent
@@ -109,7 +110,9 @@ def victim(name: str) -> tuple[nn.Module, tuple[tuple[float, ...], tuple[float, 
 
 
 def measure(name: str, row: Row, options: argparse.Namespace) -> None:
-    model, (mean, std) = victim(row.victim)
+    trained_here = options.victim and row.victim == Row.victim
+    model, (mean, std) = victim(options.victim if trained_here else row.victim)
+    name += f", {options.victim}" * bool(trained_here)
     model.train(row.train)
     images = gl.data.load("cifar10", split="test")
     middle, spread = (torch.tensor(each).view(3, 1, 1) for each in (mean, std))
@@ -152,6 +155,7 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
                 "threads": options.threads,
                 "torch": torch.__version__,
                 "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine() + ", CPU",
+                "commit": options.commit,
                 "command": "python papers/spans/images.py "
                 + " ".join(f"'{a}'" if " " in a else a for a in sys.argv[1:]),
             }
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--attack", default="span:fine_steps=0")
+    parser.add_argument("--victim", help="in place of resnet18-4680")
     parser.add_argument("--out", type=Path, default=HERE / "images.jsonl")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -216,6 +221,7 @@ def main() -> None:
         print(table(options.out))
         return
     torch.set_num_threads(options.threads)
+    options.commit = (git(HERE / "images.py") or {}).get("commit", "")[:7]  # now: the run outlives a commit
     for name, row in rows().items():
         if re.fullmatch(options.only, name):
             measure(name, row, options)
