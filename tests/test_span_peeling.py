@@ -1,0 +1,160 @@
+"""Peeling: maps of earlier layers from those of a deep one, in spite of errors and of ReLUs that are taken wrongly."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate, unfold
+
+import gradleak as gl
+from conftest import normal, uniform
+from gradleak.attacks.spans.anchor import rescaled
+from gradleak.attacks.spans.equations import LeastSquares, System, equations, spoilt
+from gradleak.attacks.spans.passes import Network
+from gradleak.attacks.spans.peeling import peel, zeros_end
+from gradleak.core.tree import Params
+from gradleak.scenario.task import Batch, Task
+
+GRADIENT = gl.LocalTraining(lr=1.0)
+LAYERS = ("2", "4", "6")
+
+
+@cache
+def net() -> Task:
+    """Four convolutions on 3 x 8 x 8: maps of 16, 48 and 48 channels on 4 x 4 places."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(16, 48, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(48, 5),
+        )  # fmt: skip
+    like = (torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long))
+    return gl.Task.supervised(model.double().eval(), cross_entropy, like=like)
+
+
+def pictures(examples: int) -> Batch:
+    coarse = uniform(examples, 3, 4, 4, seed=3)
+    return {"x": interpolate(coarse, size=(8, 8), mode="bicubic").clamp(0, 1), "y": torch.arange(examples)}
+
+
+def update_of(batch: Batch) -> Params:
+    return gl.observe(net(), batch, GRADIENT, key="target").update
+
+
+def network() -> Network:
+    return Network.of(net(), net().weights(), None, LAYERS)
+
+
+def true_maps(batch: Batch) -> Params:
+    return net().inputs_of(LAYERS, net().weights(), batch)
+
+
+def off(found: Tensor, true: Tensor) -> float:
+    return float((found - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("examples", [1, 2])
+def test_maps_are_peeled_layer_by_layer(examples: int) -> None:
+    batch = pictures(examples)
+    true = true_maps(batch)
+    found, _ = peel(network(), update_of(batch), "6", true["6"])
+    assert [known.layers for known in found] == [("4",), ("2",)]
+    assert max(off(known.maps, true[known.layers[0]]) for known in found) < 1e-8
+
+
+def test_no_more_maps_are_peeled_than_are_asked_for() -> None:
+    batch = pictures(1)
+    found, frontier = peel(network(), update_of(batch), "6", true_maps(batch)["6"], most=1)
+    assert [known.layers for known in found] == [("4",)]
+    assert frontier is None
+
+
+def test_nothing_is_peeled_where_no_example_is_told() -> None:
+    batch = pictures(1)
+    assert peel(network(), update_of(batch), "6", torch.zeros_like(true_maps(batch)["6"])) == ([], None)
+
+
+def test_a_lost_example_does_not_reach_the_others() -> None:
+    """Its part of the gradient is noise: here it has none, since nothing of it was on."""
+    batch = pictures(2)
+    alone = {name: value[:1] for name, value in batch.items()}
+    maps = torch.cat([true_maps(alone)["6"], torch.zeros_like(true_maps(alone)["6"])])
+    found, _ = peel(network(), update_of(alone), "6", maps)
+    assert off(found[0].maps[:1], true_maps(alone)["4"]) < 1e-8
+    assert not found[0].maps[1].any()
+
+
+@pytest.mark.parametrize("factor", [1 - 1e-3, 1 + 1e-4])
+def test_the_maps_below_correct_the_scale(factor: float) -> None:
+    batch = pictures(1)
+    true = true_maps(batch)["6"]
+    assert off(rescaled(network(), update_of(batch), "6", factor * true, {}), true) < 1e-2 * abs(factor - 1)
+
+
+def test_a_scale_that_is_far_off_is_left_as_it_is() -> None:
+    batch = pictures(1)
+    wrong = 2 * true_maps(batch)["6"]
+    torch.testing.assert_close(rescaled(network(), update_of(batch), "6", wrong, {}), wrong)
+
+
+def test_zeros_end_before_the_first_large_gap() -> None:
+    zeros = torch.tensor([-1e-6, 1e-6, 2e-6, 4e-6])  # errors above zero are larger than those below
+    values = torch.cat([zeros, torch.tensor([1e-4, 0.5, 1.0])]).view(1, 1, 1, -1)
+    assert float(zeros_end(values)) == pytest.approx(4e-6)
+    assert int((values > zeros_end(values)).sum()) == 3
+
+
+def test_without_a_gap_zeros_end_with_the_largest_below_zero() -> None:
+    values = torch.tensor([-1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.25, 1.0]).view(1, 1, 1, -1)
+    assert float(zeros_end(values)) == pytest.approx(1e-2)
+
+
+# --- outputs with a wrong ReLU ----------------------------------------------------------------------------------------
+
+OUTPUTS, TAPS, UNKNOWNS = 12, 9, 80
+
+
+def system_of(wrong: tuple[int, ...]) -> LeastSquares:
+    """108 equations for 80 unknowns, in outputs of 9; those of some outputs are off."""
+    matrix = normal(OUTPUTS * TAPS, UNKNOWNS, seed=0).double()
+    right = matrix @ normal(UNKNOWNS, 4, seed=1).double()
+    for output in wrong:
+        right[output * TAPS : (output + 1) * TAPS] += normal(TAPS, 4, seed=2 + output).double()
+    return LeastSquares.of(matrix, right, matrix.new_ones(len(matrix), 1))
+
+
+@pytest.mark.parametrize("wrong", [(5,), (2, 9)])
+def test_the_outputs_that_contradict_the_others_are_named(wrong: tuple[int, ...]) -> None:
+    fit = system_of(wrong)
+    assert sorted(spoilt(fit, [TAPS] * OUTPUTS).tolist()) == list(wrong)
+    kept = torch.ones(OUTPUTS).double().index_fill(0, torch.tensor(wrong), 0.0).repeat_interleave(TAPS)[:, None]
+    cleaned = LeastSquares.of(fit.matrix, fit.right, kept)
+    assert off(cleaned.solution, normal(UNKNOWNS, 4, seed=1).double()) < 1e-8 < off(fit.solution, cleaned.solution)
+
+
+def test_none_is_left_out_where_all_agree_or_too_many_do_not() -> None:
+    assert not len(spoilt(system_of(()), [TAPS] * OUTPUTS))
+    assert not len(spoilt(system_of((0, 2, 4, 6, 8)), [TAPS] * OUTPUTS))
+
+
+def test_scarce_equations_are_solved_without_what_a_wrong_relu_spoils() -> None:
+    """16 x 9 equations for 121 unknowns: too few to weigh them, enough to leave one output out."""
+    layer = nn.Conv2d(3, 16, 3, padding=1).double()
+    delta, maps = normal(1, 16, 11, 11, seed=4).double(), uniform(1, 3, 11, 11, seed=5).double()
+    patches = unfold(maps, 3, padding=1)[0]  # (3 x 9, places)
+    gradient = (delta.flatten(2)[0] @ patches.T).reshape(layer.weight.shape)
+    system = System([layer], [gradient], maps.shape)
+    assert not system.spare
+    torch.testing.assert_close(equations(delta, layer, maps.shape) @ maps.flatten(2)[0].T, system._right)
+    wrong = delta.clone()
+    wrong[0, 7, 3, 3] += 1.0
+    solved = system.solve([wrong])
+    assert solved is not None
+    assert not len(solved.free)
+    assert off(solved.maps, maps) < 1e-6
