@@ -186,8 +186,8 @@ def test_an_example_is_searched_for_with_its_own_map() -> None:
         own = own / own.norm(dim=1, keepdim=True)
         assert float((own @ maps_of(net(), batch, name).T).max(1).values.min()) > 0.999
         fields = fields_of(result, 1)
-        torch.testing.assert_close(fields[f"span {name}"][1], own[1])
-        assert not bool(fields[f"span {name}"][0].any())
+        torch.testing.assert_close(fields[f"span {name}"][0], result.own[name][1])  # a point: its scale is known
+        assert not bool(fields[f"span {name}"][1:].any())
     assert any(float(fields[f"weight {name}"]) > 0.9 for name in result.own)  # exact maps count
 
 

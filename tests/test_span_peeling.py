@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy, interpolate, unfold
 import gradleak as gl
 from conftest import normal, uniform
 from gradleak.attacks.spans.anchor import rescaled
-from gradleak.attacks.spans.equations import LeastSquares, System, equations, spoilt
+from gradleak.attacks.spans.equations import LeastSquares, System, equations, spoilt, wrong_relus
 from gradleak.attacks.spans.passes import Network
-from gradleak.attacks.spans.peeling import peel, zeros_end
+from gradleak.attacks.spans.peeling import noise_of, peel, zeros_end
 from gradleak.core.tree import Params
 from gradleak.scenario.task import Batch, Task
 
@@ -105,14 +105,24 @@ def test_a_scale_that_is_far_off_is_left_as_it_is() -> None:
 
 def test_zeros_end_before_the_first_large_gap() -> None:
     zeros = torch.tensor([-1e-6, 1e-6, 2e-6, 4e-6])  # errors above zero are larger than those below
-    values = torch.cat([zeros, torch.tensor([1e-4, 0.5, 1.0])]).view(1, 1, 1, -1)
+    values = torch.cat([zeros, torch.tensor([1e-4, 0.5, 1.0])]).view(1, -1, 1, 1)
     assert float(zeros_end(values)) == pytest.approx(4e-6)
     assert int((values > zeros_end(values)).sum()) == 3
 
 
 def test_without_a_gap_zeros_end_with_the_largest_below_zero() -> None:
-    values = torch.tensor([-1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.25, 1.0]).view(1, 1, 1, -1)
+    values = torch.tensor([-1e-2, 2e-2, 4e-2, 8e-2, 0.16, 0.25, 1.0]).view(1, -1, 1, 1)
     assert float(zeros_end(values)) == pytest.approx(1e-2)
+
+
+def test_noise_is_that_of_each_place() -> None:
+    """Where a place is told badly, its zeros reach further."""
+    noise = normal(1, 64, 2, 2, seed=7) * torch.tensor([[1e-4, 1e-4], [1e-4, 1e-2]])
+    on = torch.rand(1, 64, 2, 2, generator=torch.Generator().manual_seed(8)) < 0.3
+    values = noise + on
+    measured = noise_of(values)
+    assert float(measured[0, 0, 1, 1]) > 8 * float(measured[0, 0, 0, 0])
+    assert torch.equal(values > zeros_end(values), on)
 
 
 # --- outputs with a wrong ReLU ----------------------------------------------------------------------------------------
@@ -158,3 +168,19 @@ def test_scarce_equations_are_solved_without_what_a_wrong_relu_spoils() -> None:
     assert solved is not None
     assert not len(solved.free)
     assert off(solved.maps, maps) < 1e-6
+
+
+def test_relus_of_neighbouring_places_are_found_together() -> None:
+    """Their patches are nearly the same: one by one, the first to be turned over would be the wrong one."""
+    layer = nn.Conv2d(8, 6, 3, padding=1).double()
+    smooth = interpolate(uniform(1, 8, 2, 2, seed=9).double(), size=(6, 6), mode="bilinear", align_corners=True)
+    maps = smooth + 1e-2 * normal(1, 8, 6, 6, seed=10).double()
+    every, on = normal(1, 6, 6, 6, seed=11).double(), normal(1, 6, 6, 6, seed=12) > 0
+    patches = unfold(maps, 3, padding=1)[0]
+    gradient = ((every * on).flatten(2)[0] @ patches.T).reshape(layer.weight.shape)
+    wrong = torch.zeros_like(on)
+    wrong[0, 2, 0, :4] = wrong[0, 4, 2:5, 1] = True
+    taken = on ^ wrong
+    spare = torch.eye(9).double().expand(6, 9, 9)
+    relus = every, taken, torch.ones_like(on)
+    assert torch.equal(wrong_relus(layer, gradient, every * taken, relus, maps, spare), wrong)

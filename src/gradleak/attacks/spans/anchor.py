@@ -120,7 +120,8 @@ def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: 
         return maps
     done = network.run(network.task.blank(1), {})
     first, last = done.made_by(cut.layers[0]), done.made_by(layer)
-    assert first is not None and last is not None  # both are maps that a ReLU made
+    assert first is not None  # both are maps that a ReLU made
+    assert last is not None
     batch = network.task.blank(len(maps))
 
     def made(below: Tensor) -> Tensor:

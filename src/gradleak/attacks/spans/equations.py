@@ -6,6 +6,7 @@ leaves of the gradient names the ReLU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,10 +24,14 @@ REWEIGHTINGS = 10  # rounds of least squares in which such outputs lose weight
 CLOSE = 1e-2  # relative: two passes at slightly different maps
 TOP = 0.05  # share of the best of a round: weaker ones may follow from stronger ones
 EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at least
+MOST_ODD = 32  # outputs in each round whose ReLUs are decided all at once
+LEAST_SPARE = 0.1  # share of a change that is left of it at least
+CERTAIN = 3.0  # deviations of noise
 FLIPS = 3  # of an output in each round of looking for wrong ones
 FITS = 1e-3  # of the energy that was left: so much less, and the outputs that were left out were the wrong ones
 ROUNDING = 1e-12  # of the energy of gradients: no wrong ReLU leaves so little
 NONE_LEFT = 1e-6  # of a change in some equations, that a fit to all of them leaves
+RIDGE = 1e-9  # of Gram matrices of unit vectors
 ENOUGH = 1.25  # equations of a frontier for each number of its images
 
 
@@ -137,25 +142,30 @@ def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
 
     With P = 1 - hat hat^T and r = P right, leaving the equations D out lowers the rest by r_D^T P_DD^-1 r_D.
 
-    taps   equations of each output, all the same
+    taps   equations of each output
     """
     hat, rest, left_out = fit.hat, fit.rest, list[int]()
     project = torch.eye(len(hat)).to(hat) - hat @ hat.T
     before = float(rest.square().sum())
+    none = torch.zeros(0, dtype=torch.long, device=hat.device)
     if before < ROUNDING * float(fit.right.square().sum()):
-        return torch.zeros(0, dtype=torch.long, device=hat.device)
-    for _ in range((len(hat) - hat.shape[1]) // taps[0]):
-        blocks = project.unflatten(0, (-1, taps[0])).unflatten(2, (-1, taps[0])).diagonal(dim1=0, dim2=2)
-        inverse = torch.linalg.pinv(blocks.permute(2, 0, 1), atol=NONE_LEFT, rtol=0.0, hermitian=True)
-        own = rest.unflatten(0, (-1, taps[0]))  # (outputs, taps, channels)
+        return none
+    starts = [0, *torch.tensor(taps).cumsum(0).tolist()]
+    spans = [slice(*ends) for ends in itertools.pairwise(starts)]
+    most = max(taps)
+    inside = torch.arange(most, device=hat.device) < torch.tensor(taps, device=hat.device)[:, None]
+    places = (torch.tensor(starts[:-1], device=hat.device)[:, None] + torch.arange(most, device=hat.device)) * inside
+    for _ in range((len(hat) - hat.shape[1]) // most):
+        blocks = project[places[:, :, None], places[:, None, :]] * inside[:, :, None] * inside[:, None, :]
+        inverse = torch.linalg.pinv(blocks, atol=NONE_LEFT, rtol=0.0, hermitian=True)
+        own = rest[places] * inside[..., None]  # (outputs, taps, channels)
         worst = int((own * (inverse @ own)).sum((1, 2)).argmax())
-        span = slice(worst * taps[0], (worst + 1) * taps[0])
-        gain = project[:, span] @ inverse[worst]
-        rest, project = rest - gain @ rest[span], project - gain @ project[span]
+        gain = project[:, spans[worst]] @ inverse[worst, : taps[worst], : taps[worst]]
+        rest, project = rest - gain @ rest[spans[worst]], project - gain @ project[spans[worst]]
         left_out.append(worst)
         if float(rest.square().sum()) < FITS * before:
             return torch.tensor(left_out, device=hat.device)
-    return torch.zeros(0, dtype=torch.long, device=hat.device)
+    return none
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,5 +308,35 @@ def wrong_relus(
             break
         flips.scatter_(1, best, good | flips.gather(1, best))
         products = products - change.gather(1, best) * good * gram[best[:, 0]]
+    energy = rest.square().sum(1)
+    odd = energy.topk(min(len(energy), MOST_ODD)).indices
+    odd = odd[energy[odd] > ODD**2 * energy.median()]
+    if len(odd):
+        share = spare[odd].diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(LEAST_SPARE)
+        together = _flips_together(rest[odd] / share, patches, (every[odd], on[odd], doubt[odd]), noise)
+        flips[odd] = torch.where(together.any(1, keepdim=True), together, flips[odd])
     shape = delta.shape
     return flips.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+
+
+def _flips_together(rest: Tensor, patches: Tensor, relus: tuple[Tensor, Tensor, Tensor], noise: Tensor) -> Tensor:
+    """The wrong ReLUs of outputs that stand out: neighbouring patches are alike, so all that may be wrong at once.
+
+    rest   (outputs, C x taps); relus are (outputs, examples x places)
+    """
+    every, on, doubt = relus
+    used = doubt.any(0)
+    some, free = patches[used], doubt[:, used].to(patches)
+    gram = some @ some.T
+    size = gram.diagonal().clamp_min(1e-300).sqrt()
+    masked = gram / size[:, None] / size * free[:, :, None] * free[:, None, :]
+    inverse = torch.linalg.inv(masked + torch.diag_embed(1 - free + RIDGE))
+    step = (inverse @ (free * (rest @ some.T) / size)[..., None])[..., 0] / size
+    left = rest - (free * step) @ some
+    deviation = (inverse.diagonal(dim1=1, dim2=2) * torch.maximum(noise, left.square().mean(1))[:, None]).sqrt() / size
+    whole, now = every[:, used], on[:, used]
+    margin = (now * whole + step - whole / 2) * whole.sign()  # above zero: on
+    wrong = (free > 0) & ((margin > 0) != now) & (margin.abs() > CERTAIN * deviation)
+    flips = torch.zeros_like(on)
+    flips[:, used] = wrong
+    return flips

@@ -35,6 +35,8 @@ MOST_OPEN = 768  # directions that the ReLUs above are asked for
 AHEAD = 3  # ReLUs above that are asked
 EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was wrong
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
+PRIOR = 10.0  # entries of the whole map that count at each place
+TAIL = 4.0  # deviations of noise that no zero entry exceeds, but for a few
 GAP = 3.0  # an entry so many times as large as the one before is the first that is on
 DECODINGS = 20  # rounds in which wrong ReLUs are looked for
 SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, their steps, least change
@@ -103,19 +105,26 @@ def errors_of(maps: Tensor) -> Tensor:
     return torch.where(size > 0, 2 * flat.clamp(max=0).square().sum(1) / size.clamp_min(1e-30), 1.0).sqrt()
 
 
+def noise_of(values: Tensor) -> Tensor:
+    """(examples, 1, H, W): the deviation of the entries at each place, by those below zero: some are told worse."""
+    squares, below = values.clamp(max=0).square(), (values < 0).to(values)
+    whole = squares.sum((1, 2, 3), keepdim=True) / below.sum((1, 2, 3), keepdim=True).clamp_min(1)
+    return ((squares.sum(1, keepdim=True) + PRIOR * whole) / (below.sum(1, keepdim=True) + PRIOR)).sqrt()
+
+
 def zeros_end(values: Tensor) -> Tensor:
-    """(examples, 1, 1, 1): entries up to here are zero with an error; where no gap shows it, the largest one below zero.
+    """(examples, 1, H, W): entries up to here are zero with an error; where no gap shows it, `TAIL` deviations.
 
     Errors above zero may be larger than all below. They are so many that the next entry is far from the last of them.
     """
-    ends = []
-    for each in values.flatten(1):
-        error = each.clamp(max=0).abs().amax()
+    ends, noise = [], noise_of(values)
+    for each in (values / noise.clamp_min(1e-300)).flatten(1):
+        error = each.clamp(max=0).abs().amax().clamp_max(TAIL)
         above = each[(each > error) & (each < DOUBTFUL * error)].sort().values
         steps = torch.cat([error[None], above, DOUBTFUL * error[None]])
         ratios = steps[1:] / steps[:-1].clamp_min(1e-300)
         ends.append(steps[int(ratios.argmax())] if float(ratios.max()) > GAP else error)
-    return torch.stack(ends).view(-1, 1, 1, 1)
+    return torch.stack(ends).view(-1, 1, 1, 1) * noise
 
 
 def _in_basis(known: Known, bases: Mapping[str, Tensor]) -> Tensor:
@@ -139,7 +148,7 @@ def _below(
     above   number; what the ReLU gave, with an error; what later ReLUs gave
     """
     number, values, pins = above
-    error = values.clamp(max=0).abs().amax((1, 2, 3), keepdim=True)
+    error = TAIL * noise_of(values)
     least = 1e-3 * error + 1e-300  # of an entry that is on
     on = values > zeros_end(values)
     alive = on.flatten(1).any(1)  # the others are lost: their part of the gradient is noise
