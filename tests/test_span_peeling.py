@@ -121,7 +121,7 @@ def test_noise_is_that_of_each_place() -> None:
     on = torch.rand(1, 64, 2, 2, generator=torch.Generator().manual_seed(8)) < 0.3
     values = noise + on
     measured = noise_of(values)
-    assert float(measured[0, 0, 1, 1]) > 8 * float(measured[0, 0, 0, 0])
+    assert float(measured[0, 0, 1, 1]) > 2 * float(measured[0, 0, 0, 0])
     assert torch.equal(values > zeros_end(values), on)
 
 
