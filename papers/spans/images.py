@@ -17,7 +17,7 @@ import platform
 import re
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from gradleak.core.environment import git
+from gradleak.scenario.fields import TaskError
+from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.rules import SGD
 
 HERE = Path(__file__).parent
@@ -36,6 +38,12 @@ CIFAR = ((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 VICTIMS = Path(os.environ.get("GRADLEAK_VICTIMS", "runs/victims"))
 TOLD = ("outside", "apart", "peeled", "matched")  # settings of the result that are stored
+
+DEFENCES = (
+    "clipping:norm=1.0", "pruning:keep=0.9", "pruning:keep=0.1", "random-mask:keep=0.1", "withholding:layer=classifier",
+    "soteria", "local-gaussian:sigma=1e-6", "local-gaussian:sigma=1e-4", "dp-sgd", "agp", "tip", "mixup", "pgd",
+    "fedsam", "fedasam", "fedgf", "secadam", "seclion",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class Row:
     examples: int = 1
     training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
     defence: Any = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    wire: str = "update"
     train: bool = False  # BatchNorm in training mode; running statistics come back
 
 
@@ -60,8 +68,9 @@ def rows() -> dict[str, Row]:
     recipe = gl.LocalTraining(lr=0.001, epochs=5, batch_size=4, optimiser=SGD(momentum=0.9))
     found["resnet18 FedAvg, 8 images, 5 epochs of 4, momentum"] = Row(examples=8, training=recipe)
     found["resnet18 FedAvg, 1 image, 5 steps, lr 0.01"] = Row(training=gl.LocalTraining(lr=0.01, steps=5))
-    for name in ("clipping:norm=1.0", "pruning:keep=0.9", "soteria"):
-        found[f"resnet18 B=1, {name}"] = Row(defence=name)
+    for rate in (1.0, 0.1, 0.01):
+        found[f"resnet18 B=1, weights on the wire, lr {rate}"] = Row(training=gl.LocalTraining(lr=rate), wire="weights")
+    found |= {f"resnet18 B=1, {name}": Row(defence=name) for name in DEFENCES}
     return found
 
 
@@ -131,11 +140,15 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
         with torch.no_grad():
             losses = [F.cross_entropy(copy.deepcopy(model.cpu())(c["x"]), c["y"], reduction="none") for c in clients]
         seen = [
-            gl.observe(task, client, row.training, defence, key=f"{name} {batch}")
+            gl.observe(task, client, row.training, defence, key=f"{name} {batch}", wire=row.wire)
             for client, batch in zip(clients, batches[first:])
         ]
         began = time.perf_counter()
-        found = attack.run(task, seen, knows, seed=0, engine=gl.Engine(options.device))
+        try:
+            found = attack.run(task, seen, knows, seed=0, engine=gl.Engine(options.device))
+        except (TaskError, MissingKnowledge) as refusal:
+            print(name, "refused:", refusal, flush=True)
+            return
         seconds = time.perf_counter() - began
         truth = {key: torch.stack([client[key] for client in clients]) for key in clients[0]}
         scores = gl.metrics.compare(found, truth)
