@@ -2,7 +2,8 @@
 
     python papers/spans/images.py --only 'resnet18 B=1' --count 20 [--first 0] [--threads 1] [--attack span]
 
-Victims: `runs/victims` (papers/spans/victims.py) and the public ResNet-20 (weights beside the folder GRADLEAK_DATA).
+Victims: `runs/victims` (papers/spans/victims.py; `--victim` takes another for the last one) and the public ResNet-20
+(weights beside the folder GRADLEAK_DATA).
 Settings of `span` were chosen on rows 1000 to 1999 of the data pack's test split; images here are rows below 1000.
 `--table` prints the table of README.md from the stored lines.
 """
@@ -234,7 +235,8 @@ def main() -> None:
         print(table(options.out))
         return
     torch.set_num_threads(options.threads)
-    options.commit = (git(HERE / "images.py") or {}).get("commit", "")[:7]  # now: the run outlives a commit
+    state = git(HERE / "images.py") or {"commit": "", "dirty": False}  # the run outlives a commit
+    options.commit = state["commit"][:7] + "+" * bool(state["dirty"])
     for name, row in rows().items():
         if re.fullmatch(options.only, name):
             measure(name, row, options)

@@ -24,9 +24,10 @@ SCALES = (1e-3, 1e3)  # root mean square of a map's entries: where its scale is 
 GRID, ZOOMS = 49, 8  # scales in one pass; passes, each around the best of the one before
 FLOOR = 1e-6  # share of the classifier's gradient that is rounding
 TRIED = 5  # layers at most, of those that overlap
-AHEAD = 3  # maps that are peeled to see the scale: one of them sees all, in blocks of up to three convolutions
+BELOW = 3  # maps that are peeled to see the scale: one of them sees all, in blocks of up to three convolutions
 STEP = 1e-4  # relative, of a difference
-NEAR = 1e-2  # relative, what the spans' scale may be wrong by
+SCALE_ERROR = 1e-2  # relative, what the spans' scale may be wrong by
+EXACT = 1e-3  # relative error of a map that tells the scale of those above better than the spans
 ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 
 
@@ -114,7 +115,7 @@ def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: 
 
     With its ReLUs as they are, the network is affine from a cut below to these maps: s maps = t J below + c, where on.
     """
-    peeled, _ = peel(network, update, layer, maps, bases, AHEAD)
+    peeled, _ = peel(network, update, layer, maps, bases, BELOW)
     cut = next((each for each in peeled if is_cut(network, each.layers[0], each.maps.shape[1:])), None)
     if cut is None:
         return maps
@@ -131,10 +132,12 @@ def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: 
     here = made(cut.maps)
     slope = (made(cut.maps * (1 + STEP)) - here) / STEP
     factors = []
-    for single, value, along, on in zip(maps, here, slope, maps > zeros_end(maps), strict=True):
+    each = zip(maps, here, slope, maps > zeros_end(maps), cut.errors, strict=True)
+    for single, value, along, on, error in each:
         columns = torch.stack([single[on], -along[on]], 1)
         factor = torch.linalg.lstsq(columns, (value - along)[on][:, None]).solution[0]
-        factors.append(factor if abs(float(factor) - 1) < NEAR else torch.ones_like(factor))
+        better = abs(float(factor) - 1) < SCALE_ERROR and float(error) < EXACT
+        factors.append(factor if better else torch.ones_like(factor))
     return maps * torch.stack(factors).view(-1, 1, 1, 1)
 
 

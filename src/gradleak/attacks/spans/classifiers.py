@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -177,7 +178,7 @@ class Span(ReadOff):
         outside: list[Tensor] = [torch.empty(0)] * len(targets)
         fronts: dict[tuple[str, int], list[int]] = {}
         for row, each in enumerate(told):
-            if each.frontier is not None and each.frontier.sufficient:
+            if each.frontier is not None and each.frontier.fixes(math.prod(task.fields["x"].shape)):
                 fronts.setdefault((each.frontier.layer, each.found), []).append(row)
         for rows in fronts.values():
             some, known = [targets[row] for row in rows], [told[row] for row in rows]

@@ -1,7 +1,7 @@
 """The linear equations that gradients are in the maps before them: solved, and asked which ReLUs were wrong.
 
-A wrong ReLU spoils the equations of one output only. Reweighted least squares leaves that output out, and what it then
-leaves of the gradient names the ReLU.
+A wrong ReLU spoils the equations of one output only. Without that output the others fit, and what they leave of its
+gradient names the ReLU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ EVIDENCE = 100.0  # squared deviations of noise that a wrong ReLU explains at le
 MOST_ODD = 32  # outputs in each round whose ReLUs are decided all at once
 LEAST_SPARE = 0.1  # share of a change that is left of it at least
 CERTAIN = 3.0  # deviations of noise
+TOLD_APART = 0.5  # doubtful entries for each number of an output's gradient, up to which they are told apart
 FLIPS = 3  # of an output in each round of looking for wrong ones
 FITS = 1e-3  # of the energy that was left: so much less, and the outputs that were left out were the wrong ones
+KEPT = 0.15  # of the equations to spare, at least: fewer would fit by chance
 ROUNDING = 1e-12  # of the energy of gradients: no wrong ReLU leaves so little
 NONE_LEFT = 1e-6  # of a change in some equations, that a fit to all of them leaves
 RIDGE = 1e-9  # of Gram matrices of unit vectors
-ENOUGH = 1.25  # equations of a frontier for each number of its images
+FRONTIER_EQUATIONS = 1.25  # of a frontier for each number of its images: a search from it is not left with a choice
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +52,9 @@ class Frontier:
     values: Tensor
     units: Tensor
 
-    @property
-    def sufficient(self) -> bool:
-        """Are there several equations for each number of the maps' images? Counted against places of three channels."""
-        _, examples, places = self.directions.shape
-        return self.values.numel() >= ENOUGH * examples * places * 3
+    def fixes(self, numbers: int) -> bool:
+        """Are there more equations than numbers of its images, with so many in each?"""
+        return self.values.numel() >= FRONTIER_EQUATIONS * self.directions.shape[1] * numbers
 
     def padded(self, most: int) -> Frontier:
         """With empty equations, up to so many directions."""
@@ -140,22 +140,24 @@ class LeastSquares:
 def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
     """The few outputs without whose equations the others fit to rounding; none if there are no such.
 
-    With P = 1 - hat hat^T and r = P right, leaving the equations D out lowers the rest by r_D^T P_DD^-1 r_D.
+    With P = 1 - hat hat^T and r = P right, leaving the equations D out lowers the rest by r_D^T P_DD^-1 r_D. Noise
+    falls with the equations that are left to spare; only what a wrong ReLU makes falls faster.
 
     taps   equations of each output
     """
     hat, rest, left_out = fit.hat, fit.rest, list[int]()
     project = torch.eye(len(hat)).to(hat) - hat @ hat.T
     before = float(rest.square().sum())
+    to_spare, most = len(hat) - hat.shape[1], max(taps)
     none = torch.zeros(0, dtype=torch.long, device=hat.device)
     if before < ROUNDING * float(fit.right.square().sum()):
         return none
     starts = [0, *torch.tensor(taps).cumsum(0).tolist()]
     spans = [slice(*ends) for ends in itertools.pairwise(starts)]
-    most = max(taps)
-    inside = torch.arange(most, device=hat.device) < torch.tensor(taps, device=hat.device)[:, None]
-    places = (torch.tensor(starts[:-1], device=hat.device)[:, None] + torch.arange(most, device=hat.device)) * inside
-    for _ in range((len(hat) - hat.shape[1]) // most):
+    steps = torch.arange(most, device=hat.device)
+    inside = steps < torch.tensor(taps, device=hat.device)[:, None]
+    places = (torch.tensor(starts[:-1], device=hat.device)[:, None] + steps) * inside
+    for number in range(1, 1 + int((1 - KEPT) * to_spare) // most):
         blocks = project[places[:, :, None], places[:, None, :]] * inside[:, :, None] * inside[:, None, :]
         inverse = torch.linalg.pinv(blocks, atol=NONE_LEFT, rtol=0.0, hermitian=True)
         own = rest[places] * inside[..., None]  # (outputs, taps, channels)
@@ -163,7 +165,7 @@ def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
         gain = project[:, spans[worst]] @ inverse[worst, : taps[worst], : taps[worst]]
         rest, project = rest - gain @ rest[spans[worst]], project - gain @ project[spans[worst]]
         left_out.append(worst)
-        if float(rest.square().sum()) < FITS * before:
+        if float(rest.square().sum()) / (to_spare - number * most) < FITS * before / to_spare:
             return torch.tensor(left_out, device=hat.device)
     return none
 
@@ -186,7 +188,8 @@ class System:
     def solve(self, deltas: Sequence[Tensor]) -> Solution | None:
         """The maps, as far as the equations tell; None where these are not finite.
 
-        Reweighted least squares: outputs whose equations a wrong ReLU spoils count for less.
+        Outputs whose equations a wrong ReLU spoils count for less (reweighted least squares), or are left out where
+        equations are scarce.
         """
         matrix, right, shape = self._matrix(deltas), self._right, self.shape
         if not bool(matrix.isfinite().all()):
@@ -198,7 +201,7 @@ class System:
         taps = torch.cat([torch.full((len(g),), g[0, 0].numel()) for g in self.gradients]).to(matrix.device)
         weights = matrix.new_ones(len(matrix), 1)
         fit = LeastSquares.of(matrix, right, weights)
-        if self.spare:
+        if self.overdetermined:
             energies = self._by_output(right.square().sum(1)).clamp_min(1e-300)
             for _ in range(REWEIGHTINGS - 1):
                 outputs = self._by_output(fit.rest.square().sum(1))
@@ -220,7 +223,7 @@ class System:
         return Solution(maps, free, spare, sizes, well.T, well.T @ flat, lambda rest: fit.solve(rest) / units[:, None])
 
     @property
-    def spare(self) -> bool:
+    def overdetermined(self) -> bool:
         """Are there clearly more equations than unknowns?"""
         return sum(self._equations) >= SPARE * self.shape[0] * self.shape[2] * self.shape[3]
 
@@ -311,32 +314,35 @@ def wrong_relus(
     energy = rest.square().sum(1)
     odd = energy.topk(min(len(energy), MOST_ODD)).indices
     odd = odd[energy[odd] > ODD**2 * energy.median()]
-    if len(odd):
-        share = spare[odd].diagonal(dim1=1, dim2=2).mean(1, keepdim=True).clamp_min(LEAST_SPARE)
-        together = _flips_together(rest[odd] / share, patches, (every[odd], on[odd], doubt[odd]), noise)
-        flips[odd] = torch.where(together.any(1, keepdim=True), together, flips[odd])
+    for output in odd.tolist():
+        share = float(spare[output].diagonal().mean().clamp_min(LEAST_SPARE))
+        relus_here = every[output], on[output], doubt[output]
+        together = _wrong_together(rest[output] / share, patches, gram, relus_here, noise)
+        if bool(together.any()):
+            flips[output] = together
     shape = delta.shape
     return flips.reshape(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
 
-def _flips_together(rest: Tensor, patches: Tensor, relus: tuple[Tensor, Tensor, Tensor], noise: Tensor) -> Tensor:
-    """The wrong ReLUs of outputs that stand out: neighbouring patches are alike, so all that may be wrong at once.
+def _wrong_together(
+    rest: Tensor, patches: Tensor, gram: Tensor, relus: tuple[Tensor, Tensor, Tensor], noise: Tensor
+) -> Tensor:
+    """The wrong ReLUs of an output that stands out: neighbouring patches are alike, so all that may be wrong at once.
 
-    rest   (outputs, C x taps); relus are (outputs, examples x places)
+    None where they are too many to be told from the rest, (C x taps,). relus are (examples x places,).
     """
     every, on, doubt = relus
-    used = doubt.any(0)
-    some, free = patches[used], doubt[:, used].to(patches)
-    gram = some @ some.T
-    size = gram.diagonal().clamp_min(1e-300).sqrt()
-    masked = gram / size[:, None] / size * free[:, :, None] * free[:, None, :]
-    inverse = torch.linalg.inv(masked + torch.diag_embed(1 - free + RIDGE))
-    step = (inverse @ (free * (rest @ some.T) / size)[..., None])[..., 0] / size
-    left = rest - (free * step) @ some
-    deviation = (inverse.diagonal(dim1=1, dim2=2) * torch.maximum(noise, left.square().mean(1))[:, None]).sqrt() / size
-    whole, now = every[:, used], on[:, used]
+    wrong = torch.zeros_like(on)
+    index = (doubt & (every != 0)).nonzero()[:, 0]
+    if not 0 < len(index) <= TOLD_APART * len(rest):
+        return wrong
+    size = gram.diagonal()[index].clamp_min(1e-300).sqrt()
+    unit = gram[index][:, index] / size[:, None] / size
+    inverse = torch.linalg.inv(unit + RIDGE * torch.eye(len(index)).to(unit))
+    step = inverse @ (patches[index] @ rest / size) / size
+    left = rest - step @ patches[index]
+    deviation = (inverse.diagonal() * torch.maximum(noise, left.square().mean())).sqrt() / size
+    whole, now = every[index], on[index]
     margin = (now * whole + step - whole / 2) * whole.sign()  # above zero: on
-    wrong = (free > 0) & ((margin > 0) != now) & (margin.abs() > CERTAIN * deviation)
-    flips = torch.zeros_like(on)
-    flips[:, used] = wrong
-    return flips
+    wrong[index] = ((margin > 0) != now) & (margin.abs() > CERTAIN * deviation)
+    return wrong

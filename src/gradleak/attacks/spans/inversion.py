@@ -110,10 +110,8 @@ def in_units_of_grey(scene: TargetView, layers: Sequence[Layer], fields: Batch) 
     rows = {layer.name: layer.rows_of(scene.task.model.get_submodule(layer.name), seen[layer.name]) for layer in layers}
     flats = {layer.name: fields[f"span {layer.name}"][0] for layer in layers}
     outside = {name: rest.norm() for name, rest in Outside().residual(rows, flats).items()}
-    return {
-        **fields,
-        **{WEIGHT + name: fields[WEIGHT + name] / size.clamp_min(1e-12) for name, size in outside.items()},
-    }
+    units = {name: torch.where(size.isfinite(), size, 1.0).clamp_min(1e-12) for name, size in outside.items()}
+    return {**fields, **{WEIGHT + name: fields[WEIGHT + name] / unit for name, unit in units.items()}}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ EXPLAINED = 1e-4  # a larger share of dL/dW that the maps leave, and a delta was
 DOUBTFUL = 30.0  # entries of a map up to so many times its error may be zero
 PRIOR = 10.0  # entries of the whole map that count at each place
 TAIL = 4.0  # deviations of noise that no zero entry exceeds, but for a few
-GAP = 3.0  # an entry so many times as large as the one before is the first that is on
+GAP = 3.0  # the first entry that is on is so many times as large as the one before
 DECODINGS = 20  # rounds in which wrong ReLUs are looked for
 SETTLING, CHORDS, SETTLED = 6, 20, 1e-7  # behind norms in training mode: solutions, their steps, least change
 GAINS = 0.95  # of what was unexplained before: less was gained, and the last ReLUs are taken back
@@ -88,7 +88,7 @@ def peel(
                 errors = found[-1].errors if found else errors_of(values)
                 weight = below.units.square() / below.units.square().sum()
                 return found, below if float((weight * errors).sum()) < SURE else None
-            if below is None or below.unexplained > EXPLAINED:
+            if below is None or not below.unexplained <= EXPLAINED:  # nor if it is not finite
                 break
             values = _in_basis(below, bases)
             errors = errors_of(values)
@@ -113,9 +113,10 @@ def noise_of(values: Tensor) -> Tensor:
 
 
 def zeros_end(values: Tensor) -> Tensor:
-    """(examples, 1, H, W): entries up to here are zero with an error; where no gap shows it, `TAIL` deviations.
+    """(examples, 1, H, W): entries up to here are zero with an error.
 
-    Errors above zero may be larger than all below. They are so many that the next entry is far from the last of them.
+    Errors above zero may be larger than all below. They are so many that the next entry is far from the last of them:
+    the largest gap is the end. Where there is none, it is the largest entry below zero, at most `TAIL` deviations.
     """
     ends, noise = [], noise_of(values)
     for each in (values / noise.clamp_min(1e-300)).flatten(1):
@@ -172,7 +173,9 @@ def _below(
         return cases(pinned, seen, gate=False)[1] if network.norms else [torch.zeros_like(every) for every in all_on]
 
     there = alive.view(-1, 1, 1, 1)
-    all_on = [(on - off) * there for on, off in zip(all_on, off_by(first, None), strict=True)] if names else []
+    all_on = (
+        [(opened - closed) * there for opened, closed in zip(all_on, off_by(first, None), strict=True)] if names else []
+    )
     if not names or not bool(alive.any()):
         return None, values
     if not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
@@ -226,7 +229,7 @@ def _below(
             seen = settled(solved, pinned, seen)
         if solved is None:
             return None, pinned
-        scarce = len(solved.free) > 0 and not system.spare  # what is filled in there would not be sure
+        scarce = len(solved.free) > 0 and not system.overdetermined  # what is filled in there would not be sure
         if len(solved.free) * shape[1] > MOST_OPEN or (scarce and not network.norms):
             # Behind norms in training mode the deltas need the whole map: what is seen well has no sure values.
             return (None if network.norms else solved.frontier(names[0], alive)), pinned
