@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, interpolate, mse_loss
 
 import gradleak as gl
 from conftest import normal, private, scene_of, tiny, uniform
-from gradleak.attacks.spans import maps
+from gradleak.attacks.spans import classifiers, maps
 from gradleak.attacks.spans.classifiers import Span, labelled
 from gradleak.attacks.spans.inversion import repaired
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
@@ -271,6 +271,18 @@ def test_gradient_matching_takes_over_only_with_a_lower_match(double: gl.Engine)
     batch = pictures(1, seed=1)
     alone, both = attacked(batch, double, steps=6), attacked(batch, double, steps=6, fine_steps=20)
     assert float(both.match.min()) <= float(alone.match.min())
+
+
+def test_images_that_do_not_explain_the_update_are_matched_too(
+    double: gl.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right maps do not always tell the image: those of an untrained network are nearly the same for all."""
+    batch = pictures(1, seed=1)
+    first = attacked(batch, double, steps=3, solved=1e9)
+    monkeypatch.setattr(classifiers, "UNEXPLAINED", float(first.match.min()) / 2)
+    both = attacked(batch, double, steps=3, solved=1e9, fine_steps=60)
+    assert both.settings["matched"] == [True]
+    assert float(both.match.min()) < float(first.match.min())
 
 
 def test_a_repair_never_makes_it_worse(double: gl.Engine) -> None:

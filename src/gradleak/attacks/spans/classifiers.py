@@ -38,6 +38,7 @@ from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Batch, Task
 
+UNEXPLAINED = 1e-2  # cosine distance of the whole update: images with the right maps, and yet not the right ones
 ROUNDING = 1e-9  # share of a gradient that true maps leave in float32, beside examples of a small loss
 
 
@@ -65,7 +66,8 @@ class Span(ReadOff):
 
     steps        evaluations of the first search, in all three stages; a repair has two thirds of them
     repairs      at most, for images with more than `solved` outside
-    fine_steps   evaluations of gradient matching, where spans leave more than `solved` outside; 0: none
+    fine_steps   evaluations of gradient matching, where spans leave more than `solved` outside, or images have the
+                 maps but do not explain the update; 0: none
     layers       how many of the layers that tell are used, from the first on: deeper ones add kinks, and little else
     tv           weight of total variation in the last stage, for pixels from 0 to 1
     restarts     starts of the first search
@@ -136,7 +138,8 @@ class Span(ReadOff):
 
         still = Stage(Pixels(as_given), Replay(), Cosine(), (), Still())
         result = spans = Composed(self.name, (still,), ReadBy(read)).run(task, targets, knows, seed, engine=engine)
-        rows = [row for row, each in enumerate(outside) if float(each.max()) > self.solved]
+        doubtful = (matches(spans) > UNEXPLAINED).tolist()
+        rows = [row for row, each in enumerate(outside) if float(each.max()) > self.solved or doubtful[row]]
         if rows and self.fine_steps:
             result = self._matched(task, targets, knows, result, rows, seed, engine)
         if progress is not None:
