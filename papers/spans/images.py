@@ -179,11 +179,13 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
 
 
 def table(path: Path) -> str:
-    """One line a row and commit: counts, median, shares; again for images whose loss is above 0.05."""
+    """One line a row, attack and commit: counts, median, shares; again for images whose loss is above 0.05."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        groups.setdefault((line["row"], line["commit"][:7]), []).append(line)
+        other = re.match(r"Composed\(name='(.*?)'", line["attack"])  # `span` is no such
+        row = f"{line['row']}, by {other[1]}" if other else line["row"]
+        groups.setdefault((row, line["commit"].split(",")[0]), []).append(line)
     head = [
         "client",
         "commit",
