@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, interpolate, unfold
 import gradleak as gl
 from conftest import normal, uniform
 from gradleak.attacks.spans.anchor import rescaled
-from gradleak.attacks.spans.equations import LeastSquares, System, equations, spoilt, wrong_relus
+from gradleak.attacks.spans.equations import Frontier, LeastSquares, System, equations, spoilt, wrong_relus
 from gradleak.attacks.spans.passes import Network
 from gradleak.attacks.spans.peeling import noise_of, peel, zeros_end
 from gradleak.core.tree import Params
@@ -123,6 +123,15 @@ def test_noise_is_that_of_each_place() -> None:
     measured = noise_of(values)
     assert float(measured[0, 0, 1, 1]) > 2 * float(measured[0, 0, 0, 0])
     assert torch.equal(values > zeros_end(values), on)
+
+
+@pytest.mark.parametrize(("equations", "fixes"), [(479, False), (480, True)])
+def test_a_frontier_is_used_where_it_has_more_equations_than_its_images_have_numbers(
+    equations: int, fixes: bool
+) -> None:
+    """Two images of 3 x 8 x 8, seen through maps of fewer places: 1.25 equations for each of 384 numbers."""
+    frontier = Frontier("2", torch.zeros(equations, 2, 16), torch.zeros(equations, 1), torch.ones(2))
+    assert frontier.fixes(3 * 8 * 8) is fixes
 
 
 # --- outputs with a wrong ReLU ----------------------------------------------------------------------------------------
