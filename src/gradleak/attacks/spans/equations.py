@@ -30,11 +30,11 @@ CERTAIN = 3.0  # deviations of noise
 TOLD_APART = 0.5  # doubtful entries for each number of an output's gradient, up to which they are told apart
 FLIPS = 3  # of an output in each round of looking for wrong ones
 FITS = 1e-3  # of the energy that was left: so much less, and the outputs that were left out were the wrong ones
-KEPT = 0.15  # of the equations to spare, at least: fewer would fit by chance
+LEFT_TO_SPARE = 0.15  # of the equations to spare, at least: fewer would fit by chance
 ROUNDING = 1e-12  # of the energy of gradients: no wrong ReLU leaves so little
 NONE_LEFT = 1e-6  # of a change in some equations, that a fit to all of them leaves
 RIDGE = 1e-9  # of Gram matrices of unit vectors
-FRONTIER_EQUATIONS = 1.25  # of a frontier for each number of its images: a search from it is not left with a choice
+FRONTIER_EQUATIONS = 1.25  # of a frontier for each number of its images: with fewer a wrong image may fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +157,7 @@ def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
     steps = torch.arange(most, device=hat.device)
     inside = steps < torch.tensor(taps, device=hat.device)[:, None]
     places = (torch.tensor(starts[:-1], device=hat.device)[:, None] + steps) * inside
-    for number in range(1, 1 + int((1 - KEPT) * to_spare) // most):
+    for number in range(1, 1 + int((1 - LEFT_TO_SPARE) * to_spare) // most):
         blocks = project[places[:, :, None], places[:, None, :]] * inside[:, :, None] * inside[:, None, :]
         inverse = torch.linalg.pinv(blocks, atol=NONE_LEFT, rtol=0.0, hermitian=True)
         own = rest[places] * inside[..., None]  # (outputs, taps, channels)

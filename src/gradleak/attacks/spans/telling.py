@@ -80,11 +80,11 @@ class Told:
         for layer, nothing in blank.items():
             name, flat = layer.name, self.flats.get(layer.name, torch.zeros_like(nothing))
             if example < len(maps := self.own.get(name, flat[:0])):
-                flat, own = torch.zeros_like(flat), maps[example]
+                flat, single = torch.zeros_like(flat), maps[example]
                 if self.errors:
-                    flat[0] = own  # a point: its scale is known
+                    flat[0] = single  # a point: its scale is known
                 else:
-                    flat[1] = own / own.norm().clamp_min(1e-30)
+                    flat[1] = single / single.norm().clamp_min(1e-30)
             fields |= {f"span {name}": flat, f"weight {name}": torch.tensor(weights.get(name, 0.0))}
         return fields
 
