@@ -47,8 +47,9 @@ def trained_by_torch(
     ],
 )
 def test_steps_and_epochs_fix_the_rows_of_each_step(settings: dict, sizes: list[int]) -> None:
-    plan = LocalTraining(lr=1.0, **settings).order(5)
-    assert [5 if rows is None else len(torch.arange(5)[rows]) for rows in plan] == sizes
+    training = LocalTraining(lr=1.0, **settings)
+    assert [5 if rows is None else len(torch.arange(5)[rows]) for rows in training.order(5)] == sizes
+    assert training.passes(5) == -(-sum(sizes) // 5)
 
 
 def test_every_epoch_sees_every_example_in_a_new_order() -> None:

@@ -14,16 +14,17 @@ import gradleak as gl
 from conftest import normal, private, scene_of, tiny, uniform
 from gradleak.attacks.spans import classifiers, maps
 from gradleak.attacks.spans.classifiers import Span, labelled
-from gradleak.attacks.spans.inversion import repaired
+from gradleak.attacks.spans.inversion import lasting, repaired
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
 from gradleak.attacks.spans.telling import Told, layers_of, span_of, tells, told_by
 from gradleak.auto.members import MEMBERS, PRESETS
 from gradleak.auto.traits import Case
 from gradleak.core.random import Draws, key
 from gradleak.parts.fields import Labels, label_rule
+from gradleak.parts.row_space import rows
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.observation import Observation
-from gradleak.scenario.rules import Adam
+from gradleak.scenario.rules import SGD, Adam
 from gradleak.scenario.task import Batch, Task, TaskError
 
 GRADIENT = gl.LocalTraining(lr=1.0)
@@ -205,6 +206,40 @@ def test_maps_are_told_where_no_classifier_gives_deltas() -> None:
         result = told_by(scene_of(task, each, KNOWS), 5, 1e-10, Draws(key("")))
         assert not result.peeled
         assert result.found == 3
+
+
+def test_after_several_local_steps_true_rows_lie_in_the_span_of_all_passes(double: gl.Engine) -> None:
+    """At the weights that were sent: a span of so many directions as one step would have does not hold them."""
+    batch, other = pictures(1), pictures(1, seed=7)
+    training = gl.LocalTraining(lr=0.3, epochs=3, batch_size=1, optimiser=SGD(momentum=0.5))
+    observed, knows = gl.observe(net(), batch, training, key="target"), gl.Knowledge(training=training)
+    told = told_by(scene_of(net(), observed, knows), 5, 1e-12, Draws(key("")))
+    (layer,) = lasting(told.layers)
+    (start,) = (each for each in told.layers if each.start)
+    assert (layer.name, layer.rows, start.name, start.whole) == (SECOND, 3 * 16, "4", True)
+
+    def share(x: Tensor, directions: Tensor) -> float:
+        inputs = net().inputs_of([SECOND], net().weights(), {**batch, "x": x})[SECOND].detach()
+        table = rows(net().model.get_submodule(SECOND), inputs)
+        return outside(table, directions) / float(table.norm())
+
+    wide, narrow = told.flats[SECOND][1:], span_of(observed.update[f"{SECOND}.weight"], 16, 1e-12)
+    assert share(batch["x"], wide) < 1e-12
+    assert share(batch["x"], narrow) > 1e-3
+    assert share(other["x"], wide) > 1e-3
+    attack = gl.attacks.get("span", steps=150, repairs=0, fine_steps=0)
+    found = attack.run(net(), observed, knows, engine=double)
+    grey = -10 * (batch["x"] - 0.5).square().mean().log10()
+    assert float(gl.metrics.compare(found, batch).psnr) > float(grey) + 3
+
+
+def test_without_room_for_rows_that_moved_spans_are_those_of_one_step() -> None:
+    batch = pictures(2)
+    training = gl.LocalTraining(lr=1e-3, epochs=3)
+    observed = gl.observe(net(), batch, training, key="target")
+    told = told_by(scene_of(net(), observed, gl.Knowledge(training=training)), 5, 1e-12, Draws(key("")))
+    assert {line["layer"]: line["rows"] for line in told.record}[SECOND] == 2 * 16
+    assert not any(layer.start for layer in told.layers)
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------

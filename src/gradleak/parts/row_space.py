@@ -40,7 +40,8 @@ class Layer:
     rows    number of input rows of all examples together
     bias    has it a bias with a known gradient?
     whole   the map that it sees counts as one row (`attacks.spans.maps`), not each patch
-    centred   rows less the mean of their example: all that the gradient tells before a BatchNorm in training mode
+    centred rows less the mean of their example: all that the gradient tells before a BatchNorm in training mode
+    start   a search begins with it, and goes on without it
     """
 
     name: str
@@ -48,6 +49,7 @@ class Layer:
     bias: bool
     whole: bool = False
     centred: bool = False
+    start: bool = False
 
     def rows_of(self, module: nn.Module, inputs: Tensor) -> Tensor:
         """(rows, width)"""

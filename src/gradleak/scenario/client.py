@@ -83,6 +83,11 @@ class LocalTraining:
         steps = len(self.order(examples))
         return [self.schedule(step, steps) for step in range(steps)]
 
+    def passes(self, examples: int) -> int:
+        """How often the steps see the data, each pass at weights that have moved; a part of one counts as one."""
+        per_pass = -(-examples // (self.batch_size or examples))
+        return self.epochs or -(-(self.steps or 1) // per_pass)
+
     def order(self, examples: int, generator: torch.Generator | None = None) -> list[Tensor | slice | None]:
         """The rows of each step: in order, or, with a generator, shuffled anew in each epoch."""
         size = self.batch_size or examples

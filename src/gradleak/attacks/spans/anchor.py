@@ -43,8 +43,8 @@ def anchored(
         shapes = {name: tuple(seen.shape[1:]) for name, seen in network.run(network.task.blank(1), {}).seen.items()}
     solved = dict[str, Maps]()
     for layer in layers:
-        if _overlaps(network, layer):
-            module: Any = network.task.model.get_submodule(layer.name)
+        module: Any = network.task.model.get_submodule(layer.name)
+        if overlaps(module):
             closed = solve_maps(
                 module, spans[layer.name], shapes[layer.name], examples, draws, layer.rows, layer.centred
             )
@@ -74,8 +74,8 @@ def anchored(
     return best, frontier, solved
 
 
-def _overlaps(network: Network, layer: Layer) -> bool:
-    module: Any = network.task.model.get_submodule(layer.name)
+def overlaps(module: nn.Module) -> bool:
+    """Do the patches of this layer share entries, and does no shifted map have the same ones?"""
     return isinstance(module, nn.Conv2d) and max(module.stride) == 1 and max(module.kernel_size) > 1
 
 

@@ -163,7 +163,7 @@ class Inversion:
                 found = {row: best.batch["x"][row] for row in rows}
                 full |= {row: completed(scenes[row], layers, told_fields[row], found[row]) for row in rows}
                 images = [
-                    repaired(scenes[row], layers, full[row], found[row], own)
+                    repaired(scenes[row], lasting(layers), full[row], found[row], own)
                     for row, own in zip(rows, draws, strict=True)
                 ]
             result = search(rows, stages[1:], number, begin={"x": torch.stack(images)})
@@ -207,7 +207,12 @@ class Inversion:
         weight = self._variation(task)
         maps = tuple(layer for layer in layers if layer.whole) or layers
         first = self._plan(ToldSpans(maps), WeightedOutside(), [COARSE * weight])
-        return first + self._plan(ToldSpans(layers), WeightedOutside(), [COARSE * weight, weight])
+        return first + self._plan(ToldSpans(lasting(layers)), WeightedOutside(), [COARSE * weight, weight])
+
+
+def lasting(layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    """Those that count to the end of a search."""
+    return tuple(layer for layer in layers if not layer.start)
 
 
 def repaired(

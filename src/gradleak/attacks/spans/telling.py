@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradleak.attacks.spans.anchor import anchored
+from gradleak.attacks.spans.anchor import anchored, overlaps
 from gradleak.attacks.spans.equations import Frontier
-from gradleak.attacks.spans.maps import Maps, separated
+from gradleak.attacks.spans.maps import Maps, separated, solve_maps
 from gradleak.attacks.spans.norms import in_evaluation
 from gradleak.attacks.spans.passes import Network, is_cut
 from gradleak.attacks.spans.peeling import LOST, Known
@@ -23,6 +23,7 @@ from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Task, TaskError
 
 EXACT = 1e-6  # level of maps that are solved for to rounding
+MOVED = 2  # directions, for each row of the examples, of a span in which rows that several local steps moved have room
 PRECISE = 3e-3  # relative error of a precise map: behind one of a cut, deeper ones add kinks, and little else
 
 
@@ -141,6 +142,10 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
     if known[1:]:
         cuts = {each.layers[0] for each in known if is_cut(network, each.layers[0], each.maps.shape[1:])}
         return replace(_of_maps(known, frontier, record), cuts=frozenset(cuts))
+    passes = scene.knows.training.passes(examples) if scene.knows.training else 1
+    moved = (network, update, telling[:most], passes, floor, examples, draws, record)
+    if passes > 1 and (found := _of_moved_spans(*moved)):
+        return found
     return _of_spans(telling[:most], spans, solved, examples, record, draws)
 
 
@@ -164,13 +169,7 @@ def _of_spans(
 ) -> Told:
     """What is told where nothing could be peeled: spans of patches or of maps, and the maps of one layer apart."""
     solved = {layer.name: solved[layer.name] for layer in layers if layer.name in solved}
-    own, anchor = torch.zeros(0), ""
-    for name, maps in solved.items():
-        apart = separated(maps.basis, draws.child(1))
-        if len(apart) > len(own):
-            own, anchor = apart, name
-        if len(own) == examples:
-            break
+    own, anchor = _apart(solved, examples, draws)
     # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
     exact = {name for name, maps in solved.items() if maps.level < EXACT}
     whole = exact | {anchor} if exact else solved.keys()
@@ -180,6 +179,59 @@ def _of_spans(
         for layer in layers
     }
     return Told(layers, flats, {anchor: own} if anchor else {}, record=record)
+
+
+def _apart(solved: Mapping[str, Maps], examples: int, draws: Draws) -> tuple[Tensor, str]:
+    """The maps of single examples, (found, features), of the first layer that tells most of them apart; its name."""
+    own, anchor = torch.zeros(0), ""
+    for name, maps in solved.items():
+        apart = separated(maps.basis, draws.child(1))
+        if len(apart) > len(own):
+            own, anchor = apart, name
+        if len(own) == examples:
+            break
+    return own, anchor
+
+
+def _of_moved_spans(
+    network: Network,
+    update: Params,
+    telling: tuple[Layer, ...],
+    passes: int,
+    floor: float,
+    examples: int,
+    draws: Draws,
+    record: list[dict[str, Any]],
+) -> Told | None:
+    """What several local steps tell: rows move with the weights, and the gradients of all steps span them together.
+
+    So a span has up to so many times the directions. The rows at the weights that were sent lie in it, to the noise of
+    the others. Maps in closed form are of no single network: a search starts from them, and goes on without.
+    None where no layer has outputs and inputs enough.
+    """
+    layers, flats, solved = list[Layer](), dict[str, Tensor](), dict[str, Maps]()
+    lines = {line["layer"]: line for line in record}
+    with torch.no_grad():
+        seen = network.run(network.task.blank(1), {}).seen
+    for layer in reversed(telling):
+        module: Any = network.task.model.get_submodule(layer.name)
+        weight = update[f"{layer.name}.weight"]
+        span = span_of(weight, layer.rows * passes, floor)
+        lines[layer.name] = {"layer": layer.name, "rank": len(span), "rows": layer.rows * passes}
+        if not MOVED * layer.rows <= len(span) < span.shape[1]:
+            continue  # no room for rows that moved, or so much that any image fits
+        layers.insert(0, replace(layer, rows=len(span), bias=False))
+        flats[layer.name] = _flat(span, len(span))
+        if overlaps(module):
+            few = span[: MOVED * layer.rows]
+            solved[layer.name] = solve_maps(module, few, tuple(seen[layer.name].shape[1:]), examples, draws)
+    if not layers:
+        return None
+    own, anchor = _apart(solved, examples, draws)
+    if anchor:
+        layers = [replace(each, whole=True, start=True) if each.name == anchor else each for each in layers]
+        flats[anchor] = _flat(solved[anchor].basis, examples)
+    return Told(tuple(layers), flats, {anchor: own} if anchor else {}, record=list(lines.values()))
 
 
 def _flat(directions: Tensor, rows: int) -> Tensor:
