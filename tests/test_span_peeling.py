@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, interpolate, unfold
 
 import gradleak as gl
 from conftest import normal, uniform
-from gradleak.attacks.spans.anchor import rescaled
+from gradleak.attacks.spans.anchor import rescaled, scaled_by_bias
 from gradleak.attacks.spans.equations import Frontier, LeastSquares, System, equations, spoilt, wrong_relus
 from gradleak.attacks.spans.passes import Network
 from gradleak.attacks.spans.peeling import noise_of, peel, zeros_end
@@ -101,6 +101,26 @@ def test_a_scale_that_is_far_off_is_left_as_it_is() -> None:
     batch = pictures(1)
     wrong = 1.02 * true_maps(batch)["6"]
     torch.testing.assert_close(rescaled(network(), update_of(batch), "6", wrong, {}), wrong)
+
+
+@pytest.mark.parametrize("factors", [(0.01,), (0.01, 300.0)])
+def test_without_biases_behind_them_the_classifiers_bias_tells_the_scale(factors: tuple[float, ...]) -> None:
+    """Spans are the same at every scale there, as in an untrained network."""
+    task, batch = net().copied(), pictures(len(factors))
+    for name in LAYERS:
+        nn.init.zeros_(task.model.get_parameter(f"{name}.bias"))
+    update = gl.observe(task, batch, GRADIENT, key="target").update
+    true = task.inputs_of(LAYERS, task.weights(), batch)["4"]
+    wrong = torch.tensor(factors).double().view(-1, 1, 1, 1) * true
+    untrained = Network.of(task, task.weights(), None, LAYERS)
+    assert off(scaled_by_bias(untrained, "4", wrong, update), true) < 1e-8
+    unsent = {name: value for name, value in update.items() if name != f"{untrained.classifier}.bias"}
+    torch.testing.assert_close(scaled_by_bias(untrained, "4", wrong, unsent), wrong)
+
+
+def test_with_biases_behind_them_spans_tell_the_scale() -> None:
+    wrong = 1.02 * true_maps(pictures(1))["4"]
+    torch.testing.assert_close(scaled_by_bias(network(), "4", wrong, update_of(pictures(1))), wrong)
 
 
 def test_zeros_end_before_the_largest_gap() -> None:

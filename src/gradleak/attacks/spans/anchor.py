@@ -26,6 +26,7 @@ FLOOR = 1e-6  # share of the classifier's gradient that is rounding
 TRIED = 5  # layers at most, of those that overlap
 BELOW = 3  # maps that are peeled to see the scale: one of them sees all, in blocks of up to three convolutions
 STEP = 1e-4  # relative, of a difference
+HOMOGENEOUS = 1e-6  # relative distance of what a map of double the scale gives from the double
 SCALE_ERROR = 1e-2  # relative, what the spans' scale may be wrong by
 EXACT = 1e-3  # relative error of a map that tells the scale of those above better than the spans
 ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
@@ -90,6 +91,8 @@ def scaled(
 ) -> Tensor:
     """The maps (examples, C, H, W) at the scale at which all that the layers behind see lies in their spans.
 
+    Behind an untrained network's maps that is every scale (`scaled_by_bias`).
+
     centred   the layers whose spans hold differences of rows only
     """
     classifier = update[f"{network.classifier}.weight"].double()
@@ -107,7 +110,31 @@ def scaled(
             step = (high - low) / (GRID - 1)
             low, high = best - step, best + step
         found.append(unit * torch.tensor(best, dtype=unit.dtype).exp())
-    return torch.stack(found)
+    return scaled_by_bias(network, layer, torch.stack(found), update)
+
+
+def scaled_by_bias(network: Network, layer: str, maps: Tensor, update: Params) -> Tensor:
+    """The maps at the scale that the classifier's bias tells, where all that follows them is homogeneous; else as given.
+
+    Without biases, h(k map) = k h(map) for the classifier's inputs h: spans are the same at every scale. At k_b times
+    the true one dL/dW = sum_b delta_b h_b^T gives delta_b / k_b, and dL/db = sum_b delta_b tells the k_b.
+    """
+    bias = update.get(f"{network.classifier}.bias")
+    if bias is None or not bool(bias.any()):
+        return maps
+
+    def features(scale: float) -> Tensor:
+        batch = network.task.blank(len(maps))
+        number = network.run(batch, {}).made_by(layer)
+        assert number is not None  # it is a cut
+        return network.run(batch, {number: scale * maps.clamp_min(0)}).seen[network.classifier]
+
+    here = features(1.0)
+    if float((features(2.0) - 2 * here).norm()) > HOMOGENEOUS * float(here.norm()):
+        return maps
+    deltas = update[f"{network.classifier}.weight"].double() @ torch.linalg.pinv(here)  # (classes, examples)
+    factors = torch.linalg.lstsq(deltas, bias.double()[:, None]).solution[:, 0]
+    return maps / torch.where(factors > 0, factors, 1.0).view(-1, 1, 1, 1)
 
 
 def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
