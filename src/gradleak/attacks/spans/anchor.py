@@ -58,7 +58,7 @@ def anchored(
     for name in list(reversed(solved))[:TRIED]:
         if not is_cut(network, name, shapes[name]):
             continue
-        apart = separated(bases[name], draws.child(1))
+        apart = separated(bases[name])
         if not len(apart) or (best and len(apart) < len(best[0].maps)):
             continue
         place = [layer.name for layer in layers].index(name)
@@ -114,7 +114,7 @@ def scaled(
 
 
 def scaled_by_bias(network: Network, layer: str, maps: Tensor, update: Params) -> Tensor:
-    """The maps at the scale that the classifier's bias tells, where all that follows them is homogeneous; else as given.
+    """The maps at the scale that the classifier's bias tells, if all that follows them is homogeneous; else as given.
 
     Without biases, h(k map) = k h(map) for the classifier's inputs h: spans are the same at every scale. At k_b times
     the true one dL/dW = sum_b delta_b h_b^T gives delta_b / k_b, and dL/db = sum_b delta_b tells the k_b.

@@ -4,8 +4,8 @@ The row space S of dL/dW holds every patch of every example. A map f of which AL
 patches share pixels, and patches at the border hold the zeros of the padding. These are linear equations in f, many
 more than unknowns. For a convolution of stride 1 their solutions are the maps of the B examples and their mixtures, and
 nothing else. (With a stride, a map that is shifted by it solves them too.) So the deepest layers of a network give
-their inputs away by linear algebra, before any search. ReLU then parts the examples: each map is zero in many places,
-and a mixture is not.
+their inputs away by linear algebra, before any search. ReLU then parts the examples: no map is below zero, and each has
+features on that all others have off.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ CLEAR = 20.0  # a level so many times as large as the one before may be the firs
 FEW = 0.25  # of the rows: more missing directions would hold the patches of any map
 COMPLETIONS, COMPLETE = 20, 1e-11  # rounds at most in which they are looked for; level of maps that need none
 GAP = 5.0  # the next solution is at least so many times as far outside
-STARTS, ITERATIONS = 16, 40  # starts of the search for sparse maps, for each example; steps of each
-FEATURES = 4096  # entries of a map that this search looks at
+CLEARLY_ON = (0.1, 0.01)  # of the longest: shorter points are rounding, or many maps have none that they alone have on
+EDGE = 1e-3  # of the highest: lower points are too near the tip of the cone
+CORRECTIONS, TAIL, ZEROS = 5, 4.0, 4  # steps; deviations of noise that a zero does not exceed; zeros for each example
 SAME, NEW = 0.999, 0.05  # cosine of equal maps; share of a map outside of those before it
 NEGATIVE = 1e-2  # energy of a map below zero, where ReLU came before
 
@@ -176,31 +177,21 @@ def _levels(patches: Tensor, maps: Tensor, window: Window) -> Tensor:
     return apart.square().sum((1, 2)) / patches.square().sum((1, 2))
 
 
-def separated(basis: Tensor, draws: Draws) -> Tensor:
+def separated(basis: Tensor) -> Tensor:
     """The maps of single examples in the span of all, (found, features), of unit length.
 
-    Sparse directions by reweighted least squares, as in `sparse-span`, that are nowhere negative. Fewer than the basis
-    has rows where some cannot be told apart.
+    Each feature is a point of the coordinates: sum_b m_b e_b with m_b >= 0, so all lie in a cone, and its edges are
+    features that one example alone has on. These give a direction for each example, and the features that are zero
+    along it correct it. Of two sets of directions those that are less below zero are kept; fewer than the basis has
+    rows where some cannot be told apart.
     """
-    examples = len(basis)
-    if examples == 1:
-        return basis * basis.sum().sign()
-    rows = basis.T  # (features, examples)
-    lengths = rows.norm(dim=1)
-    rows = rows[lengths > 1e-6 * lengths.max()]
-    picked = draws.uniform((len(rows),)).to(rows.device).argsort()[:FEATURES]
-    some = rows[picked] / rows[picked].square().mean().sqrt()
-    directions = _unit(some[: STARTS * examples])
-    for width in torch.logspace(0, -6, ITERATIONS, dtype=some.dtype).tolist():
-        weights = ((directions @ some.T).square() + width**2).rsqrt()  # (starts, features)
-        gram = torch.einsum("sf,fi,fj->sij", weights, some, some)
-        directions = _unit(torch.linalg.solve(gram, directions))
-    maps = directions @ basis
-    maps = _unit(maps * maps.sum(1, keepdim=True).sign())
+    points = basis.T  # (features, K)
+    directions = torch.cat([_corrected(points, _facing_edges(points, least)) for least in CLEARLY_ON])
+    maps = _unit(directions @ basis)
     negative = maps.clamp(max=0).square().sum(1)
     chosen: list[Tensor] = []
     for index in negative.argsort().tolist():  # the map of an example is nowhere below zero, to rounding
-        if float(negative[index]) > NEGATIVE or len(chosen) == examples:
+        if float(negative[index]) > NEGATIVE or len(chosen) == len(basis):
             continue
         others = torch.linalg.qr(torch.stack(chosen).T)[0].T if chosen else maps[:0]
         if float((maps[index] - (maps[index] @ others.T) @ others).norm()) > NEW:
@@ -208,5 +199,41 @@ def separated(basis: Tensor, draws: Draws) -> Tensor:
     return torch.stack(chosen) if chosen else maps[:0]
 
 
+def _facing_edges(points: Tensor, least: float) -> Tensor:
+    """For each edge of the cone of the points the direction, (K,), that is zero on all the others: a map each, (K, K).
+
+    On a plane across the cone the edges are corners: the farthest point is one, and without its part the next
+    (successive projection: Araujo et al., Chemometrics and Intelligent Laboratory Systems, 2001).
+
+    least   length of the points that count, as a share of the longest: rounding turns short ones
+    """
+    lengths = points.norm(dim=1)
+    points = points[lengths > least * lengths.max()]
+    heights = points @ (points.norm(dim=1) @ points)
+    across = heights > EDGE * heights.max()
+    points = points[across] / heights[across, None]
+    rest, corners = points, list[Tensor]()
+    for _ in range(points.shape[1]):
+        farthest = rest.norm(dim=1).argmax()
+        corners.append(points[farthest])
+        edge = _unit(rest[farthest])
+        rest = rest - (rest @ edge)[:, None] * edge
+    return torch.linalg.pinv(torch.stack(corners)).T
+
+
+def _corrected(points: Tensor, directions: Tensor) -> Tensor:
+    """The directions, each fitted to the features that are zero along it: up to the error that is seen below zero."""
+    for _ in range(CORRECTIONS):
+        values = directions @ points.T  # (directions, features)
+        values = values * values.sum(1, keepdim=True).sign()
+        below = values.clamp(max=0).square().sum(1, keepdim=True) / (values < 0).sum(1, keepdim=True).clamp_min(1)
+        least = ROUNDING**0.5 * values.abs().amax(1, keepdim=True)
+        zero = (values.abs() <= TAIL * below.sqrt().maximum(least)).to(points)
+        gram = torch.einsum("df,fi,fj->dij", zero, points, points)
+        fitted = torch.linalg.eigh(gram)[1][:, :, 0]
+        directions = torch.where(zero.sum(1, keepdim=True) < ZEROS * len(directions), directions, fitted)
+    return directions * (directions @ points.T).sum(1, keepdim=True).sign()
+
+
 def _unit(vectors: Tensor) -> Tensor:
-    return vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-30)
+    return vectors / vectors.norm(dim=-1, keepdim=True).clamp_min(1e-30)

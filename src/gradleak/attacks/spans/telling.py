@@ -146,7 +146,7 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
     moved = (network, update, telling[:most], passes, floor, examples, draws, record)
     if passes > 1 and (found := _of_moved_spans(*moved)):
         return found
-    return _of_spans(telling[:most], spans, solved, examples, record, draws)
+    return _of_spans(telling[:most], spans, solved, examples, record)
 
 
 def _of_maps(known: Sequence[Known], frontier: Frontier | None, record: list[dict[str, Any]]) -> Told:
@@ -165,11 +165,10 @@ def _of_spans(
     solved: dict[str, Maps],
     examples: int,
     record: list[dict[str, Any]],
-    draws: Draws,
 ) -> Told:
     """What is told where nothing could be peeled: spans of patches or of maps, and the maps of one layer apart."""
     solved = {layer.name: solved[layer.name] for layer in layers if layer.name in solved}
-    own, anchor = _apart(solved, examples, draws)
+    own, anchor = _apart(solved, examples)
     # A layer of less rank has maps of less precision: its patches tell more, once the rank is completed.
     exact = {name for name, maps in solved.items() if maps.level < EXACT}
     whole = exact | {anchor} if exact else solved.keys()
@@ -181,11 +180,11 @@ def _of_spans(
     return Told(layers, flats, {anchor: own} if anchor else {}, record=record)
 
 
-def _apart(solved: Mapping[str, Maps], examples: int, draws: Draws) -> tuple[Tensor, str]:
+def _apart(solved: Mapping[str, Maps], examples: int) -> tuple[Tensor, str]:
     """The maps of single examples, (found, features), of the first layer that tells most of them apart; its name."""
     own, anchor = torch.zeros(0), ""
     for name, maps in solved.items():
-        apart = separated(maps.basis, draws.child(1))
+        apart = separated(maps.basis)
         if len(apart) > len(own):
             own, anchor = apart, name
         if len(own) == examples:
@@ -227,7 +226,7 @@ def _of_moved_spans(
             solved[layer.name] = solve_maps(module, few, tuple(seen[layer.name].shape[1:]), examples, draws)
     if not layers:
         return None
-    own, anchor = _apart(solved, examples, draws)
+    own, anchor = _apart(solved, examples)
     if anchor:
         layers = [replace(each, whole=True, start=True) if each.name == anchor else each for each in layers]
         flats[anchor] = _flat(solved[anchor].basis, examples)
