@@ -29,7 +29,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import gradleak as gl
+from gradleak.audit.intervals import rate
 from gradleak.core.environment import git
+from gradleak.report.grid import interval
 from gradleak.scenario.fields import TaskError
 from gradleak.scenario.observation import MissingKnowledge
 from gradleak.scenario.rules import SGD
@@ -69,8 +71,8 @@ def rows() -> dict[str, Row]:
     recipe = gl.LocalTraining(lr=0.001, epochs=5, batch_size=4, optimiser=SGD(momentum=0.9))
     found["resnet18 FedAvg, 8 images, 5 epochs of 4, momentum"] = Row(examples=8, training=recipe)
     found["resnet18 FedAvg, 1 image, 5 steps, lr 0.01"] = Row(training=gl.LocalTraining(lr=0.01, steps=5))
-    for rate in (1.0, 0.1, 0.01):
-        found[f"resnet18 B=1, weights on the wire, lr {rate}"] = Row(training=gl.LocalTraining(lr=rate), wire="weights")
+    for lr in (1.0, 0.1, 0.01):
+        found[f"resnet18 B=1, weights on the wire, lr {lr}"] = Row(training=gl.LocalTraining(lr=lr), wire="weights")
     found |= {f"resnet18 B=1, {name}": Row(defence=name) for name in DEFENCES}
     return found
 
@@ -179,45 +181,37 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
 
 
 def table(path: Path) -> str:
-    """One line a row, attack and commit: counts, median, shares; again for images whose loss is above 0.05."""
+    """One line a row, attack and commit: counts, median, shares; again for images whose loss is above 0.05.
+
+    Shares have 95 % intervals over updates, in per cent.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for text in path.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         other = re.match(r"Composed\(name='(.*?)'", line["attack"])  # `span` is no such
         row = f"{line['row']}, by {other[1]}" if other else line["row"]
         groups.setdefault((row, line["commit"].split(",")[0]), []).append(line)
-    head = [
-        "client",
-        "commit",
-        "updates",
-        "images",
-        "median dB",
-        "25 %, 75 %",
-        "at 30",
-        "at 25",
-        "loss above 0.05: at 30",
-    ]
-    head += ["at 25", "labels right", "s an update"]
+    head = ["client", "commit", "updates", "images", "median dB", "25 %, 75 %", "at 30", "at 25"]
+    head += ["loss above 0.05: at 30", "at 25", "labels right", "s an update"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (row, commit), found in groups.items():
-        pairs = [pair for line in found for pair in zip(line["psnr"], line["losses"], strict=True)]
-        every, told = sorted(p for p, _ in pairs), [p for p, loss in pairs if loss > 0.05]
-        share = lambda scores, least: f"{sum(p >= least for p in scores)} of {len(scores)}"  # noqa: E731
-        middle = f"{every[len(every) // 4]:.1f}, {every[-1 - len(every) // 4]:.1f}"
+        pairs = [list(zip(line["psnr"], line["losses"], strict=True)) for line in found]
+        every = [[psnr for psnr, _ in update] for update in pairs]
+        told = [[psnr for psnr, loss in update if loss > 0.05] for update in pairs]
+        flat = sorted(psnr for update in every for psnr in update)
         right = f"{sum(line['labels right'] for line in found)} of {len(found)}"
-        cells = [
-            row,
-            commit,
-            len(found),
-            len(every),
-            f"{median(every):.1f}",
-            middle,
-            share(every, 30),
-            share(every, 25),
-        ]
+        cells = [row, commit, len(found), len(flat), f"{median(flat):.1f}"]
+        cells += [f"{flat[len(flat) // 4]:.1f}, {flat[-1 - len(flat) // 4]:.1f}", share(every, 30), share(every, 25)]
         cells += [share(told, 30), share(told, 25), right, f"{median(line['seconds'] for line in found):.0f}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def share(updates: list[list[float]], least: float) -> str:
+    """How many images reach this PSNR, with the interval of the share."""
+    hits = [[float(psnr >= least) for psnr in update] for update in updates if update]
+    count = f"{sum(map(sum, hits)):.0f} of {sum(map(len, hits))}"
+    return f"{count} {interval(rate(hits))}" if hits else count
 
 
 def main() -> None:
