@@ -59,12 +59,14 @@ class Row:
     defence: Any = None
     wire: str = "update"
     train: bool = False  # BatchNorm in training mode; running statistics come back
+    data: str = "cifar10"  # labels are taken modulo ten
 
 
 def rows() -> dict[str, Row]:
     found = {f"resnet18 B={count}": Row(examples=count) for count in (1, 2, 4, 8, 16, 32)}
     found |= {f"resnet18 B={count}, training mode": Row(examples=count, train=True) for count in (2, 4, 8)}
     found["resnet20 B=1"] = Row("resnet20")
+    found["resnet18 B=1, 64 px"] = Row(data="tiny-imagenet-mini")
     found |= {f"resnet18 untrained B={count}": Row("untrained", count) for count in (1, 4, 8)}
     found |= {f"resnet18 after {step} steps": Row(f"resnet18-{step}") for step in (30, 78, 234, 780, 2340)}
     found |= {f"resnet18 SAM after {step} steps": Row(f"resnet18-sam-{step}") for step in (780, 2340, 4680)}
@@ -126,20 +128,22 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
     model, (mean, std) = victim(options.victim if trained_here else row.victim)
     name += f", {options.victim}" * bool(trained_here)
     model.train(row.train)
-    images = gl.data.load("cifar10", split="test")
+    images = gl.data.load(row.data, split="test")
+    labels = images.y % 10
     middle, spread = (torch.tensor(each).view(3, 1, 1) for each in (mean, std))
     task = gl.Task.supervised(
-        model, F.cross_entropy, like=((images.x[:1] - middle) / spread, images.y[:1]), mean=mean, std=std
+        model, F.cross_entropy, like=((images.x[:1] - middle) / spread, labels[:1]), mean=mean, std=std
     )
     defence = None if row.defence is None else gl.core.registry.parse("defence", row.defence)
     attack = gl.core.registry.parse("attack", options.attack)
     knows = gl.Knowledge(training=row.training, defence=defence)
     batches = range(options.first, options.first + options.count)
     # Far from each other, so that batches hold different classes; below 1000, where nothing was tuned.
-    picked = [[(batch * row.examples + n) * 7 % 1000 for n in range(row.examples)] for batch in batches]
+    most = min(1000, len(images.x))
+    picked = [[(batch * row.examples + n) * 7 % most for n in range(row.examples)] for batch in batches]
     for first in range(0, len(picked), options.group):
         rows = picked[first : first + options.group]
-        clients = [{"x": (images.x[each] - middle) / spread, "y": images.y[each]} for each in rows]
+        clients = [{"x": (images.x[each] - middle) / spread, "y": labels[each]} for each in rows]
         with torch.no_grad():
             losses = [F.cross_entropy(copy.deepcopy(model.cpu())(c["x"]), c["y"], reduction="none") for c in clients]
         seen = [
