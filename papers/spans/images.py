@@ -18,7 +18,7 @@ import platform
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +57,7 @@ class Row:
     examples: int = 1
     training: gl.LocalTraining = gl.LocalTraining(lr=1.0)
     defence: Any = None
-    wire: str = "update"
+    wire: str = "update"  # or "weights", or a type of torch that gradients are rounded to
     train: bool = False  # BatchNorm in training mode; running statistics come back
     data: str = "cifar10"  # labels are taken modulo ten
 
@@ -75,6 +75,7 @@ def rows() -> dict[str, Row]:
     found["resnet18 FedAvg, 1 image, 5 steps, lr 0.01"] = Row(training=gl.LocalTraining(lr=0.01, steps=5))
     for lr in (1.0, 0.1, 0.01):
         found[f"resnet18 B=1, weights on the wire, lr {lr}"] = Row(training=gl.LocalTraining(lr=lr), wire="weights")
+    found |= {f"resnet18 B=1, {kind} on the wire": Row(wire=kind) for kind in ("float16", "bfloat16")}
     found |= {f"resnet18 B=1, {name}": Row(defence=name) for name in DEFENCES}
     return found
 
@@ -123,6 +124,14 @@ def victim(name: str) -> tuple[nn.Module, tuple[tuple[float, ...], tuple[float, 
     return model.eval(), CIFAR
 
 
+def sent(task: gl.Task, client: gl.Batch, row: Row, defence: Any, key: str) -> gl.Observation:
+    """What the server sees of this client."""
+    if row.wire in ("update", "weights"):
+        return gl.observe(task, client, row.training, defence, key=key, wire=row.wire)
+    seen, kind = gl.observe(task, client, row.training, defence, key=key), getattr(torch, row.wire)
+    return replace(seen, update={each: value.to(kind).to(value.dtype) for each, value in seen.update.items()})
+
+
 def measure(name: str, row: Row, options: argparse.Namespace) -> None:
     trained_here = options.victim and row.victim == Row.victim
     model, (mean, std) = victim(options.victim if trained_here else row.victim)
@@ -146,10 +155,7 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
         clients = [{"x": (images.x[each] - middle) / spread, "y": labels[each]} for each in rows]
         with torch.no_grad():
             losses = [F.cross_entropy(copy.deepcopy(model.cpu())(c["x"]), c["y"], reduction="none") for c in clients]
-        seen = [
-            gl.observe(task, client, row.training, defence, key=f"{name} {batch}", wire=row.wire)
-            for client, batch in zip(clients, batches[first:])
-        ]
+        seen = [sent(task, client, row, defence, f"{name} {batch}") for client, batch in zip(clients, batches[first:])]
         began = time.perf_counter()
         try:
             found = attack.run(task, seen, knows, seed=0, engine=gl.Engine(options.device))
