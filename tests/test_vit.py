@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import gradleak as gl
 from conftest import largest_difference, seeded, tiny
 from gradleak.attacks.spans.completion import Open, _adjoint, _differences, provable, smoothest, whole
-from gradleak.attacks.spans.patches import patch_embedding
+from gradleak.attacks.spans.patches import PatchEmbedding, patch_embedding
+from gradleak.attacks.spans.transformers import open_of_batch
 from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.fields import UnsupportedTask
 from gradleak.scenario.rules import SGD, Adam
@@ -371,11 +372,63 @@ def test_models_without_positions_or_patches_are_refused() -> None:
     assert "sees each pixel of the image in one patch" in gl.attacks.get("vit").refuses(tiny())
 
 
-def test_adam_clients_and_batches_are_refused() -> None:
+def test_adam_clients_are_refused() -> None:
     with pytest.raises(UnsupportedTask, match="send what Adam makes of them"):
         attacked(made(), picture(), gl.LocalTraining(lr=0.1, optimiser=Adam()))
-    x = torch.cat([picture(0), picture(1)])
-    task = gl.Task.supervised(made(), F.cross_entropy, like=(x, torch.tensor([0, 1])))
-    seen = gl.observe(task, {"x": x, "y": torch.tensor([0, 1])}, ONE_STEP)
-    with pytest.raises(UnsupportedTask, match="at most 1 example.s., and these hold 2"):
+
+
+# --- several images in an update --------------------------------------------------------------------------------------
+
+
+def batch_of(examples: int, width: int) -> tuple[gl.Task, dict[str, Tensor]]:
+    x = torch.rand(examples, 3, SIDE, SIDE, generator=seeded(9), dtype=torch.float64)
+    y = torch.arange(examples) % CLASSES
+    model = made(width)
+    nn.init.normal_(model.pos)
+    return gl.Task.supervised(model, F.cross_entropy, like=(x, y)), {"x": x, "y": y}
+
+
+def rank_of(rows: Tensor) -> int:
+    values = torch.linalg.svdvals(rows)
+    return int((values > 1e-9 * values[0]).sum())
+
+
+@pytest.mark.parametrize(
+    ("examples", "width", "count"), [(1, 80, 0), (2, 80, 16), (2, 48, 18), (3, 96, 32), (4, 96, 48)]
+)
+def test_patches_of_a_batch_move_by_the_differences_of_its_images(examples: int, width: int, count: int) -> None:
+    """The directions in which W times a patch stays in the span of the tokens: they keep it in that of the patches."""
+    task, batch = batch_of(examples, width)
+    embedding = patch_embedding(task)
+    tokens = task.inputs_of([embedding.first], task.weights(), batch, whole=False)[embedding.first].flatten(0, 1)
+    tokens = tokens - tokens.mean(1, keepdim=True)
+    patches = batch["x"].flatten(1)[:, embedding.places].flatten(0, 1)
+    moved = patches @ task.model.embed.weight.flatten(1).T
+    moved = moved - moved.mean(1, keepdim=True)
+    assert rank_of(tokens) + rank_of(moved) - rank_of(torch.cat([tokens, moved])) == count
+    assert open_of_batch(embedding, examples) == count
+
+
+def test_open_numbers_of_known_networks() -> None:
+    def count(patches: int, inputs: int, width: int, examples: int) -> int:
+        places = torch.zeros(patches, inputs, dtype=torch.long)
+        how = {"layer": "", "first": "", "rows": torch.arange(patches), "positions": None, "norm": "", "readers": ()}
+        return open_of_batch(PatchEmbedding(places=places, tokens=1 + patches, width=width, **how), examples)
+
+    assert [count(64, 48, 192, examples) for examples in (1, 2, 3)] == [0, 48, 48]
+    assert [count(64, 48, 384, examples) for examples in (2, 3)] == [48, 48]
+    assert [count(196, 768, 768, examples) for examples in (1, 2, 3, 4)] == [0, 196, 410, 768]
+
+
+def test_the_gradient_of_a_batch_holds_no_more_than_its_tokens() -> None:
+    """What the first block sends of two images: the span that leaves these directions open, complete."""
+    task, batch = batch_of(2, 80)
+    sent = task.gradient(task.weights(), batch)["blocks.0.qkv.0.weight"]
+    assert rank_of(sent - sent.mean(1, keepdim=True)) == 1 + 2 * PATCHES
+
+
+def test_batches_are_refused_with_what_is_open() -> None:
+    task, batch = batch_of(2, 48)
+    seen = gl.observe(task, batch, ONE_STEP)
+    with pytest.raises(UnsupportedTask, match="at most 1 example.s., and these hold 2.*leave 18 of 48 numbers"):
         gl.attacks.get("vit").run(task, seen, gl.Knowledge(training=ONE_STEP))

@@ -136,6 +136,7 @@ def rows(images: int) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]
         lambda: measured(fixed_positions(little()), small, 4 * images),
     )
     yield "batch", "the same, learned positions, 4 images in the update", lambda: refused(little(), small, 4)
+    yield "base-batch", "ViT-Base/16, 224 px, 2 images in the update", lambda: refused(base(), photographs, 2)
 
 
 def main() -> None:

@@ -45,6 +45,7 @@ class PatchEmbedding:
     first       the layer that reads the tokens first
     rows        (patches,), which token each patch is
     tokens      how many there are, with those that are no patches
+    width       the numbers of a token
     positions   learned positions that are trained; None: there are none
     norm        `first`, if it is a LayerNorm; else ""
     readers     linear layers that read its output
@@ -55,6 +56,7 @@ class PatchEmbedding:
     first: str
     rows: Tensor
     tokens: int
+    width: int
     positions: Positions | None
     norm: str
     readers: tuple[str, ...]
@@ -149,6 +151,7 @@ def patch_embedding(task: Task) -> PatchEmbedding:
         walk.first,
         rows=places,
         tokens=len(tokens[0]),
+        width=len(weight),
         positions=_positions(task, walk.first, places, images[0]),
         norm=walk.norm,
         readers=tuple(walk.readers),

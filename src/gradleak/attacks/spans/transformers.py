@@ -68,7 +68,8 @@ class ViT(ReadOff):
     the first up to its mean, patch_p in the second: linear equations again. They need fewer tokens than the width, and
     independent positions: two-dimensional sines and cosines are not.
 
-    Of several images in one update these equations tell only flats through the patches at each place: refused.
+    Several images in one update are refused. Their differences at every place lie in the spans of tokens and of
+    patches, so every patch may move by all of them: `open_of_batch` counts these directions.
 
     `settings` of the result hold, per target: "positions", their weight, or "fixed"; "patches"; "rank", the number of
     mixtures of patches that are told; "smallest", the smallest of their singular values as a share of the largest, to
@@ -117,12 +118,16 @@ class ViT(ReadOff):
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         supported(self, task, knows)
         require(self, knows)
-        if reason := too_many(self, max(target.num_examples for target in as_targets(seen))):
-            raise UnsupportedTask(
-                f"unsupported: vit cannot attack this update: {reason}. The equations leave flats through the patches "
-                "of several images at every place. Use 'spectral' or 'ig'."
-            )
         embedding = patch_embedding(task)
+        examples = max(target.num_examples for target in as_targets(seen))
+        if reason := too_many(self, examples):
+            count, inputs = open_of_batch(embedding, examples), embedding.places.shape[1]
+            sums = "Learned positions tell sums over the images. " if embedding.positions else ""
+            raise UnsupportedTask(
+                f"unsupported: vit cannot attack this update: {reason}. {sums}Spans of the first block hold all "
+                f"differences of the images, and leave {count} of {inputs} numbers of every patch open. Use 'spectral' "
+                "or 'ig'."
+            )
         labels, records = Labels(label_rule(self.labels)), list[Mapping[str, Any]]()
 
         def read(scene: TargetView) -> Batch:
@@ -179,6 +184,21 @@ def _certificate(layer: str, record: Mapping[str, Any], values: int, whole: bool
         reason = f"Rounding alone makes an error of {error:.1f} grey levels."
     told = LayerCertificate(layer, record["rank"], record["patches"], unexplained=residual)
     return SpanCertificate(1, layer, (residual,), int(not reason), (told,), reason)
+
+
+def open_of_batch(embedding: PatchEmbedding, examples: int) -> int:
+    """The directions in which every patch can move within the spans of tokens and patches; zero: they are determined.
+
+    The span of the centred tokens, behind the first norm, holds W (patch_bp - patch_ap) for all images a, b and places
+    p: these examples - 1 times patches differences are open at every place, not only at p. More is open where the span
+    of the tokens fills so much of the width that it meets that of W times the patches by count alone.
+    """
+    patches, inputs = embedding.places.shape
+    others = embedding.tokens - patches  # the same for all images
+    span = min(examples * patches, inputs)
+    tokens = others + min(examples * patches, patches + inputs)
+    differences = min((examples - 1) * patches, inputs)
+    return min(span, max(differences, span + tokens - (embedding.width - 1)))
 
 
 # --- learned positions ------------------------------------------------------------------------------------------------
@@ -250,15 +270,14 @@ def _size(value: Tensor) -> float:
 
 def _untold(task: Task, embedding: PatchEmbedding) -> str:
     """Why the equations of fixed positions do not determine the patches; empty if they may."""
-    width = task.model.get_parameter(f"{embedding.layer}.weight").shape[0]
     if not embedding.norm or not embedding.readers:
         return "its positions are not trained, and no linear layer reads the tokens behind a LayerNorm: nothing is told"
     unknowns = min(embedding.places.shape)
-    equations = width - 1 - embedding.tokens
+    equations = embedding.width - 1 - embedding.tokens
     if equations < unknowns:
         return (
-            f"its positions are not trained, and {embedding.tokens} tokens of width {width} leave {max(equations, 0)} "
-            f"equations for {unknowns} unknowns of a patch"
+            f"its positions are not trained, and {embedding.tokens} tokens of width {embedding.width} leave "
+            f"{max(equations, 0)} equations for {unknowns} unknowns of a patch"
         )
     constants = _centred(embedding.constants(task, task.weights()).double())
     values = torch.linalg.svdvals(constants)
