@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, interpolate, unfold
 
 import gradleak as gl
 from conftest import normal, uniform
-from gradleak.attacks.spans.anchor import rescaled, scaled_by_bias
+from gradleak.attacks.spans.anchor import classified, rescaled, scaled_by_bias
 from gradleak.attacks.spans.equations import Frontier, LeastSquares, System, equations, spoilt, wrong_relus
 from gradleak.attacks.spans.passes import Network
 from gradleak.attacks.spans.peeling import noise_of, peel, zeros_end
@@ -66,6 +66,35 @@ def test_maps_are_peeled_layer_by_layer(examples: int) -> None:
     found, _ = peel(network(), update_of(batch), "6", true["6"])
     assert [known.layers for known in found] == [("4",), ("2",)]
     assert max(off(known.maps, true[known.layers[0]]) for known in found) < 1e-8
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.3])
+def test_entries_that_were_not_sent_are_no_equations(keep: float) -> None:
+    batch = pictures(1)
+    true, update = true_maps(batch), update_of(batch)
+    sent = {name: uniform(*u.shape, seed=5) < keep for name, u in update.items()}
+    part = classified(network(), {n: torch.where(sent[n], u, torch.nan) for n, u in update.items()}, "6", true["6"])
+    found, _ = peel(network(), part, "6", true["6"])
+    assert [known.layers for known in found] == [("4",), ("2",)]
+    assert max(off(known.maps, true[known.layers[0]]) for known in found) < 1e-8
+
+
+def test_with_too_few_entries_nothing_is_peeled() -> None:
+    batch = pictures(1)
+    maps, update = true_maps(batch)["6"], update_of(batch)
+    few = {n: torch.where(uniform(*u.shape, seed=5) < 0.03, u, torch.nan) for n, u in update.items()}
+    assert peel(network(), classified(network(), few, "6", maps), "6", maps) == ([], None)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+@pytest.mark.parametrize("examples", [1, 2])
+def test_known_maps_tell_the_classifiers_gradient(examples: int, keep: float) -> None:
+    """By the entries that were sent, or by the gradient of the layer itself."""
+    batch = pictures(examples)
+    update, name = update_of(batch), f"{network().classifier}.weight"
+    part = {**update, name: torch.where(uniform(*update[name].shape) < keep, update[name], torch.nan)}
+    assert off(classified(network(), part, "6", true_maps(batch)["6"])[name], update[name]) < 1e-8
+    assert classified(network(), update, "6", true_maps(batch)["6"]) is update
 
 
 def test_no_more_maps_are_peeled_than_are_asked_for() -> None:

@@ -49,6 +49,14 @@ def rounding_of(seen: Observation) -> Rounding:
     return Rounding(wire, max(1e-9, wire + 50 * computed), max(1e-10, wire + 10 * computed))
 
 
+def spectral_spread(matrix: Tensor, largest: float) -> float:
+    """What independent errors of the matrix's norm add to singular values, as a share of the largest.
+
+    Errors of norm e in all entries of an (m, n) matrix have a spectral norm of e (1/sqrt(m) + 1/sqrt(n)).
+    """
+    return float(matrix.norm()) / largest * sum(side**-0.5 for side in matrix.shape)
+
+
 def _pairs(a: Params, b: Params) -> zip[tuple[Tensor, Tensor]]:
     return zip(tree.leaves(a), tree.leaves(b))
 

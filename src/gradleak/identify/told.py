@@ -11,7 +11,6 @@ defence. An example with a small loss has small delta: its directions sink below
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,8 +24,8 @@ from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.identify.floors import along
 from gradleak.identify.ledger import Entry, ledger
-from gradleak.identify.rounding import rounding_of
-from gradleak.parts.predictions import assumed_in, gradient
+from gradleak.identify.rounding import rounding_of, spectral_spread
+from gradleak.parts.predictions import assumed_in, gradient, noise_share
 from gradleak.parts.row_space import plain, rows
 from gradleak.parts.view import TargetView
 from gradleak.scenario.derivatives import double_backward_safe
@@ -194,21 +193,14 @@ def _spans(
 
 def _span(entry: Entry, seen: Observation, scene: TargetView) -> _Span:
     """The decomposition of one layer's gradient."""
-    assumed = assumed_in(scene)
-    update = assumed.visible(gradient(scene), scene)
+    update = assumed_in(scene).visible(gradient(scene), scene)
     matrix = torch.cat([update[name].flatten(1) for name in entry.weights]).double()  # (outputs, inputs)
     _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
     largest = float(values[0]) or 1.0
-    sent = torch.cat([scene.update[name].flatten(1) for name in entry.weights]).double()
-    length = max(float(sent.norm()), 1e-300)
-    noise = 0.0
-    if scene.knows.defence is not None:
-        variance = assumed.noise_variance(scene)
-        noise = math.sqrt(sum(float(variance[name].double().sum()) for name in entry.weights)) / length
+    noise = noise_share(scene, entry.weights)
     rounding = rounding_of(_only(seen, entry.weights))
     computed = min(rounding.wire, torch.finfo(torch.float32).eps)
-    # Independent errors of norm e in all entries of an (m, n) matrix have a spectral norm of e (1/sqrt(m) + 1/sqrt(n)).
-    spread = float(matrix.norm()) / largest * sum(side**-0.5 for side in matrix.shape)
+    spread = spectral_spread(matrix, largest)
     floor = max(LEAST, ROUNDINGS * computed + (rounding.wire + noise) * spread)
     return _Span(entry, values / largest, directions, floor)
 

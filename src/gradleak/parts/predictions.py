@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from gradleak.core.tree import Params, Tree
 from gradleak.parts.protocols import NOTHING, Footprint, Needs, Prediction
 from gradleak.parts.view import Step, TargetView
 from gradleak.scenario.client import ClientState, LocalTraining, Order
-from gradleak.scenario.defence import Defence
+from gradleak.scenario.defence import Defence, OnlyVisible
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Batch, Task
 
@@ -111,6 +112,27 @@ def assumed_in(scene: TargetView) -> Defence:
     """The defence as the attacker assumes it, made in the lane: masks are read off the lane's observation."""
     known = scene.knows.defence
     return Defence() if known is None else known.assumed(scene, scene.task)
+
+
+def sent_entries(scene: TargetView) -> Params:
+    """Which entries of the update the client sent, as far as the attacker knows: all, if the defence is unknown.
+
+    An attacker who replays a defence may compare entries that were dropped, as those that pruning bounds. So these are
+    the entries that one who only weighs out compares.
+    """
+    if scene.knows.defence is None:
+        return tree.map(lambda u: torch.ones_like(u, dtype=torch.bool), scene.update)
+    ones = tree.map(torch.ones_like, scene.update)
+    return tree.map(lambda weight: weight != 0, OnlyVisible(scene.knows.defence).visible(ones, scene))
+
+
+def noise_share(scene: TargetView, names: Sequence[str]) -> float:
+    """The norm of a known defence's noise in these tensors, as a share of theirs; infinite where some were dropped."""
+    if scene.knows.defence is None:
+        return 0.0
+    variance = assumed_in(scene).noise_variance(scene)
+    energy = sum(float(scene.update[name].double().square().sum()) for name in names)
+    return math.sqrt(sum(float(variance[name].double().sum()) for name in names) / max(energy, 1e-300))
 
 
 @dataclass(frozen=True)

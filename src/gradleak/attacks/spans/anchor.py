@@ -16,6 +16,7 @@ from gradleak.attacks.spans.equations import Frontier
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
 from gradleak.attacks.spans.passes import Network, is_cut
 from gradleak.attacks.spans.peeling import Known, errors_of, peel, zeros_end
+from gradleak.attacks.spans.unsent import by_rows
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.parts.row_space import Layer, rows
@@ -29,6 +30,7 @@ STEP = 1e-4  # relative, of a difference
 HOMOGENEOUS = 1e-6  # relative distance of what a map of double the scale gives from the double
 SCALE_ERROR = 1e-2  # relative, what the spans' scale may be wrong by
 EXACT = 1e-3  # relative error of a map that tells the scale of those above better than the spans
+SURPLUS = 2  # entries that were sent of each class of the classifier, for each example
 ENOUGH = 4  # maps below the first: a wrong ReLU shows earlier
 
 
@@ -54,6 +56,7 @@ def anchored(
     bases = {name: each.basis for name, each in solved.items()}
     if not network.classifier or not bool(update[f"{network.classifier}.weight"].any()):
         return [], None, solved
+    unsent = update[f"{network.classifier}.weight"].isnan()
     best, frontier = list[Known](), None
     for name in list(reversed(solved))[:TRIED]:
         if not is_cut(network, name, shapes[name]):
@@ -63,16 +66,47 @@ def anchored(
             continue
         place = [layer.name for layer in layers].index(name)
         behind = {each.name: spans[each.name] for each in layers[place + 1 :]}
+        if not behind and bool(unsent.any()) and (len(apart) > 1 or bool(unsent.all())):
+            continue  # nothing tells the scale
         centred = frozenset(each.name for each in layers if each.centred)
         maps = scaled(network, name, apart.reshape(-1, *shapes[name]), behind, update, centred)
-        maps = rescaled(network, update, name, maps, bases)
+        maps = rescaled(network, classified(network, update, name, maps), name, maps, bases)
         anchor = Known((name,), maps.clamp_min(0), solved[name].level, errors_of(maps))
-        peeled, beyond = peel(network, update, name, maps, bases)
+        peeled, beyond = peel(network, classified(network, update, name, maps), name, maps, bases)
         if not best or (len(apart), len(peeled)) > (len(best[0].maps), len(best) - 1):
             best, frontier = [anchor, *peeled], beyond
         if len(apart) == solved[name].examples and len(peeled) >= ENOUGH:
             break
     return best, frontier, solved
+
+
+@torch.enable_grad()
+def classified(network: Network, update: Params, layer: str, maps: Tensor) -> Params:
+    """The update with the whole gradient of the classifier, if a part of it was not sent.
+
+    Behind the maps (examples, C, H, W) that `layer` sees its inputs are known, and its gradient is linear in one number
+    for each class and example: told by the entries that were sent, or else by the gradient of the layer.
+    """
+    name = f"{network.classifier}.weight"
+    if not bool(update[name].isnan().any()):
+        return update
+    batch = network.task.blank(len(maps))
+    batch = {**batch, "x": batch["x"].requires_grad_()}
+    number = network.run(batch, {}).made_by(layer)
+    assert number is not None  # it is a cut
+    done = network.run(batch, {number: maps.clamp_min(0)})
+    features, logits = done.seen[network.classifier].detach(), done.given[network.classifier]
+    if int((~update[name].isnan()).sum(1).min()) >= SURPLUS * len(maps):
+        return {**update, name: by_rows(update[name].double(), features)}
+    patches = rows(network.task.model.get_submodule(layer), done.seen[layer].detach())
+    told = by_rows(update[f"{layer}.weight"].flatten(1).double(), patches) @ torch.linalg.pinv(patches)
+    told = told.unflatten(1, (len(maps), -1)).movedim(1, 0).flatten(1)
+    slopes = [
+        torch.autograd.grad(logits[:, each].sum(), done.given[layer], retain_graph=True)[0].flatten(1)
+        for each in range(logits.shape[1])
+    ]
+    deltas = torch.linalg.lstsq(torch.stack(slopes, 2), told[..., None]).solution[..., 0]  # (examples, classes)
+    return {**update, name: deltas.T @ features}
 
 
 def overlaps(module: nn.Module) -> bool:
@@ -95,17 +129,22 @@ def scaled(
 
     centred   the layers whose spans hold differences of rows only
     """
-    classifier = update[f"{network.classifier}.weight"].double()
-    _, values, directions = torch.linalg.svd(classifier, full_matrices=False)
-    rank = int((values > FLOOR * values[0]).sum())
-    spans = {**behind, network.classifier: directions[:rank]} if rank < len(classifier) else dict(behind)
+    classifier, spans = update[f"{network.classifier}.weight"].double(), dict(behind)
+    part = None
+    if bool(classifier.isnan().any()):
+        part = classifier if len(maps) == 1 else None
+    else:
+        _, values, directions = torch.linalg.svd(classifier, full_matrices=False)
+        rank = int((values > FLOOR * values[0]).sum())
+        if rank < len(classifier):
+            spans[network.classifier] = directions[:rank]
     found = []
     for single in maps.double():
         unit = single / single.square().mean().sqrt()
         low, high = (float(torch.tensor(end).log()) for end in SCALES)
         for _ in range(ZOOMS):
             scales = torch.linspace(low, high, GRID, dtype=unit.dtype, device=unit.device).exp()
-            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit.clamp_min(0), spans, centred)
+            outside = _outside(network, layer, scales.view(-1, 1, 1, 1) * unit.clamp_min(0), spans, centred, part)
             best = float(scales[int(outside.argmin())].log())
             step = (high - low) / (GRID - 1)
             low, high = best - step, best + step
@@ -119,8 +158,8 @@ def scaled_by_bias(network: Network, layer: str, maps: Tensor, update: Params) -
     Without biases, h(k map) = k h(map) for the classifier's inputs h: spans are the same at every scale. At k_b times
     the true one dL/dW = sum_b delta_b h_b^T gives delta_b / k_b, and dL/db = sum_b delta_b tells the k_b.
     """
-    bias = update.get(f"{network.classifier}.bias")
-    if bias is None or not bool(bias.any()):
+    bias, weight = update.get(f"{network.classifier}.bias"), update[f"{network.classifier}.weight"]
+    if bias is None or not bool(bias.any()) or bool(bias.isnan().any() | weight.isnan().any()):
         return maps
 
     def features(scale: float) -> Tensor:
@@ -132,7 +171,7 @@ def scaled_by_bias(network: Network, layer: str, maps: Tensor, update: Params) -
     here = features(1.0)
     if float((features(2.0) - 2 * here).norm()) > HOMOGENEOUS * float(here.norm()):
         return maps
-    deltas = update[f"{network.classifier}.weight"].double() @ torch.linalg.pinv(here)  # (classes, examples)
+    deltas = weight.double() @ torch.linalg.pinv(here)  # (classes, examples)
     factors = torch.linalg.lstsq(deltas, bias.double()[:, None]).solution[:, 0]
     return maps / torch.where(factors > 0, factors, 1.0).view(-1, 1, 1, 1)
 
@@ -169,9 +208,17 @@ def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: 
 
 
 def _outside(
-    network: Network, layer: str, maps: Tensor, spans: Mapping[str, Tensor], centred: Collection[str]
+    network: Network,
+    layer: str,
+    maps: Tensor,
+    spans: Mapping[str, Tensor],
+    centred: Collection[str],
+    part: Tensor | None = None,
 ) -> Tensor:
-    """(maps,) mean share of the rows outside of the spans of the layers behind."""
+    """(maps,) mean share of the rows outside of the spans of the layers behind.
+
+    part   of a single example's gradient of the classifier, as far as it was sent: what its inputs do not explain
+    """
     number = network.run(network.task.blank(1), {}).made_by(layer)
     assert number is not None  # it is a cut: nothing behind it depends on the image
     batch = {**network.task.blank(len(maps)), "x": network.task.blank(1)["x"]}
@@ -183,4 +230,9 @@ def _outside(
             table = table - table.mean(1, keepdim=True)
         inside = (table @ span.T.to(table)).square().sum((1, 2))
         total += 1 - inside / table.square().sum((1, 2)).clamp_min(1e-30)
+    if part is not None:
+        there, observed, features = ~part.isnan(), part.nan_to_num(0.0), seen[network.classifier]
+        sizes = features.square() @ there.to(maps).T
+        fitted = ((features @ observed.T).square() / sizes.clamp_min(1e-30)).sum(1)
+        total += 1 - fitted / observed.square().sum().clamp_min(1e-30)
     return total / max(1, len(spans))

@@ -15,6 +15,7 @@ from gradleak.attack.cascade import given_of, matches, part, taken
 from gradleak.attacks.spans.inversion import HISTORY, Inversion
 from gradleak.attacks.spans.norms import in_evaluation, training_norms, unreadable, with_batch_statistics
 from gradleak.attacks.spans.telling import PRECISE, Told, layers_of, told_by
+from gradleak.attacks.spans.unsent import by_rows
 from gradleak.attacks.spectral import Spectral
 from gradleak.core import assignment
 from gradleak.core import random as randomness
@@ -28,7 +29,7 @@ from gradleak.parts.fields import Labels, ReadBy, label_rule, last_layer
 from gradleak.parts.lbfgs import LBFGS
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still, require_positive
-from gradleak.parts.predictions import Replay
+from gradleak.parts.predictions import Replay, sent_entries
 from gradleak.parts.priors import one_hot
 from gradleak.parts.row_space import Layer
 from gradleak.parts.spaces import Pixels, as_given
@@ -272,8 +273,11 @@ def labelled(scene: TargetView, x: Tensor, rule: Labels) -> tuple[Batch, Tensor]
     with torch.no_grad():
         module = scene.task.classifier.module
         caught = scene.task.inputs_of([module], scene.weights, {**scene.task.blank(len(x)), "x": x}, scene.buffers)
-    observed = last_layer(scene).rows  # (classes, features)
-    deltas = observed @ torch.linalg.pinv(caught[module].detach().cpu().double())  # (classes, images)
+    observed, features = last_layer(scene).rows, caught[module].detach().cpu().double()
+    sent = sent_entries(scene)[scene.task.classifier.weight].cpu()
+    if not bool(sent.all()):
+        observed = by_rows(torch.where(sent, observed, torch.nan), features)
+    deltas = observed @ torch.linalg.pinv(features)  # (classes, images)
     deltas = deltas / deltas.norm(dim=0).clamp_min(1e-30)
     if "y" in scene.fields:
         y = scene.fields["y"]

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradleak.attacks.spans.unsent import by_columns
+
 WEAK = 1e-4  # singular values below this share of the largest: rounding of float32 is a percent of such directions
 WELL = 1e-2  # singular values from this share on tell a direction in spite of noise
 ODD = 5.0  # residuals of an output, in units of the median, from which on it holds a wrong ReLU
@@ -172,11 +174,35 @@ def spoilt(fit: LeastSquares, taps: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """The linear equations of the layers that see one map, for given deltas."""
+    """The linear equations of the layers that see one map, for given deltas.
+
+    gradients   NaN where an entry was not sent (`filled`)
+    """
 
     modules: Sequence[Any]
     gradients: Sequence[Tensor]
     shape: Sequence[int]
+
+    @cached_property
+    def whole(self) -> bool:
+        """Was every entry sent?"""
+        return not any(bool(gradient.isnan().any()) for gradient in self.gradients)
+
+    def filled(self, deltas: Sequence[Tensor]) -> System | None:
+        """With the entries that were not sent as the others say, at these deltas; None where they say too little."""
+        if self.whole:
+            return self
+        matrix, right = self._matrix(deltas), self._right
+        if not bool(matrix.isfinite().all()):
+            return None
+        sizes = matrix.square().sum(0).reshape(self.shape[0], -1).mean(1).sqrt().clamp_min(1e-300)
+        matrix = matrix / sizes.repeat_interleave(matrix.shape[1] // self.shape[0])
+        whole = by_columns(right, LeastSquares.of(matrix, right, matrix.new_ones(len(matrix), 1)).hat)
+        if whole is None:
+            return None
+        parts = zip(whole.split(self._equations), self.gradients, strict=True)
+        gradients = [part.reshape(len(g), *g.shape[2:], -1).permute(0, 3, 1, 2) for part, g in parts]
+        return replace(self, gradients=gradients)
 
     def _matrix(self, deltas: Sequence[Tensor]) -> Tensor:
         return torch.cat([equations(*each, self.shape) for each in zip(deltas, self.modules, strict=True)])
@@ -241,8 +267,11 @@ class System:
         return self._right - self._matrix(deltas) @ maps.permute(0, 2, 3, 1).reshape(-1, self.shape[1])
 
     def unexplained(self, deltas: Sequence[Tensor], maps: Tensor) -> float:
-        """The share of the gradients' energy that these maps do not explain."""
-        return float(self.rest(deltas, maps).square().sum() / self._right.square().sum())
+        """The share of the gradients' energy that these maps do not explain, in the entries that were sent."""
+        rest, right = self.rest(deltas, maps), self._right
+        if not self.whole:
+            rest, right = rest[~right.isnan()], right[~right.isnan()]
+        return float(rest.square().sum() / right.square().sum())
 
 
 def equations(delta: Tensor, module: nn.Conv2d, shape: Sequence[int]) -> Tensor:

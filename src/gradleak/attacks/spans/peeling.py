@@ -181,7 +181,9 @@ def _below(
     if not all(isinstance(module, nn.Conv2d) and plain(module) for module in modules):
         return None, values
     gradients = [update[f"{name}.weight"].double() for name in names]
-    system = System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    sent = System(modules, gradients, (int(alive.sum()), *shape[1:]))
+    if network.norms and not sent.whole:
+        return None, values  # the deltas there need the gradient itself
 
     def placed(solved: Solution) -> Tensor:
         maps = values.new_zeros(shape)
@@ -206,7 +208,7 @@ def _below(
         last = float("inf")
         for _ in range(CHORDS):
             deltas = [delta[alive] for delta in network.balanced(names, cases(pinned, seen)[1])]
-            moved = replace(solved, maps=seen[alive] + solved.step(system.rest(deltas, seen[alive])))
+            moved = replace(solved, maps=seen[alive] + solved.step(sent.rest(deltas, seen[alive])))
             before, seen = seen, filled(moved, pinned, roughly=True).clamp_min(0)
             change = float((seen - before).norm() / seen.norm())
             if not SETTLED < change < last:
@@ -220,7 +222,10 @@ def _below(
         pinned = torch.where(on, values.abs().maximum(least), 0.0)
         for _ in range(SETTLING):
             deltas = cases(pinned, seen)[1]
-            solved = system.solve([delta[alive] for delta in network.balanced(names, deltas)])
+            filled_in = sent.filled([delta[alive] for delta in deltas])
+            if filled_in is None:
+                return None, pinned
+            solved = (system := filled_in).solve([delta[alive] for delta in network.balanced(names, deltas)])
             if solved is None or not network.norms or len(solved.free) * shape[1] > MOST_OPEN:
                 break
             before, seen = seen, filled(solved, pinned, roughly=True).clamp_min(0)
@@ -234,7 +239,7 @@ def _below(
             # Behind norms in training mode the deltas need the whole map: what is seen well has no sure values.
             return (None if network.norms else solved.frontier(names[0], alive)), pinned
         maps = filled(solved, pinned, roughly=True) if network.norms else placed(solved)
-        unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
+        unexplained = sent.unexplained([delta[alive] for delta in deltas], maps[alive])
         if best is not None and unexplained > GAINS * best[0]:
             break
         best = (unexplained, pinned, deltas, solved)
@@ -242,7 +247,7 @@ def _below(
         flips = [
             wrong_relus(module, gradient, delta, (every, on, doubt), maps, spare)
             for module, gradient, delta, every, spare, off in zip(
-                modules, gradients, deltas, all_on, solved.spare, off_by(pinned, seen), strict=True
+                modules, system.gradients, deltas, all_on, solved.spare, off_by(pinned, seen), strict=True
             )
             if delta.shape == on.shape and acts_by_entry(delta - off, every * on)
         ]
@@ -252,7 +257,7 @@ def _below(
     assert best is not None
     _, pinned, deltas, solved = best
     maps = filled(solved, pinned)
-    unexplained = system.unexplained([delta[alive] for delta in deltas], maps[alive])
+    unexplained = sent.unexplained([delta[alive] for delta in deltas], maps[alive])
     return Known(tuple(names), maps, unexplained, errors_of(maps)), pinned
 
 

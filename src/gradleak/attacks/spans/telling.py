@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,18 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from gradleak.attacks.spans.anchor import anchored, overlaps
-from gradleak.attacks.spans.equations import Frontier
+from gradleak.attacks.spans.equations import Frontier, System
 from gradleak.attacks.spans.maps import Maps, separated, solve_maps
 from gradleak.attacks.spans.norms import in_evaluation
 from gradleak.attacks.spans.passes import Network, is_cut
 from gradleak.attacks.spans.peeling import LOST, Known
+from gradleak.attacks.spans.unsent import completed, unknown
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
-from gradleak.parts.predictions import assumed_in, gradient
-from gradleak.parts.row_space import Layer, spanning_layers
+from gradleak.identify.rounding import spectral_spread
+from gradleak.parts.predictions import assumed_in, gradient, noise_share, sent_entries
+from gradleak.parts.row_space import Layer, rows, spanning_layers
 from gradleak.parts.view import TargetView
 from gradleak.scenario.task import Task, TaskError
 
+ROUNDING = 1e-9  # below one: the largest singular value is kept
 EXACT = 1e-6  # level of maps that are solved for to rounding
 MOVED = 2  # directions, for each row of the examples, of a span in which rows that several local steps moved have room
 PRECISE = 3e-3  # relative error of a precise map: behind one of a cut, deeper ones add kinks, and little else
@@ -118,20 +122,28 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
     """
     task, examples = scene.task, scene.num_examples
     candidates = layers_of(task, examples, scene.weights, scene.buffers)
-    update = assumed_in(scene).visible(gradient(scene), scene)
-    telling = tuple(layer for layer in candidates if bool(update[f"{layer.name}.weight"].any()))
+    update = whole = assumed_in(scene).visible(gradient(scene), scene)
+    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
+    network = Network.of(task, scene.weights, scene.buffers, names)
+    sent = sent_entries(scene)
+    if not all(bool(each.all()) for each in sent.values()):
+        partial = unknown(update, sent)
+        told = _completed(network, partial, candidates, (examples, floor, draws))
+        if told:  # else zeros stay zeros: spans are wrong, and the whole update is matched
+            update, whole = partial, {**partial, **told}
+    telling = tuple(layer for layer in candidates if _told(whole[f"{layer.name}.weight"]))
     if not telling:
         raise TaskError(
             f"No layer of this network tells its inputs for {examples} examples in an update: all have more places "
             "than outputs, or their gradient was not sent. `gradleak check` lists up to how many each tells. Use 'ig'."
         )
-    names = [name for name, module in task.model.named_modules() if isinstance(module, nn.Conv2d)]
-    network = Network.of(task, scene.weights, scene.buffers, names).with_norms(update, norms, examples)
+    network = network.with_norms(update, norms, examples)
     telling = tuple(
         replace(layer, rows=layer.rows - 1, bias=False, centred=True) if layer.name in network.normed else layer
         for layer in telling
     )
-    spans = {layer.name: span_of(update[f"{layer.name}.weight"], layer.rows, floor) for layer in telling}
+    floors = {layer.name: floor + _noise(scene, f"{layer.name}.weight") for layer in telling}
+    spans = {each.name: span_of(whole[f"{each.name}.weight"], each.rows, floors[each.name]) for each in telling}
     known, frontier, solved = anchored(network, update, telling, spans, examples, draws)
     record: list[dict[str, Any]] = []
     for layer in telling:
@@ -143,10 +155,74 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
         cuts = {each.layers[0] for each in known if is_cut(network, each.layers[0], each.maps.shape[1:])}
         return replace(_of_maps(known, frontier, record), cuts=frozenset(cuts))
     passes = scene.knows.training.passes(examples) if scene.knows.training else 1
-    moved = (network, update, telling[:most], passes, floor, examples, draws, record)
+    moved = (network, whole, telling[:most], passes, floor, examples, draws, record)
     if passes > 1 and (found := _of_moved_spans(*moved)):
         return found
     return _of_spans(telling[:most], spans, solved, examples, record)
+
+
+def _told(gradient: Tensor) -> bool:
+    """Is it known, and not zero?"""
+    return bool(gradient.any()) and not bool(gradient.isnan().any())
+
+
+def _noise(scene: TargetView, name: str) -> float:
+    """The largest singular value of a known defence's noise, as a share of that of the gradient."""
+    noise = noise_share(scene, [name])
+    if not 0 < noise < math.inf:
+        return 0.0
+    matrix = scene.update[name].flatten(1)
+    return noise * spectral_spread(matrix, float(torch.linalg.matrix_norm(matrix, 2)))
+
+
+def _completed(
+    network: Network, update: Params, layers: Sequence[Layer], how: tuple[int, float, Draws]
+) -> dict[str, Tensor]:
+    """The gradients of the layers with the fewest rows that are told in spite of entries that were not sent.
+
+    More rows are told worse, and peeling does without.
+    """
+    (examples, floor, draws), found, most = how, dict[str, Tensor](), 0
+    with torch.no_grad():
+        seen = network.run(network.task.blank(1), {}).seen
+    for number, layer in sorted(enumerate(layers), key=lambda each: each[1].rows):
+        gradient = update[f"{layer.name}.weight"].double()
+        if found and layer.rows > most:
+            break
+        if _told(gradient):
+            whole: Tensor | None = gradient
+        else:
+            whole = completed(gradient.flatten(1), layer.rows, draws.child(number))
+            if whole is not None and bool(whole.isnan().any()):
+                module: Any = network.task.model.get_submodule(layer.name)
+                shape = (examples, *seen[layer.name].shape[1:])
+                whole = _by_overlap(module, gradient, whole, shape, (layer.rows, floor), draws)
+        if whole is not None:
+            found[f"{layer.name}.weight"], most = whole.reshape(gradient.shape), layer.rows
+    return found
+
+
+def _by_overlap(
+    module: nn.Conv2d, gradient: Tensor, whole: Tensor, shape: tuple[int, ...], layer: tuple[int, float], draws: Draws
+) -> Tensor | None:
+    """The gradient (outputs, C, h, w) from the columns of it that are known: maps of their channels fix its deltas.
+
+    whole   (outputs, inputs), NaN in columns that are open
+    layer   its rows; the floor
+    """
+    count, floor = layer
+    good = ~whole.unflatten(1, (shape[1], -1)).isnan().any(2).any(0)  # channels
+    if not overlaps(module) or not bool(good.any()):
+        return None
+    part = whole.unflatten(1, (shape[1], -1))[:, good].flatten(1)
+    maps = solve_maps(module, span_of(part, count, floor), (int(good.sum()), *shape[2:]), shape[0], draws, count)
+    if not maps.determined or maps.examples < shape[0]:
+        return None
+    patches = rows(module, maps.basis.reshape(shape[0], -1, *shape[2:]))  # (examples x places, inputs)
+    deltas = (part @ torch.linalg.pinv(patches)).unflatten(1, (shape[0], -1)).transpose(0, 1)
+    places = module(torch.zeros(1, *shape[1:]).to(next(module.parameters()))).shape[2:]
+    filled = System([module], [gradient], shape).filled([deltas.unflatten(2, places)])
+    return None if filled is None else filled.gradients[0] * deltas.any(2).any(0)[:, None, None, None]
 
 
 def _of_maps(known: Sequence[Known], frontier: Frontier | None, record: list[dict[str, Any]]) -> Told:
@@ -244,5 +320,5 @@ def span_of(weight: Tensor, rows: int, floor: float) -> Tensor:
     matrix = weight.flatten(1).double()
     squares, left = torch.linalg.eigh(matrix @ matrix.T)  # a few times faster than an SVD of so wide a matrix
     values = squares.clamp_min(0).sqrt()
-    kept = (values > floor * values[-1]).nonzero()[:, 0].flip(0)[:rows]
+    kept = (values > min(floor, 1 - ROUNDING) * values[-1]).nonzero()[:, 0].flip(0)[:rows]
     return torch.linalg.qr((left[:, kept].T @ matrix).T)[0].T.contiguous()

@@ -22,7 +22,7 @@ from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still
-from gradleak.parts.predictions import Replay, assumed_in, gradient
+from gradleak.parts.predictions import Replay, gradient, sent_entries
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
@@ -242,11 +242,8 @@ def _observed(scene: TargetView, layers: Collection[str]) -> tuple[Params, Param
     """The gradient of these layers, on the CPU in double precision, and which of its entries the client sent."""
     here = {name: u for name, u in scene.update.items() if name in layers or name.rpartition(".")[0] in layers}
     observed = {name: u.detach().cpu().double() for name, u in gradient(replace(scene, update=here)).items()}
-    if scene.knows.defence is None:
-        return observed, {name: torch.ones_like(u, dtype=torch.bool) for name, u in observed.items()}
-    ones = {name: torch.ones_like(u) for name, u in scene.update.items()}
-    sent = assumed_in(scene).visible(ones, scene)
-    return observed, {name: sent[name].detach().cpu() != 0 for name in here}
+    sent = sent_entries(scene)
+    return observed, {name: sent[name].detach().cpu() for name in here}
 
 
 def _rounding(scene: TargetView, names: Collection[str]) -> float:
