@@ -198,7 +198,8 @@ def rescaled(network: Network, update: Params, layer: str, maps: Tensor, bases: 
     here = made(cut.maps)
     slope = (made(cut.maps * (1 + STEP)) - here) / STEP
     factors = []
-    each = zip(maps, here, slope, maps > zeros_end(maps), cut.errors, strict=True)
+    on_in_both = (maps > zeros_end(maps)) & (here > 0)  # an error above zero is no entry that is on
+    each = zip(maps, here, slope, on_in_both, cut.errors, strict=True)
     for single, value, along, on, error in each:
         columns = torch.stack([single[on], -along[on]], 1)
         factor = torch.linalg.lstsq(columns, (value - along)[on][:, None]).solution[0]
