@@ -18,7 +18,7 @@ from gradleak.attacks.spans import pairs
 from gradleak.attacks.spans.completion import Open, _adjoint, _differences, provable, smoothest, whole
 from gradleak.attacks.spans.patches import PatchEmbedding, patch_embedding
 from gradleak.attacks.spans.transformers import open_of_batch
-from gradleak.audit.preflight import CLOSED, RUNS, UNKNOWN, Line, preflight
+from gradleak.audit.preflight import CLOSED, NEEDS, RUNS, UNKNOWN, Line, preflight
 from gradleak.auto.traits import Case
 from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.fields import UnsupportedTask
@@ -528,6 +528,9 @@ def test_half_precision_on_the_wire_does_not_make_a_wrong_patch_rounding() -> No
 def test_check_and_auto_know_what_two_images_need() -> None:
     task, batch = two_images()
     assert [line_of(task, examples).text for examples in (1, 2)] == [CLOSED, UNKNOWN]
+    attacks = [("vit", gl.attacks.get("vit"))]
+    statuses = [preflight(task, attacks, granted=(), examples=examples).lines[0].status for examples in (1, 2)]
+    assert statuses == [RUNS, NEEDS]
     seen, engine = gl.observe(task, batch, ONE_STEP), gl.Engine(device="cpu")
     assert Case(task, (Track((seen,)),), gl.Knowledge(training=ONE_STEP), engine).patched
     assert not Case(task, (Track((seen,)),), gl.Knowledge(), engine).patched

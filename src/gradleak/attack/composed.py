@@ -80,6 +80,10 @@ class Attack:
         """Gradient evaluations of a target, in all restarts; 0: a closed form, None: not known beforehand."""
         return None
 
+    def needs_on(self, examples: int | None) -> Needs:
+        """`needs` for updates of so many examples; None: any number."""
+        return self.needs
+
     def work_on(self, examples: int | None) -> int | None:
         """`work` for updates of so many examples; None: any number."""
         return self.work

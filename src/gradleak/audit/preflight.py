@@ -101,7 +101,7 @@ def preflight(
         return reason or too_many(attack, examples, task, training)
 
     lines = [
-        _line(name, attack, refusal(attack), known, (examination, attack.work_on(examples)))
+        _line(name, refusal(attack), attack.needs_on(examples) - known, (examination, attack.work_on(examples)))
         if isinstance(attack, Attack)
         else Line(name, RUNS, UNKNOWN)  # anything else with a name, needs and run is taken at its word
         for name, attack in attacks
@@ -109,11 +109,11 @@ def preflight(
     return Preflight(examination, tuple(lines), ledger(task))
 
 
-def _line(name: str, attack: Attack, reason: str, known: Collection[str], cost: tuple[Examination, int | None]) -> Line:
+def _line(name: str, reason: str, missing: Collection[str], cost: tuple[Examination, int | None]) -> Line:
     if reason:
         return Line(name, UNSUPPORTED, reason)
-    if missing := sorted(attack.needs - set(known)):
-        return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in missing))
+    if missing:
+        return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in sorted(missing)))
     examination, work = cost
     if work == 0:
         return Line(name, RUNS, CLOSED)

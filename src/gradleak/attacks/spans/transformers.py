@@ -25,6 +25,7 @@ from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
 from gradleak.parts.optimisers import Still, require_positive
 from gradleak.parts.predictions import Replay, assumed_in, gradient
+from gradleak.parts.protocols import Needs
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
@@ -106,6 +107,9 @@ class ViT(ReadOff):
     @property
     def work(self) -> int | None:
         return 0
+
+    def needs_on(self, examples: int | None) -> Needs:
+        return self.needs | {"training"} if examples == 2 else self.needs
 
     def work_on(self, examples: int | None) -> int | None:
         return self.work if examples == 1 else None
