@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,15 @@ from torch import Tensor, nn
 
 import gradleak as gl
 from conftest import largest_difference, seeded, tiny
+from gradleak.attacks.spans import pairs
 from gradleak.attacks.spans.completion import Open, _adjoint, _differences, provable, smoothest, whole
 from gradleak.attacks.spans.patches import PatchEmbedding, patch_embedding
 from gradleak.attacks.spans.transformers import open_of_batch
+from gradleak.audit.preflight import CLOSED, NEEDS, RUNS, UNKNOWN, Line, preflight
+from gradleak.auto.traits import Case
 from gradleak.identify.span_certificate import SpanCertificate
 from gradleak.scenario.fields import UnsupportedTask
+from gradleak.scenario.observation import MissingKnowledge, Track
 from gradleak.scenario.rules import SGD, Adam
 from gradleak.scenario.task import TaskError
 
@@ -417,6 +422,7 @@ def test_open_numbers_of_known_networks() -> None:
 
     assert [count(64, 48, 192, examples) for examples in (1, 2, 3)] == [0, 48, 48]
     assert [count(64, 48, 384, examples) for examples in (2, 3)] == [48, 48]
+    assert [count(196, 768, 192, examples) for examples in (2, 3)] == [392, 588]
     assert [count(196, 768, 768, examples) for examples in (1, 2, 3, 4)] == [0, 196, 410, 768]
 
 
@@ -427,8 +433,106 @@ def test_the_gradient_of_a_batch_holds_no_more_than_its_tokens() -> None:
     assert rank_of(sent - sent.mean(1, keepdim=True)) == 1 + 2 * PATCHES
 
 
+def refused(width: int, examples: int, training: gl.LocalTraining = ONE_STEP, **how: Any) -> str:
+    """Why an update of so many images is refused; `gradleak check` refuses it too."""
+    x = torch.rand(examples, 3, SIDE, SIDE, generator=seeded(9), dtype=torch.float64)
+    batch = {"x": x, "y": torch.arange(examples) % CLASSES}
+    task = gl.Task.supervised(made(width, **how), F.cross_entropy, like=(x, batch["y"]))
+    assert line_of(task, examples, training).status != RUNS
+    with pytest.raises(UnsupportedTask) as refusal:
+        gl.attacks.get("vit").run(task, gl.observe(task, batch, training), gl.Knowledge(training=training))
+    return str(refusal.value)
+
+
+def line_of(task: gl.Task, examples: int, training: gl.LocalTraining = ONE_STEP) -> Line:
+    """What `gradleak check` says of the attack."""
+    attacks = [("vit", gl.attacks.get("vit"))]
+    return preflight(task, attacks, examples=examples, training=training).lines[0]
+
+
 def test_batches_are_refused_with_what_is_open() -> None:
-    task, batch = batch_of(2, 48)
+    assert re.search("at most 2 example.s., and these hold 3.*leave 34 of 48 numbers", refused(64, 3))
+    few = refused(32, 2)
+    assert re.search("at most 1 example.s., and these hold 2.*leave .. of 48 numbers", few)
+    assert "spans of their 34 tokens: more than so many numbers in a token (here 32)" in few
+    assert "positions that are trained" in refused(64, 2, positions=fixed(64))
+    assert "a single local step" in refused(64, 2, gl.LocalTraining(lr=0.1, steps=2))
+
+
+# --- two images -------------------------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([3, 1])
+
+
+def two_images() -> tuple[gl.Task, dict[str, Tensor]]:
+    """Two images of 8 x 8, and a model with 5 tokens of width 64."""
+    model = gl.models.vit(
+        shape=(3, 8, 8), classes=CLASSES, width=64, heads=4, depth=2, patch=PATCH, generator=seeded(0)
+    )
+    x = torch.cat([picture(seed, 8) for seed in (0, 1)])
+    task = gl.Task.supervised(model.double(), F.cross_entropy, like=(x, LABELS), mean=0.5, std=0.5)
+    return task, {"x": task.fields["x"].model(x), "y": LABELS}
+
+
+def read_both(order: list[int], **given: Tensor) -> gl.Reconstruction:
+    task, batch = two_images()
+    seen = gl.observe(task, {name: value[order] for name, value in batch.items()}, ONE_STEP)
+    knows = gl.Knowledge(training=ONE_STEP, given=given)
+    engine = gl.Engine(device="cpu", precision="double")
+    return gl.attacks.get("vit", restarts=1).run(task, seen, knows, engine=engine)
+
+
+def test_two_images_come_out_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of their labels: ascending as read off, or as given."""
+    for name, evaluations in (("FIRST", 60), ("SHORT", 30), ("LONG", 60)):  # enough for so few numbers
+        monkeypatch.setattr(pairs, name, evaluations)
+    batch = two_images()[1]
+    read, given = read_both([0, 1]), read_both([1, 0], y=LABELS)
+    assert read.batch["y"].tolist() == [[1, 3]]
+    assert largest_difference(read.batch["x"][0], batch["x"][[1, 0]]) < 1e-6
+    assert largest_difference(given.batch["x"][0], batch["x"]) < 1e-6
+    assert float(read.match.max()) < 1e-12
+    assert read.settings["residual"][0] < 1e-8
+    assert read.settings["starts"] == [1]
+    told = SpanCertificate.of(read.settings["spans"][0])
+    assert (told.examples, told.apart, told.proved, told.reason) == (2, 2, 2, "")
+
+
+def test_a_search_that_stops_short_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST", "SHORT", "LONG", "CYCLES"):
+        monkeypatch.setattr(pairs, name, 2)
+    task, batch = two_images()
+    alone = gl.observe(task, {name: value[:1] for name, value in batch.items()}, ONE_STEP, key="alone")
+    seen, shares = gl.observe(task, batch, ONE_STEP, key="both"), list[float]()
+    attack = gl.attacks.get("vit", restarts=2)
+    found = attack.run(task, [alone, seen], gl.Knowledge(training=ONE_STEP), progress=shares.append)
+    assert found.settings["starts"] == [None, 2]
+    assert found.settings["open"] == [0, None]
+    assert found.settings["residual"][1] > 1e-2
+    single, both = (SpanCertificate.of(record) for record in found.settings["spans"])
+    assert (single.proved, both.proved) == (1, 0)
+    assert "The search stopped short" in both.reason
+    assert shares == sorted(shares)
+    again = attack.run(task, [alone, seen], gl.Knowledge(training=ONE_STEP))
+    assert torch.equal(again.batch["x"].nan_to_num(), found.batch["x"].nan_to_num())
+
+
+def test_half_precision_on_the_wire_does_not_make_a_wrong_patch_rounding() -> None:
+    task, batch = two_images()
     seen = gl.observe(task, batch, ONE_STEP)
-    with pytest.raises(UnsupportedTask, match="at most 1 example.s., and these hold 2.*leave 18 of 48 numbers"):
-        gl.attacks.get("vit").run(task, seen, gl.Knowledge(training=ONE_STEP))
+    rounded = replace(seen, update={name: value.half().double() for name, value in seen.update.items()})
+    assert pairs.rounding(seen) == pairs.PRECISE
+    assert pairs.rounding(rounded) == pairs.COARSE
+
+
+def test_check_and_auto_know_what_two_images_need() -> None:
+    task, batch = two_images()
+    assert [line_of(task, examples).text for examples in (1, 2)] == [CLOSED, UNKNOWN]
+    attacks = [("vit", gl.attacks.get("vit"))]
+    statuses = [preflight(task, attacks, granted=(), examples=examples).lines[0].status for examples in (1, 2)]
+    assert statuses == [RUNS, NEEDS]
+    seen, engine = gl.observe(task, batch, ONE_STEP), gl.Engine(device="cpu")
+    assert Case(task, (Track((seen,)),), gl.Knowledge(training=ONE_STEP), engine).patched
+    assert not Case(task, (Track((seen,)),), gl.Knowledge(), engine).patched
+    with pytest.raises(MissingKnowledge, match="vit needs training for two images"):
+        gl.attacks.get("vit").run(task, seen, gl.Knowledge())

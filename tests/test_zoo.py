@@ -114,7 +114,7 @@ def test_every_attack_that_check_lists_as_running_runs(name: str) -> None:
     model, training = victim(name), gl.LocalTraining(lr=0.1)
     checked = preflight(model.task)
     running = [line.attack for line in checked.lines if line.status == RUNS and line.attack not in SLOW]
-    alone = [attack for attack in running if gl.attacks.get(attack).most_examples == 1]
+    alone = [attack for attack in running if gl.attacks.get(attack).most(model.task) == 1]
     assert running
     run_all(model, [attack for attack in running if attack not in alone], checked, training)
     run_all(model, alone, checked, training, examples=1)

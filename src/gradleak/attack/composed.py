@@ -46,7 +46,7 @@ class Attack:
     """What every attack has, composed of stages or not. An own one defines `name` and `run`, and what it changes.
 
     gradients_only   it reads gradients: clients of other rules than SGD send something else
-    most_examples    it can attack updates of at most so many examples; None: any number
+    most_examples    it can attack updates of at most so many examples, whatever the task; None: any number
     """
 
     gradients_only: ClassVar[bool] = False
@@ -68,10 +68,25 @@ class Attack:
         """What it must grant if the labels are given."""
         return self.needs
 
+    def most(self, task: Task, training: LocalTraining | None = None) -> int | None:
+        """The most examples in an update of this task that it can attack; None: any number.
+
+        training   the clients' recipe; None: any
+        """
+        return self.most_examples
+
     @property
     def work(self) -> int | None:
         """Gradient evaluations of a target, in all restarts; 0: a closed form, None: not known beforehand."""
         return None
+
+    def needs_on(self, examples: int | None) -> Needs:
+        """`needs` for updates of so many examples; None: any number."""
+        return self.needs
+
+    def work_on(self, examples: int | None) -> int | None:
+        """`work` for updates of so many examples; None: any number."""
+        return self.work
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         """Why it cannot attack this task, in words that follow "unsupported: "; empty if it can.
@@ -271,11 +286,11 @@ def no_gradients(attack: Attack, training: LocalTraining | None) -> str:
     return f"it reads gradients, and these clients send what {type(training.optimiser).__name__} makes of them"
 
 
-def too_many(attack: Attack, examples: int | None) -> str:
+def too_many(attack: Attack, examples: int | None, task: Task, training: LocalTraining | None = None) -> str:
     """Why an attack refuses updates of so many examples (None: any number); empty if it does not."""
-    if attack.most_examples is None or examples is None or examples <= attack.most_examples:
+    if examples is None or (most := attack.most(task, training)) is None or examples <= most:
         return ""
-    return f"it attacks updates of at most {attack.most_examples} example(s), and these hold {examples}"
+    return f"it attacks updates of at most {most} example(s), and these hold {examples}"
 
 
 def require(attack: Attack, knows: Knowledge) -> None:

@@ -97,10 +97,11 @@ def preflight(
         return Preflight(examination, ())
 
     def refusal(attack: Attack) -> str:
-        return attack.refuses(task, known) or no_gradients(attack, training) or too_many(attack, examples)
+        reason = attack.refuses(task, known) or no_gradients(attack, training)
+        return reason or too_many(attack, examples, task, training)
 
     lines = [
-        _line(name, attack, refusal(attack), known, examination)
+        _line(name, refusal(attack), attack.needs_on(examples) - known, (examination, attack.work_on(examples)))
         if isinstance(attack, Attack)
         else Line(name, RUNS, UNKNOWN)  # anything else with a name, needs and run is taken at its word
         for name, attack in attacks
@@ -108,17 +109,17 @@ def preflight(
     return Preflight(examination, tuple(lines), ledger(task))
 
 
-def _line(name: str, attack: Attack, reason: str, known: Collection[str], examination: Examination) -> Line:
+def _line(name: str, reason: str, missing: Collection[str], cost: tuple[Examination, int | None]) -> Line:
     if reason:
         return Line(name, UNSUPPORTED, reason)
-    if missing := sorted(attack.needs - set(known)):
-        return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in missing))
-    if attack.work == 0:
+    if missing:
+        return Line(name, NEEDS, " and ".join(WORDS.get(each, f"a {each}") for each in sorted(missing)))
+    examination, work = cost
+    if work == 0:
         return Line(name, RUNS, CLOSED)
-    if attack.work is None or examination.seconds is None:
+    if work is None or examination.seconds is None:
         return Line(name, RUNS, UNKNOWN)
-    seconds = attack.work * examination.seconds
-    return Line(name, RUNS, next(word for most, word in COSTS if seconds < most))
+    return Line(name, RUNS, next(word for most, word in COSTS if work * examination.seconds < most))
 
 
 def _advice(result: Preflight) -> str:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from torch import nn
 
+from gradleak.attack import too_many
 from gradleak.attack.cascade import given_of
 from gradleak.attacks.analytic import input_layer
 from gradleak.attacks.second_order import orders_of
@@ -93,8 +94,13 @@ class Case:
 
     @cached_property
     def patched(self) -> bool:
-        """Does a vision transformer cut each target's one image into patches that its gradient tells?"""
-        return self.numeric and self.examples == 1 and not ViT().refuses(self.task, self.knows.given)
+        """Does a vision transformer cut the images of every target into patches that its gradient tells?"""
+        if not self.numeric or ViT().refuses(self.task, self.knows.given):
+            return False
+        alone = self.examples == 1  # two images need the size of the gradient
+        return alone or (
+            self.knows.training is not None and not too_many(ViT(), self.examples, self.task, self.knows.training)
+        )
 
     @cached_property
     def mapped(self) -> bool:

@@ -2,7 +2,7 @@
 
 `classifiers` attacks convolutional networks with the closed form of `maps`, `denoisers` diffusion models, `sparse`
 fully connected layers before a ReLU, `transformers` vision transformers: `patches` finds their first layers,
-`completion` fills in what their equations leave open.
+`completion` fills in what their equations leave open, `pairs` searches for two images.
 """
 
 from gradleak.attacks.spans.classifiers import Span

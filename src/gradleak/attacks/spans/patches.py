@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +69,39 @@ class PatchEmbedding:
         with torch.no_grad():
             tokens = task.inputs_of([self.first], weights, batch, buffers, whole=False)[self.first][0]
         return tokens[self.rows] - batch["x"].flatten()[self.places] @ weight.T
+
+
+@dataclass(frozen=True, eq=False)
+class PatchEquations:
+    """dL/dW = sum_p delta_p patch_p^T, with delta_p = dL/dposition_p: linear equations in the patches of one image.
+
+    deltas   (outputs, patches)
+    sums     (outputs, inputs), dL/dW
+    """
+
+    deltas: Tensor
+    sums: Tensor
+
+    @staticmethod
+    def of(update: Params, embedding: PatchEmbedding) -> PatchEquations:
+        assert embedding.positions is not None
+        return PatchEquations(embedding.positions.of(update).T, update[f"{embedding.layer}.weight"].flatten(1))
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The deltas by their singular values: (outputs, outputs), (k,), (patches, patches)."""
+        left, values, right = torch.linalg.svd(self.deltas)
+        return left, values, right
+
+    def rank(self, cut: float) -> int:
+        """Singular values above this share of the largest, at least one."""
+        values = self.factors[1]
+        return max(1, int((values > cut * values[0]).sum()))
+
+    def patches(self, rank: int) -> Tensor:
+        """The patches, (patches, inputs), by least squares, from so many singular values."""
+        left, values, right = self.factors
+        return right[:rank].T @ (left[:, :rank].T @ self.sums / values[:rank, None])
 
 
 class _Enough(BaseException):  # noqa: N818  (not an error; a BaseException, so that no model catches it)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, supported, too_many
+from gradleak.attack.cascade import given_of, part
 from gradleak.attacks.spans import completion
 from gradleak.attacks.spans.completion import LEVELS, Open, smoothest
-from gradleak.attacks.spans.patches import PatchEmbedding, Positions, patch_embedding
+from gradleak.attacks.spans.pairs import Pair, Plan, rounding, unpaired
+from gradleak.attacks.spans.patches import PatchEmbedding, PatchEquations, Positions, patch_embedding
 from gradleak.core.listeners import Share
 from gradleak.core.registry import named
 from gradleak.core.tree import Params
@@ -21,13 +23,16 @@ from gradleak.identify import rounding_of
 from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, ReadBy, label_rule
 from gradleak.parts.matches import Cosine
-from gradleak.parts.optimisers import Still
+from gradleak.parts.optimisers import Still, require_positive
 from gradleak.parts.predictions import Replay, gradient, sent_entries
+from gradleak.parts.protocols import Needs
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
+from gradleak.scenario.client import LocalTraining
 from gradleak.scenario.fields import UnsupportedTask
-from gradleak.scenario.observation import Knowledge, Observation, Seen, as_targets
+from gradleak.scenario.fit import fits
+from gradleak.scenario.observation import Knowledge, MissingKnowledge, Observation, Seen, as_targets
 from gradleak.scenario.task import Batch, Task, TaskError
 
 INDEPENDENT = 1e-4  # singular values of positions below this share of the largest do not tell them apart
@@ -68,23 +73,32 @@ class ViT(ReadOff):
     the first up to its mean, patch_p in the second: linear equations again. They need fewer tokens than the width, and
     independent positions: two-dimensional sines and cosines are not.
 
-    Several images in one update are refused. Their differences at every place lie in the spans of tokens and of
-    patches, so every patch may move by all of them: `open_of_batch` counts these directions.
+    Two images in one update are searched for (`pairs`). This needs learned positions, class labels, one local step, and
+    fewer tokens in two images than a token has numbers. The images are proved only if they explain the whole update to
+    rounding. All other updates of several images are refused: the differences of the images at every place lie in the
+    spans of tokens and of patches, so every patch may move by all of them. `open_of_batch` counts these directions.
 
     `settings` of the result hold, per target: "positions", their weight, or "fixed"; "patches"; "rank", the number of
     mixtures of patches that are told; "smallest", the smallest of their singular values as a share of the largest, to
     be compared with "rounding", that of the observation; "residual", the relative distance from the equations; "open",
     the dimensions of the image that neither equations nor whole levels settle; "error", the expected root mean
     square error of the told part, in [0, 1] pixels; "spans", all this as a certificate (`identify.span_certificate`).
+    Of two images, "residual" is the relative distance from the whole update, "starts" counts the searches, and what is
+    of equations is None.
 
-    labels   the rule by which labels are read, for a task that has some
-    whole    settle what is open by whole grey levels, if that is possible
+    labels     the rule by which labels are read, for a task that has some
+    whole      settle what is open by whole grey levels, if that is possible
+    restarts   starts at most of the search for two images, while a start does not explain the update
     """
 
     whole: bool = True
+    restarts: int = 3
 
     gradients_only: ClassVar[bool] = True
-    most_examples: ClassVar[int | None] = 1
+    most_examples: ClassVar[int | None] = 2
+
+    def __post_init__(self) -> None:
+        require_positive(self, whole=("restarts",))
 
     @property
     def name(self) -> str:
@@ -93,6 +107,12 @@ class ViT(ReadOff):
     @property
     def work(self) -> int | None:
         return 0
+
+    def needs_on(self, examples: int | None) -> Needs:
+        return self.needs | {"training"} if examples == 2 else self.needs
+
+    def work_on(self, examples: int | None) -> int | None:
+        return self.work if examples == 1 else None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):
@@ -104,6 +124,9 @@ class ViT(ReadOff):
         except TaskError as problem:
             return str(problem)
         return "" if embedding.positions else _untold(task, embedding)
+
+    def most(self, task: Task, training: LocalTraining | None = None) -> int | None:
+        return 1 if unpaired(task, patch_embedding(task), training) else self.most_examples
 
     def run(
         self,
@@ -118,27 +141,54 @@ class ViT(ReadOff):
         """Read every target, then replay the client on it: `match` is the cosine distance that other attacks report."""
         supported(self, task, knows)
         require(self, knows)
-        embedding = patch_embedding(task)
-        examples = max(target.num_examples for target in as_targets(seen))
-        if reason := too_many(self, examples):
-            count, inputs = open_of_batch(embedding, examples), embedding.places.shape[1]
-            sums = "Learned positions tell sums over the images. " if embedding.positions else ""
-            raise UnsupportedTask(
-                f"unsupported: vit cannot attack this update: {reason}. {sums}Spans of the first block hold all "
-                f"differences of the images, and leave {count} of {inputs} numbers of every patch open. Use 'spectral' "
-                "or 'ig'."
+        embedding, targets, engine = patch_embedding(task), as_targets(seen), engine or Engine()
+        fits(task, [observation for target in targets for observation in target.observations])
+        if reason := self._too_many(task, embedding, max(target.num_examples for target in targets), knows):
+            raise UnsupportedTask(f"unsupported: vit cannot attack this update: {reason} Use 'spectral' or 'ig'.")
+        rows = [row for row, target in enumerate(targets) if target.num_examples == 2]
+        if rows:
+            if knows.training is None:
+                raise MissingKnowledge(
+                    "vit needs training for two images in an update, which the threat model does not grant: it "
+                    "subtracts the gradient of one. Pass Knowledge(training=LocalTraining(lr=...))."
+                )
+            some, known = [targets[row] for row in rows], given_of(task, knows, rows, len(targets))
+            how, progress = (seed, engine, part(progress, 0, 2)), part(progress, 1, 2)
+            pairs = dict(
+                zip(rows, Plan(self.labels, self.restarts).run(task, some, known, embedding, how), strict=True)
             )
+        else:
+            pairs = {}
         labels, records = Labels(label_rule(self.labels)), list[Mapping[str, Any]]()
 
         def read(scene: TargetView) -> Batch:
-            x, record = self.image(scene, embedding)
+            row = len(records)
+            if row in pairs:
+                fields, record = _of_pair(pairs[row], embedding, scene, targets[row].last)
+            else:
+                x, record = self.image(scene, embedding)
+                fields = {**labels(scene), "x": x}
             records.append(record)
-            return {**labels(scene), **scene.fields, "x": x}
+            return {**fields, **scene.fields}
 
         attack = Composed(self.name, (Stage(Pixels(as_given), Replay(), Cosine(), (), Still()),), ReadBy(read))
-        result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
-        columns = {name: [record[name] for record in records] for name in records[0]}
+        result = attack.run(task, targets, knows, seed, engine=engine, progress=progress)
+        names = dict.fromkeys(name for record in records for name in record)
+        columns = {name: [record.get(name) for record in records] for name in names}
         return replace(result, settings={**result.settings, "attack": repr(self), **columns})
+
+    def _too_many(self, task: Task, embedding: PatchEmbedding, examples: int, knows: Knowledge) -> str:
+        """Why an update of so many examples is refused, in sentences, with the count of what is open."""
+        if examples == 1 or not (reason := too_many(self, examples, task, knows.training)):
+            return ""
+        count, inputs = open_of_batch(embedding, examples), embedding.places.shape[1]
+        sums = "Learned positions tell sums over the images." if embedding.positions else ""
+        spans = (
+            "Spans of the first block hold all differences of the images, and leave "
+            f"{count} of {inputs} numbers of every patch open."
+        )
+        why = unpaired(task, embedding, knows.training) if examples == 2 else ""
+        return " ".join(filter(None, (f"{reason}.", why, sums, spans)))
 
     def image(self, scene: TargetView, embedding: PatchEmbedding) -> tuple[Tensor, dict[str, Any]]:
         """The image of one target, (1, ...) in model-input space, and the record."""
@@ -170,6 +220,30 @@ class ViT(ReadOff):
         sure = places[:, settled]
         levels.view(-1)[sure] = levels.view(-1)[sure].round()
         return field.model(levels / LEVELS), int(settled.sum())
+
+
+def _of_pair(
+    pair: Pair, embedding: PatchEmbedding, scene: TargetView, seen: Observation
+) -> tuple[Batch, dict[str, Any]]:
+    """The fields of two images, and the record. They are proved if they explain the whole update to rounding."""
+    assert embedding.positions is not None
+    proved = pair.residual <= rounding(seen)
+    reason = "" if proved else f"The search stopped short: of the whole update {pair.residual:.0e} is unexplained."
+    layers = tuple(LayerCertificate(layer.name, rows=layer.rows) for layer in pair.layers)
+    certificate = SpanCertificate(2, pair.layers[-1].name, pair.outside, 2 * proved, layers, reason)
+    record = {
+        "positions": embedding.positions.name,
+        "patches": len(embedding.places),
+        "rank": None,
+        "smallest": None,
+        "rounding": rounding_of(seen).wire,
+        "residual": pair.residual,
+        "error": None,
+        "open": 0 if proved else None,
+        "starts": pair.starts,
+        "spans": certificate.record(),
+    }
+    return {"x": pair.x.to(scene.like), "y": pair.y}, record
 
 
 def _certificate(layer: str, record: Mapping[str, Any], values: int, whole: bool) -> SpanCertificate:
@@ -209,13 +283,15 @@ def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Posit
     observed, sent = _observed(scene, (embedding.layer, positions.name))
     weight, bias = f"{embedding.layer}.weight", f"{embedding.layer}.bias"
     told = positions.of(sent).all(0) & sent[weight].flatten(1).all(1)  # outputs with all that their equations need
-    deltas, target = (value[told] for value in (positions.of(observed).T, observed[weight].flatten(1)))
+    whole = PatchEquations.of(observed, embedding)
+    equations = PatchEquations(whole.deltas[told], whole.sums[told])
+    deltas, target = equations.deltas, equations.sums
     if not deltas.any():
         raise TaskError(
             f"vit needs all rows of {positions.name} and of {weight} for some outputs; this update has none. What a "
             "defence drops here cannot be read: use 'ig' with the defence known."
         )
-    left, values, right = torch.linalg.svd(deltas)  # (outputs, outputs), (k,), (patches, patches)
+    left, values, right = equations.factors
     wire = _rounding(scene, (weight, positions.name))
     noise = 2 * wire * _size(target)
     if bias in observed:  # these two are zero but for rounding, and for what a defence adds
@@ -226,7 +302,7 @@ def _by_positions(scene: TargetView, embedding: PatchEmbedding, positions: Posit
     errors[: len(values)] = noise * _levels(scene) / values
     errors = torch.where(errors > LOST, torch.inf, errors)
     rank = int(errors.isfinite().sum())
-    patches = right[:rank].T @ (left[:, :rank].T @ target / values[:rank, None])
+    patches = equations.patches(rank)
     record = {
         "rank": rank,
         "smallest": float(values[rank - 1] / values[0]) if rank else 0.0,
