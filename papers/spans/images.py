@@ -5,7 +5,7 @@
 Victims: `runs/victims` (papers/spans/victims.py; `--victim` takes another for the last one) and the public ResNet-20
 (weights beside the folder GRADLEAK_DATA).
 Settings of `span` were chosen on rows 1000 to 1999 of the data pack's test split; images here are rows below 1000.
-`--table` prints the table of README.md from the stored lines.
+`--table` prints the tables of README.md from the stored lines.
 """
 
 from __future__ import annotations
@@ -190,20 +190,33 @@ def measure(name: str, row: Row, options: argparse.Namespace) -> None:
             print(name, line["psnr"], line["losses"], f"{seconds / len(rows):.1f} s", flush=True)
 
 
-def table(path: Path) -> str:
-    """One line a row, attack and commit: counts, median, shares; again for images whose loss is above 0.05.
+def tables(path: Path) -> str:
+    """For each machine a table: one line a row, attack and commit, in the order of `rows`.
 
-    Shares have 95 % intervals over updates, in per cent.
+    Counts, median and shares; shares again for images whose loss is above 0.05. They have 95 % intervals over updates,
+    in per cent.
     """
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    machines = dict.fromkeys(line["machine"] for line in lines)
+    return "\n\n".join(
+        f"### {each}\n\n{_table([line for line in lines if line['machine'] == each])}" for each in machines
+    )
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
+    order = list(rows())
+
+    def place(line: dict[str, Any]) -> tuple[int, str]:
+        return order.index(line["row"].removesuffix(", resnet18-2340")), line["commit"]
+
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in sorted(lines, key=place):
         other = re.match(r"Composed\(name='(.*?)'", line["attack"])  # `span` is no such
         row = f"{line['row']}, by {other[1]}" if other else line["row"]
         groups.setdefault((row, line["commit"].split(",")[0]), []).append(line)
     head = ["client", "commit", "updates", "images", "median dB", "25 %, 75 %", "at 30", "at 25"]
     head += ["loss above 0.05: at 30", "at 25", "labels right", "s an update"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for (row, commit), found in groups.items():
         pairs = [list(zip(line["psnr"], line["losses"], strict=True)) for line in found]
         every = [[psnr for psnr, _ in update] for update in pairs]
@@ -213,8 +226,8 @@ def table(path: Path) -> str:
         cells = [row, commit, len(found), len(flat), f"{median(flat):.1f}"]
         cells += [f"{flat[len(flat) // 4]:.1f}, {flat[-1 - len(flat) // 4]:.1f}", share(every, 30), share(every, 25)]
         cells += [share(told, 30), share(told, 25), right, f"{median(line['seconds'] for line in found):.0f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        text.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(text)
 
 
 def share(updates: list[list[float]], least: float) -> str:
@@ -238,7 +251,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
-        print(table(options.out))
+        print(tables(options.out))
         return
     torch.set_num_threads(options.threads)
     state = git(HERE / "images.py") or {"commit": "", "dirty": False}  # the run outlives a commit

@@ -30,6 +30,7 @@ from gradleak.scenario.observation import Knowledge, Track
 from gradleak.scenario.rules import SGD
 from gradleak.scenario.task import Task, TaskError
 
+SEARCHED = 2 * 3 * 64**2  # numbers of two images whose search off a vision transformer takes minutes, not hours
 NEARLY, MOSTLY = 0.01, 0.9  # signs: nine in ten entries have nearly the same size, which those of a gradient never do
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -97,10 +98,11 @@ class Case:
         """Does a vision transformer cut the images of every target into patches that its gradient tells?"""
         if not self.numeric or ViT().refuses(self.task, self.knows.given):
             return False
-        alone = self.examples == 1  # two images need the size of the gradient
-        return alone or (
-            self.knows.training is not None and not too_many(ViT(), self.examples, self.task, self.knows.training)
-        )
+        if self.examples == 1:
+            return True
+        training = self.knows.training  # two images need the size of the gradient
+        few = self.unknowns <= SEARCHED
+        return few and training is not None and not too_many(ViT(), self.examples, self.task, training)
 
     @cached_property
     def mapped(self) -> bool:

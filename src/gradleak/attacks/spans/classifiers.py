@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradleak.attack import Composed, ReadOff, Reconstruction, missing_fields, require, scenes_of, supported
 from gradleak.attack.cascade import given_of, matches, part, taken
+from gradleak.attacks.spans.displaced import displaced, displaces
 from gradleak.attacks.spans.inversion import HISTORY, Inversion
 from gradleak.attacks.spans.norms import in_evaluation, training_norms, unreadable, with_batch_statistics
 from gradleak.attacks.spans.telling import PRECISE, Told, layers_of, told_by
@@ -39,8 +40,26 @@ from gradleak.scenario.fit import fits
 from gradleak.scenario.observation import Knowledge, Seen, Track, as_targets
 from gradleak.scenario.task import Batch, Task
 
+LOOKS = 6  # at weights behind images that were found, for clients that take their gradient elsewhere
 UNEXPLAINED = 1e-2  # cosine distance of the whole update: images with the right maps, and yet not the right ones
 ROUNDING = 1e-9  # share of a gradient that true maps leave in float32, beside examples of a small loss
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Images with their labels, what layers told of each target, and how far each image is outside of it."""
+
+    result: Reconstruction
+    told: list[Told]
+    outside: list[Tensor]
+
+    def improved(self, other: Found, rows: list[int], better: Tensor) -> Found:
+        """The same with what another search found of these rows, where that is better."""
+        told, outside = list(self.told), list(self.outside)
+        for number, row in enumerate(rows):
+            if better[number]:
+                told[row], outside[row] = other.told[number], other.outside[number]
+        return Found(taken(self.result, other.result, rows, better), told, outside)
 
 
 @named("span", kind="attack", paper="gradleak's own")
@@ -121,24 +140,24 @@ class Span(ReadOff):
         require(self, knows)
         engine, targets = engine or Engine(), as_targets(seen)
         fits(task, [observation for target in targets for observation in target.observations])
-        alone, single = in_evaluation(task), [with_batch_statistics(task, target, knows) for target in targets]
-        told = self._told(alone, single, knows, (seed, engine, training_norms(task.model)))
-        images, outside = self._images(alone, single, told, (seed, engine, part(progress, 0, 2)))
-        there = alone.to(engine.where, engine.dtype)
-        views = iter([TargetView.of(there, target, knows) for target in single])
-        waiting = iter(images)
-
-        def read(scene: TargetView) -> Batch:
-            low, high = scene.limits["x"]
-            x = next(waiting).to(low).clamp(low, high)
-            view = next(views)  # its features are those of each image alone
-            alone_scene = replace(scene, task=view.task, buffers=view.buffers)
-            y, order = labelled(alone_scene, x, Labels(label_rule(self.labels)))
-            x = torch.cat([x, scene.task.blank(scene.num_examples)["x"].to(x)[len(x) :]])
-            return {"x": x[order.to(x.device)], **y}
-
-        still = Stage(Pixels(as_given), Replay(), Cosine(), (), Still())
-        result = spans = Composed(self.name, (still,), ReadBy(read)).run(task, targets, knows, seed, engine=engine)
+        there = task.to(engine.where, engine.dtype)
+        with engine.settings():
+            moving = [row for row, target in enumerate(targets) if displaces(there, target, knows)]
+            points = [displaced(there, each, knows) if row in moving else each for row, each in enumerate(targets)]
+        found = self._found(task, (targets, points), knows, (seed, engine, part(progress, 0, 2)))
+        for _ in range(LOOKS):
+            if not (moving := [row for row in moving if float(matches(found.result)[row]) > ROUNDING]):
+                break
+            batches = [{name: value[row] for name, value in found.result.batch.items()} for row in moving]
+            some, known = [targets[row] for row in moving], given_of(task, knows, moving, len(targets))
+            with engine.settings():
+                points = [displaced(there, *each) for each in zip(some, [knows] * len(some), batches, strict=True)]
+            again = self._found(task, (some, points), known, (seed, engine, None))
+            better = matches(again.result) < matches(found.result)[moving]
+            found = found.improved(again, moving, better)
+            moving = [row for row, good in zip(moving, better.tolist(), strict=True) if good]
+        told, outside = found.told, found.outside
+        result = spans = found.result
         doubtful = (matches(spans) > UNEXPLAINED).tolist()
         rows = [row for row, each in enumerate(outside) if float(each.max()) > self.solved or doubtful[row]]
         if rows and self.fine_steps:
@@ -158,11 +177,48 @@ class Span(ReadOff):
         settings["spans"] = [certificate(*one, self.solved).record() for one in each]
         return replace(result, settings={**result.settings, **settings})
 
+    def _found(
+        self,
+        task: Task,
+        targets: tuple[Sequence[Track], Sequence[Track]],
+        knows: Knowledge,
+        how: tuple[int, Engine, Share | None],
+    ) -> Found:
+        """What spans tell of each target, and its images with their labels.
+
+        targets   as they were observed, and with the weights at which the client took its gradient
+        """
+        (observed, points), (seed, engine, progress) = targets, how
+        alone, single = in_evaluation(task), [with_batch_statistics(task, target, knows) for target in points]
+        floors = [rounding_of(target.last).rank for target in observed]
+        told = self._told(alone, single, knows, (seed, engine, training_norms(task.model), floors))
+        images, outside = self._images(alone, single, told, (seed, engine, progress))
+        there = alone.to(engine.where, engine.dtype)
+        views = iter([TargetView.of(there, target, knows) for target in single])
+        waiting = iter(images)
+
+        def read(scene: TargetView) -> Batch:
+            low, high = scene.limits["x"]
+            x = next(waiting).to(low).clamp(low, high)
+            view = next(views)  # its features are those of each image alone
+            alone_scene = replace(scene, task=view.task, buffers=view.buffers, weights=view.weights)
+            y, order = labelled(alone_scene, x, Labels(label_rule(self.labels)))
+            x = torch.cat([x, scene.task.blank(scene.num_examples)["x"].to(x)[len(x) :]])
+            return {"x": x[order.to(x.device)], **y}
+
+        still = Stage(Pixels(as_given), Replay(), Cosine(), (), Still())
+        result = Composed(self.name, (still,), ReadBy(read)).run(task, observed, knows, seed, engine=engine)
+        return Found(result, told, outside)
+
     def _told(
-        self, task: Task, targets: Sequence[Track], knows: Knowledge, how: tuple[int, Engine, Sequence[str]]
+        self,
+        task: Task,
+        targets: Sequence[Track],
+        knows: Knowledge,
+        how: tuple[int, Engine, Sequence[str], Sequence[float]],
     ) -> list[Told]:
-        solved, (seed, engine, norms) = list[Told](), how
-        floors = iter([rounding_of(target.last).rank for target in targets])
+        solved, (seed, engine, norms, own_floors) = list[Told](), how
+        floors = iter(own_floors)
 
         def read(scene: TargetView) -> Batch:
             solved.append(told_by(scene, self.layers, next(floors), Draws(randomness.key("span", seed)), norms))
