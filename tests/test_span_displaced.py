@@ -12,9 +12,12 @@ from gradleak.attacks.spans import classifiers
 from gradleak.attacks.spans.displaced import displaced, displaces
 from gradleak.core import tree
 from gradleak.core.registry import parse
+from gradleak.parts.predictions import gradient as observed_gradient
+from gradleak.parts.view import TargetView
 from gradleak.scenario.defence import Chain, Defence
 from gradleak.scenario.forms import AttackerForm
 from gradleak.scenario.observation import Knowledge, Track
+from gradleak.scenario.rules import SGD
 from test_span import GRADIENT, KNOWS, net, pictures
 
 
@@ -35,6 +38,26 @@ def test_behind_the_true_images_the_weights_are_those_of_the_gradient(name: str)
     gradient = net().gradient(moved.weights, pictures(2, seed=2))
     assert float(tree.norm(tree.subtract(gradient, seen.last.update))) < 1e-9 * float(tree.norm(gradient))
     assert moved.update is seen.last.update
+
+
+def test_the_clients_weight_decay_is_of_the_weights_that_it_received() -> None:
+    defence, training = parse("defence", "fedsam"), gl.LocalTraining(lr=0.5, optimiser=SGD(weight_decay=0.1))
+    knows = replace(knowing(defence), training=training)
+    moved = displaced(net(), target(defence, training), knows, pictures(2, seed=2))
+    seen = observed_gradient(TargetView.of(net(), moved, knows))
+    true = net().gradient(moved.last.weights, pictures(2, seed=2))
+    assert float(tree.norm(tree.subtract(true, seen))) < 1e-9 * float(tree.norm(true))
+
+
+def test_targets_of_different_sizes_are_looked_at_again(double: gl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifiers, "LOOKS", 1)
+    defence = parse("defence", "fedsam")
+    seen = [gl.observe(net(), pictures(size, seed=size), GRADIENT, defence, key=f"of {size}") for size in (2, 1)]
+    found = gl.attacks.get("span", steps=6, repairs=0, fine_steps=0).run(net(), seen, knowing(defence), engine=double)
+    assert torch.isfinite(found.batch["x"][0]).all()
+    assert torch.isfinite(found.batch["x"][1, :1]).all()
+    assert not torch.isfinite(found.batch["x"][1, 1:]).any()
+    assert found.batch["y"][1, 1:].tolist() == [-1]
 
 
 def test_the_observed_gradient_tells_the_weights_about() -> None:

@@ -106,8 +106,11 @@ def taken(best: Reconstruction, result: Reconstruction, rows: Sequence[int], win
     ranked = result.match[take].nan_to_num(torch.inf).argsort(1)[:, : best.match.shape[1]]  # its best restarts
 
     def put(old: Tensor, new: Tensor) -> Tensor:
-        old = old.clone()
-        old[into] = torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
+        old, values = old.clone(), torch.stack([each[order] for each, order in zip(new[take], ranked, strict=True)])
+        if values.dim() > 2:  # some targets alone may have fewer examples: the rest stays blank
+            old[into, :, : values.shape[2]] = values
+        else:
+            old[into] = values
         return old
 
     def curve(old: Tensor, new: Tensor) -> Tensor:

@@ -126,13 +126,17 @@ def sent_entries(scene: TargetView) -> Params:
     return tree.map(lambda weight: weight != 0, OnlyVisible(scene.knows.defence).visible(ones, scene))
 
 
-def noise_share(scene: TargetView, names: Sequence[str]) -> float:
-    """The norm of a known defence's noise in these tensors, as a share of theirs; infinite where some were dropped."""
+def noise_share(scene: TargetView, names: Sequence[str], dropped: float = math.inf) -> float:
+    """The norm of a known defence's noise in these tensors, as a share of theirs.
+
+    dropped   the variance of entries that were not sent
+    """
     if scene.knows.defence is None:
         return 0.0
     variance = assumed_in(scene).noise_variance(scene)
     energy = sum(float(scene.update[name].double().square().sum()) for name in names)
-    return math.sqrt(sum(float(variance[name].double().sum()) for name in names) / max(energy, 1e-300))
+    noise = sum(float(variance[name].double().nan_to_num(posinf=dropped).sum()) for name in names)
+    return math.sqrt(noise / max(energy, 1e-300))
 
 
 @dataclass(frozen=True)

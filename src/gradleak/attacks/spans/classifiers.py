@@ -75,7 +75,9 @@ class Span(ReadOff):
     read last: behind known images dL/dW of the classifier is linear in its deltas. Where this does not find the image,
     the whole update is matched as well (`spectral`), and the lower match of the whole update wins.
 
-    BatchNorm in training mode is taken apart by the statistics that came back (`spans.norms`).
+    BatchNorm in training mode is taken apart by the statistics that came back (`spans.norms`). Entries that a known
+    defence did not send are completed (`spans.unsent`). Where it takes the gradient at other weights, as FedSAM does,
+    weights and images are found in turn (`spans.displaced`).
 
     `settings` of the result hold, per target: "told", for each layer its rank and rows, "level", the share of patches
     that does not fit together, and "gap", that of the next solution; "apart", the number of examples that were told
@@ -145,14 +147,18 @@ class Span(ReadOff):
             moving = [row for row, target in enumerate(targets) if displaces(there, target, knows)]
             points = [displaced(there, each, knows) if row in moving else each for row, each in enumerate(targets)]
         found = self._found(task, (targets, points), knows, (seed, engine, part(progress, 0, 2)))
-        for _ in range(LOOKS):
-            if not (moving := [row for row in moving if float(matches(found.result)[row]) > ROUNDING]):
+        for look in range(LOOKS):
+            moving = [row for row in moving if ROUNDING < float(matches(found.result)[row]) < math.inf]
+            if not moving:
                 break
-            batches = [{name: value[row] for name, value in found.result.batch.items()} for row in moving]
+            batches = [
+                {name: value[row, : targets[row].num_examples] for name, value in found.result.batch.items()}
+                for row in moving
+            ]
             some, known = [targets[row] for row in moving], given_of(task, knows, moving, len(targets))
             with engine.settings():
                 points = [displaced(there, *each) for each in zip(some, [knows] * len(some), batches, strict=True)]
-            again = self._found(task, (some, points), known, (seed, engine, None))
+            again = self._found(task, (some, points), known, (seed, engine, part(part(progress, 1, 2), look, LOOKS)))
             better = matches(again.result) < matches(found.result)[moving]
             found = found.improved(again, moving, better)
             moving = [row for row, good in zip(moving, better.tolist(), strict=True) if good]

@@ -9,8 +9,8 @@
    best, together with the first.
 4. The same for the first image, given the second, and so on in turn.
 
-The whole update decides at every step, and says at the end whether the images were found: a search that stops short
-leaves a hundred times more of it unexplained.
+The whole update decides at every step, and says at the end whether the images were found: what it leaves unexplained is
+rounding, ten times as much where some patches are wrong, and a thousand times where the search is stuck.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ class Plan:
 
 
 def rounding(seen: Observation) -> float:
-    """A residual of the whole update that counts as rounding: ten times that of the observation, within bounds.
+    """A residual of the whole update that counts as rounding: ten times that of the observation.
 
-    Searches end up to ten roundings above it. A coarse type on the wire hides more than a wrong patch does: no residual
-    above `COARSE` counts.
+    Searches end up to ten roundings above it. A coarse type on the wire hides more than a wrong patch does: then none
+    counts.
     """
-    return min(max(PRECISE, 10 * rounding_of(seen).residual), COARSE)
+    limit = 10 * rounding_of(seen).residual
+    return max(PRECISE, limit) if limit <= COARSE else 0.0
 
 
 def unpaired(task: Task, embedding: PatchEmbedding, training: LocalTraining | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,7 +154,7 @@ def told_by(scene: TargetView, most: int, floor: float, draws: Draws, norms: Seq
         cuts = {each.layers[0] for each in known if is_cut(network, each.layers[0], each.maps.shape[1:])}
         return replace(_of_maps(known, frontier, record), cuts=frozenset(cuts))
     passes = scene.knows.training.passes(examples) if scene.knows.training else 1
-    moved = (network, whole, telling[:most], passes, floor, examples, draws, record)
+    moved = (network, whole, telling[:most], passes, floors, examples, draws, record)
     if passes > 1 and (found := _of_moved_spans(*moved)):
         return found
     return _of_spans(telling[:most], spans, solved, examples, record)
@@ -168,8 +167,8 @@ def _told(gradient: Tensor) -> bool:
 
 def _noise(scene: TargetView, name: str) -> float:
     """The largest singular value of a known defence's noise, as a share of that of the gradient."""
-    noise = noise_share(scene, [name])
-    if not 0 < noise < math.inf:
+    noise = noise_share(scene, [name], dropped=0.0)
+    if not noise:
         return 0.0
     matrix = scene.update[name].flatten(1)
     return noise * spectral_spread(matrix, float(torch.linalg.matrix_norm(matrix, 2)))
@@ -273,7 +272,7 @@ def _of_moved_spans(
     update: Params,
     telling: tuple[Layer, ...],
     passes: int,
-    floor: float,
+    floors: Mapping[str, float],
     examples: int,
     draws: Draws,
     record: list[dict[str, Any]],
@@ -291,7 +290,7 @@ def _of_moved_spans(
     for layer in reversed(telling):
         module: Any = network.task.model.get_submodule(layer.name)
         weight = update[f"{layer.name}.weight"]
-        span = span_of(weight, layer.rows * passes, floor)
+        span = span_of(weight, layer.rows * passes, floors[layer.name])
         lines[layer.name] = {"layer": layer.name, "rank": len(span), "rows": layer.rows * passes}
         if not MOVED * layer.rows <= len(span) < span.shape[1]:
             continue  # no room for rows that moved, or so much that any image fits

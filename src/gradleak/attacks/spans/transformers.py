@@ -112,7 +112,7 @@ class ViT(ReadOff):
         return self.needs | {"training"} if examples == 2 else self.needs
 
     def work_on(self, examples: int | None) -> int | None:
-        return self.work if examples == 1 else None
+        return self.work if examples in (None, 1) else None
 
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         if reason := Pixels().refuses(task):

@@ -14,7 +14,7 @@ from gradleak.core.tree import Params
 
 SURPLUS = 1.5  # entries that were sent, for each number of a matrix of such a rank
 SPARE = 4  # entries of a row or column beyond the rank, at least: fewer leave it open
-HELD_BACK = 0.03  # share of the entries that were sent on which the others are tested
+HELD_BACK, TESTED = 0.03, 20  # share of the entries that were sent on which the others are tested; at least so many
 TRUE = 1e-5  # relative error of all of those but a hundredth
 ROUNDS, SHRINKS, RIDGE = 300, 0.3, 1e-13  # of alternating least squares; what is left of its ridge; the last one
 SETTLED = 3e-9  # relative change of a matrix in a round
@@ -25,20 +25,26 @@ OPEN = 1e-4  # share of a direction's equations that were sent, up to which it i
 def unknown(update: Params, sent: Params) -> Params:
     """The update with NaN for what was not sent.
 
-    The zeros of an update are often all that shows its mask. Rows and columns of a convolution without any entry are
-    zero in fact: nothing reached them.
+    The zeros of an update are often all that shows its mask. Where entries were dropped one by one, a row or column of
+    a convolution without any is zero in fact: nothing reached it.
     """
-    return {name: torch.where(_sent_or_zero(sent[name]), value, torch.nan) for name, value in update.items()}
+    return {name: torch.where(_sent_or_zero(sent[name], value), value, torch.nan) for name, value in update.items()}
 
 
-def _sent_or_zero(sent: Tensor) -> Tensor:
+def _sent_or_zero(sent: Tensor, update: Tensor) -> Tensor:
     if sent.dim() < 3 or not bool(sent.any()):
         return sent
-    flat = sent.flatten(1)
+    flat, zero = sent.flatten(1), update.flatten(1) == 0
     live = flat.any(1)
-    if int(live.sum()) * float(flat[live].double().mean()) > EXPECTED:
-        flat = flat | ~flat.any(0)
-    return (flat | ~live[:, None]).view_as(sent)
+    share = float(flat[live].double().mean())
+    if share == 1.0:  # whole outputs were dropped
+        return sent
+    columns, rows = ~flat.any(0), ~live[:, None]
+    if int(live.sum()) * share > EXPECTED:
+        flat = flat | (zero & columns)
+    if flat.shape[1] * share > EXPECTED:
+        flat = flat | (zero & rows)
+    return flat.view_as(sent)
 
 
 def completed(matrix: Tensor, rank: int, draws: Draws) -> Tensor | None:
@@ -52,10 +58,12 @@ def completed(matrix: Tensor, rank: int, draws: Draws) -> Tensor | None:
     part, there = matrix[rows][:, columns].nan_to_num(0.0), seen[rows][:, columns]
     if min(part.shape) <= rank or int(there.sum()) < SURPLUS * rank * (sum(part.shape) - rank):
         return None
-    held = there & (draws.uniform(tuple(part.shape)).to(part.device) < HELD_BACK)
-    guess = _alternating(part, there & ~held, rank)
-    errors = (guess - part)[held].abs()
-    if not float(errors.quantile(0.99)) < TRUE * float(part[held].square().mean().sqrt()):
+    test = there & (draws.uniform(tuple(part.shape)).to(part.device) < HELD_BACK)
+    if int(test.sum()) < TESTED:
+        return None
+    guess = _alternating(part, there & ~test, rank)
+    errors = (guess - part)[test].abs()
+    if not float(errors.quantile(0.99)) < TRUE * float(part[test].square().mean().sqrt()):
         return None
     whole = torch.full_like(matrix, torch.nan)
     whole[:, (seen & (matrix == 0)).all(0)] = 0.0
