@@ -45,8 +45,8 @@ TOLD = ("outside", "apart", "peeled", "matched")  # settings of the result that 
 DEFENCES = (
     "clipping:norm=1.0", "pruning:keep=0.9", "pruning:keep=0.1", "random-mask:keep=0.5", "random-mask:keep=0.1",
     "withholding:layer=classifier", "soteria", "local-gaussian:sigma=1e-6", "local-gaussian:sigma=1e-4", "dp-sgd",
-    "agp:layers=features.10.body.3", "tip", "mixup", "pgd", "fedsam", "fedasam", "fedgf", "secadam", "seclion", "dp-fedavg", "dp-fedavg-lewis", "dp-secadam", "fedsai", "geyer",
-    "ldp-secadam", "tip-dp-baseline",
+    "agp:layers=features.10.body.3", "tip", "mixup", "pgd", "fedsam", "fedasam", "fedgf", "secadam", "seclion",
+    "dp-fedavg", "dp-fedavg-lewis", "dp-secadam", "fedsai", "geyer", "ldp-secadam", "tip-dp-baseline",
 )  # fmt: skip
 
 
