@@ -1,10 +1,10 @@
-"""Texts off the gradients of language models: the bag of tokens, their order, and the labels: DAGER's spans, and more."""
+"""Texts off the gradients of language models: the bag of tokens, their order, and labels."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -224,27 +224,26 @@ class _Reading:
             for name, value in self.scene.fields.items()
             if self.task.fields[name].public and name in self.task.fields
         }
-        masks = [name for name, f in self.task.fields.items() if isinstance(f.kind, Mask) and name in public]
         groups: dict[tuple[Any, ...], list[tuple[int, int | None]]] = {}
         for example in range(self.scene.num_examples):
             start, length = 0, None
-            for name in masks[:1]:
+            for name in self._masks:
                 there = public[name][example].nonzero()[:, 0]
                 if len(there) and int(there[-1] - there[0]) + 1 == len(there):
                     start, length = int(there[0]), len(there)
-            others = tuple(tuple(public[name][example].flatten().tolist()) for name in public if name not in masks)
+            others = tuple(
+                tuple(public[name][example].flatten().tolist()) for name in public if name not in self._masks
+            )
             groups.setdefault((start, others), []).append((example, length))
         blank = self.task.blank(1)
         for (start, _), members in groups.items():
             example = members[0][0]
             layout = {name: blank[name] for name in blank if name != "x"}
-            layout |= {name: value[example : example + 1] for name, value in public.items() if name not in masks}
-            for name in masks[:1]:
+            layout |= {name: value[example : example + 1] for name, value in public.items() if name not in self._masks}
+            for name in self._masks:
                 layout[name] = torch.ones_like(blank[name])
                 layout[name][:, :start] = 0
-            passes = Passes(
-                self.task, self.scene.weights, self.scene.buffers, layout, start, self.readers.shortened
-            )
+            passes = Passes(self.task, self.scene.weights, self.scene.buffers, layout, start, self.readers.shortened)
             examples, lengths = zip(*members, strict=True)
             yield Layout(passes, examples, lengths)
 
@@ -271,7 +270,7 @@ class _Reading:
             if node is not None:
                 x[example, starts[example] : starts[example] + len(node)] = node.ids
         fields = {name: value.cpu() for name, value in self.scene.fields.items()}
-        x, labels = self._with_labels(x, nodes)
+        x, labels = self._with_labels(self._padded(x), nodes)
         fields |= {"x": x} | ({"y": labels} if labels is not None and "y" not in fields else {})
         certificate = _certificate(nodes, bags, context)
         record = {
@@ -284,6 +283,21 @@ class _Reading:
         }
         outside = [1.0 if node is None else node.outside for node in nodes]
         return Found(fields, record, sum(outside) / len(outside))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """With padding where a public mask shows it."""
+        kind = self.task.fields["x"].kind
+        for name in self._masks:
+            if isinstance(kind, Tokens) and kind.padding is not None:
+                x = torch.where(self.scene.fields[name].cpu() == 0, kind.padding, x)
+        return x
+
+    @property
+    def _masks(self) -> list[str]:
+        """The public mask of texts, if there is one."""
+        fields = self.task.fields.items()
+        masks = [name for name, f in fields if isinstance(f.kind, Mask) and f.public and name in self.scene.fields]
+        return masks[:1]
 
     def _with_labels(self, x: Tensor, nodes: list[Node | None]) -> tuple[Tensor, Tensor | None]:
         """The texts with their last tokens, and a label for every place where the task has some."""
@@ -323,21 +337,22 @@ def _in_a_bag(bag: Bag, layout: Layout, length: int) -> list[Node | None]:
     """The tokens without their order, example after example; with positions, each at a place of its own."""
     room = length - layout.passes.start
     rows = torch.full((len(layout.examples), room), -1, dtype=torch.long)
+    there = torch.stack([torch.arange(room) < (room if each is None else each) for each in layout.lengths])
     if len(bag.tokens) > 1:
         for place, ids in enumerate(bag.tokens):
-            rows[: len(ids), place] = ids[: len(rows)]
+            free = there[:, place].nonzero()[: len(ids), 0]
+            rows[free, place] = ids[: len(free)]
     else:
-        order = bag.evidence[0].argsort(descending=True)[: rows.numel()]
-        rows.view(-1)[: len(order)] = bag.tokens[0][order]
+        order = bag.evidence[0].argsort(descending=True, stable=True)[: int(there.sum())]
+        free = there.nonzero()[: len(order)]
+        rows[free[:, 0], free[:, 1]] = bag.tokens[0][order]
     return [Node(row, 0.0, 1.0) for row in rows]
 
 
 def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span]) -> SpanCertificate:
     """Texts all of whose rows are inside of spans that refuse texts of noise."""
     spans = [*(span for bag in bags for span in bag.spans), *context]
-    layers = {
-        span.reader.entry.name: LayerCertificate(span.reader.entry.layers[0], rank=span.rank) for span in spans
-    }
+    layers = {span.reader.entry.name: LayerCertificate(span.reader.entry.layers[0], rank=span.rank) for span in spans}
     outside = tuple(node.outside for node in nodes if node is not None and node.outside < 1)
     reason = ""
     if not bags:

@@ -68,7 +68,11 @@ def bag_of(spans: Sequence[Span], passes: Passes, most: int, placed: bool) -> Ba
         most *= passes.length - passes.start
     whole = [span for span in spans if span.whole]
     bag = _inside(whole, [_tested(span, passes, placed) for span in whole], most) if whole else EMPTY
-    parts = [] if bag.told else sorted((span for span in spans if not span.whole and span.floor < DIGITS), key=lambda each: -each.rank)
+    parts = (
+        []
+        if bag.told
+        else sorted((span for span in spans if not span.whole and span.floor < DIGITS), key=lambda each: -each.rank)
+    )
     return _explaining(parts[0], passes, placed) if parts else bag
 
 

@@ -37,7 +37,7 @@ def exchanged(
     bag: Bag,
     wanted: tuple[int, int],
     draws: Draws,
-    effort: Effort = Effort(),
+    effort: Effort,
     progress: Watch = lambda share: None,
 ) -> list[Node]:
     """Texts whose rows are inside at every place. `wanted`: their length, and how many there are at most."""

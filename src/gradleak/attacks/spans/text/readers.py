@@ -255,8 +255,8 @@ def span_of(reader: Reader, scene: TargetView, seen: Observation) -> Span | None
     _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
     largest = float(values[0])
     names = reader.entry.weights
-    own = replace(
-        seen, update={name: seen.update[name] for name in names}, weights={name: seen.weights[name] for name in names}
+    own = Observation(
+        {name: seen.weights[name] for name in names}, {name: seen.update[name] for name in names}, seen.num_examples
     )
     wire = rounding_of(own).wire
     computed = min(wire, torch.finfo(torch.float32).eps)
