@@ -20,7 +20,7 @@ from gradleak.attack import Reconstruction
 from gradleak.attacks.spans.text import SpanText
 from gradleak.attacks.spans.text.bag import bag_of
 from gradleak.attacks.spans.text.order import Node, chosen
-from gradleak.attacks.spans.text.readers import Passes, Sees, readers_of, span_of
+from gradleak.attacks.spans.text.readers import Passes, Sees, Update, readers_of, span_of
 from gradleak.attacks.spans.text.sparse import picked
 from gradleak.engine import Engine
 from gradleak.models.language import Positions, decoder
@@ -132,13 +132,13 @@ def test_rows_of_the_clients_tokens_are_inside_and_others_are_not(positions: Pos
     ids, _ = texts(4)
     task = task_of(language(positions).double(), {"input_ids": ids})
     seen = gl.observe(task, {"x": ids}, RECIPE)
-    scene = TargetView.of(task, seen, gl.Knowledge(training=RECIPE))
+    update = Update.of(TargetView.of(task, seen, gl.Knowledge(training=RECIPE)), seen)
     readers = readers_of(task)
     assert [reader.sees for reader in readers.own] == [Sees.OWN]
     assert readers.causal
     assert readers.placed is (positions == "learned")
     assert readers.shortened
-    span = span_of(readers.own[0], scene, seen)
+    span = span_of(readers.own[0], update)
     assert span is not None
     pairs = {(int(token), place) for row in ids for place, token in enumerate(row[:-1])}
     distinct = pairs if positions == "learned" else {token for token, _ in pairs}
@@ -153,7 +153,7 @@ def test_rows_of_the_clients_tokens_are_inside_and_others_are_not(positions: Pos
     assert float(outside[true].max()) < 1e-6
     if positions == "rotary":  # with learned positions sums of rows of other pairs are inside too
         assert float(outside[~true].min()) > 1e-2
-    context = span_of(readers.context[0], scene, seen)
+    context = span_of(readers.context[0], update)
     assert context is not None
     behind = passes.rows(ids[:, :-1], [readers.context[0].module])[readers.context[0].module]
     assert float(context.outside(behind).max()) < 1e-6
@@ -383,6 +383,20 @@ def rounded(dtype: torch.dtype) -> Callable[[gl.Observation], gl.Observation]:
 def test_a_gradient_in_half_precision(dtype: torch.dtype) -> None:
     ids, mask = texts(1)
     found = read(language(), {"input_ids": ids}, change=rounded(dtype))
+    assert found_rows(found, mask, last=False) == rows_of(ids, mask, last=False)
+
+
+def test_entries_that_a_known_mask_dropped_are_completed() -> None:
+    ids, mask = texts(1)
+    defence = gl.defences.get("random-mask", keep=0.7)
+    found = read(language(width=128), {"input_ids": ids}, defence=defence)
+    assert found_rows(found, mask, last=False) == rows_of(ids, mask, last=False)
+
+
+def test_a_withheld_attention_leaves_the_others() -> None:
+    ids, mask = texts(1)
+    defence = gl.defences.get("withholding", layer="blocks.0.attention.query")
+    found = read(language(), {"input_ids": ids}, defence=defence)
     assert found_rows(found, mask, last=False) == rows_of(ids, mask, last=False)
 
 

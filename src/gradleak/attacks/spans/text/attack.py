@@ -14,7 +14,7 @@ from gradleak.attack import ReadOff, Reconstruction, missing_fields, require, sc
 from gradleak.attacks.spans.text.bag import Bag, bag_of
 from gradleak.attacks.spans.text.exchange import Effort, exchanged
 from gradleak.attacks.spans.text.order import READ, Judge, Node, chosen, grown
-from gradleak.attacks.spans.text.readers import Passes, Reader, Readers, Span, readers_of, span_of
+from gradleak.attacks.spans.text.readers import Passes, Reader, Readers, Span, Update, readers_of, span_of
 from gradleak.attacks.spans.text.words import OutputSide, labels_of
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -24,12 +24,11 @@ from gradleak.engine import Engine
 from gradleak.identify.span_certificate import LayerCertificate, SpanCertificate
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.optimisers import require_positive
-from gradleak.parts.predictions import gradient
 from gradleak.parts.view import TargetView, in_turn
 from gradleak.scenario.fit import fits
 from gradleak.scenario.kinds import Mask, Tokens
 from gradleak.scenario.objectives import IGNORED
-from gradleak.scenario.observation import Knowledge, Observation, Seen, as_targets
+from gradleak.scenario.observation import Knowledge, Seen, as_targets
 from gradleak.scenario.task import Batch, Task
 
 MATCHED = 0.9  # share of the places whose label is the next token: then labels are the text, moved by one
@@ -134,7 +133,8 @@ class SpanText(ReadOff):
                         progress((number + share) / len(targets))
 
                 draws = Draws(randomness.lane_key(targets[number].key, seed, 0))
-                found.append(_Reading(self, readers, scene, targets[number].last, draws).found(watch))
+                update = Update.of(scene, targets[number].last)
+                found.append(_Reading(self, readers, update, draws).found(watch))
         if progress is not None:
             progress(1.0)
         batch = _padded([each.fields for each in found])
@@ -172,9 +172,12 @@ class _Reading:
 
     attack: SpanText
     readers: Readers
-    scene: TargetView
-    seen: Observation
+    update: Update
     draws: Draws
+
+    @property
+    def scene(self) -> TargetView:
+        return self.update.scene
 
     @property
     def task(self) -> Task:
@@ -206,7 +209,7 @@ class _Reading:
         """Of the first so many readers whose gradient tells something."""
         found = list[Span]()
         for reader in readers:
-            if (span := span_of(reader, self.scene, self.seen)) is not None:
+            if (span := span_of(reader, self.update)) is not None:
                 found.append(span)
             if len(found) == most:
                 break
@@ -307,7 +310,7 @@ class _Reading:
         texts = [example for example, node in enumerate(nodes) if node is not None and node.evidence > 0]
         if not texts or not (labelled or self.readers.causal) or ("y" in self.task.fields and not labelled):
             return x, empty
-        side = OutputSide.of(self.task, self.readers, gradient(self.scene), self.scene.weights, tokens)
+        side = OutputSide.of(self.task, self.readers, self.update.gradient, self.scene.weights, tokens)
         if side is None:
             return x, empty
         layouts = {example: each.passes for each in self._layouts() for example in each.examples}

@@ -14,12 +14,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from gradleak.attacks.spans.unsent import completed
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
 from gradleak.core.tree import Params
 from gradleak.identify.ledger import Entry, Ledger, ledger
 from gradleak.identify.rounding import rounding_of, spectral_spread
-from gradleak.parts.predictions import assumed_in, gradient, noise_share
+from gradleak.parts.predictions import assumed_in, gradient, noise_share, sent_entries
 from gradleak.parts.view import TargetView
 from gradleak.scenario.kinds import Tokens
 from gradleak.scenario.observation import Observation
@@ -31,6 +32,7 @@ ROUNDINGS = 2.5  # of the client's arithmetic: 3e-7 of the largest singular valu
 LEAST = 1e-13  # of the largest singular value: what a decomposition in float64 resolves
 GAP, STEEP = 2.0, 10.0  # in a spectrum that ends above the rounding, and in one that does not
 ZERO = 3e-8  # a share outside below this is the rounding of float64 under a root
+COMPLETED = (8, 16, 32, 64, 128)  # ranks that are tried where entries were not sent
 RANKS = 6  # of the largest gaps in a spectrum, tried as its end
 
 
@@ -242,31 +244,72 @@ class Span:
         return (inside / rows.square().sum(-1).clamp_min(1e-300)).clamp_min(ZERO**2).sqrt()
 
 
-def span_of(reader: Reader, scene: TargetView, seen: Observation) -> Span | None:
+@dataclass(frozen=True, eq=False)
+class Update:
+    """An observation as a mean gradient, with what is known of its digits, its noise and its mask.
+
+    sent   which entries were sent, where a known defence drops some; None: all
+    """
+
+    scene: TargetView
+    seen: Observation
+    gradient: Params
+    sent: Params | None
+
+    @staticmethod
+    def of(scene: TargetView, seen: Observation) -> Update:
+        known = scene.knows.defence is not None
+        observed = assumed_in(scene).visible(gradient(scene), scene) if known else gradient(scene)
+        sent = sent_entries(scene) if known else {}
+        return Update(scene, seen, observed, None if all(bool(each.all()) for each in sent.values()) else sent)
+
+    def matrix(self, entry: Entry) -> Tensor | None:
+        """The gradients of maps with the same rows, (outputs, inputs): each at length one, since some are far smaller.
+
+        None where nothing was sent. Entries that a known defence dropped are completed, or stay zero.
+        """
+        parts = []
+        for name in entry.weights:
+            part = self._whole(name, entry)
+            if float(length := part.norm()) > 0:
+                parts.append(part / length)
+        return torch.cat(parts) if parts else None
+
+    def _whole(self, name: str, entry: Entry) -> Tensor:
+        value = self.gradient[name].double()
+        there = torch.ones_like(value, dtype=torch.bool) if self.sent is None else self.sent[name]
+        value, there = (side.T if entry.turned else side.flatten(1) for side in (value, there))
+        if bool(there.all()) or not bool(there.any()):
+            return value * there
+        holes = torch.where(there, value, torch.nan)
+        draws = Draws(randomness.key("unsent text", name))
+        for rank in (rank for rank in COMPLETED if 2 * rank < min(value.shape)):
+            if (whole := completed(holes, rank, draws)) is not None:
+                return whole.nan_to_num(0.0)
+        return value * there
+
+    def floor(self, entry: Entry, matrix: Tensor, largest: float) -> float:
+        """The share of the largest singular value below which there is only rounding, or a known defence's noise."""
+        weights, update = (
+            {name: side[name] for name in entry.weights} for side in (self.seen.weights, self.seen.update)
+        )
+        wire = rounding_of(Observation(weights, update, self.seen.num_examples)).wire
+        computed = min(wire, torch.finfo(torch.float32).eps)
+        noise = noise_share(self.scene, entry.weights, dropped=0.0)
+        return max(LEAST, ROUNDINGS * computed + (wire + noise) * spectral_spread(matrix, largest))
+
+
+def span_of(reader: Reader, update: Update) -> Span | None:
     """The span of a reader's gradient; None where it was not sent, or fills the whole width."""
-    update = assumed_in(scene).visible(gradient(scene), scene)
-    turned = reader.entry.turned
-    matrices = [(update[name].T if turned else update[name].flatten(1)).double() for name in reader.entry.weights]
-    lengths = [matrix.norm() for matrix in matrices]
-    matrices = [matrix / length for matrix, length in zip(matrices, lengths, strict=True) if float(length) > 0]
-    if not matrices:
+    if (matrix := update.matrix(reader.entry)) is None:
         return None
-    matrix = torch.cat(matrices)  # (outputs, width); each at length one, since some are far smaller than others
     _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
     largest = float(values[0])
-    names = reader.entry.weights
-    own = Observation(
-        {name: seen.weights[name] for name in names}, {name: seen.update[name] for name in names}, seen.num_examples
-    )
-    wire = rounding_of(own).wire
-    computed = min(wire, torch.finfo(torch.float32).eps)
-    spread = spectral_spread(matrix, largest)
-    floor = max(LEAST, ROUNDINGS * computed + (wire + noise_share(scene, names)) * spread)
-    values = values / largest
-    clamped = values.clamp_min(floor)
+    floor, values = update.floor(reader.entry, matrix, largest), values / largest
     above = int((values > floor).sum())
     if above < 1:
         return None
+    clamped = values.clamp_min(floor)
     gaps = clamped[:-1] / clamped[1:]
     least = GAP if above < min(matrix.shape) else STEEP
     likely = [int(place) + 1 for place in gaps.topk(min(RANKS, len(gaps))).indices if float(gaps[place]) > least]
