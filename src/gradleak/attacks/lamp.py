@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class LayerCosine(Match):
     Tensors that are observed shorter than `ROUNDING` of the longest are left out: the gradient of the bias of attention
     keys is zero, and what is sent for it is rounding.
     """
+
+    scale_free: ClassVar[bool] = True
 
     def prepare(self, observed: Params) -> Params:
         lengths = {name: tree.norm({"": value}) for name, value in observed.items()}
@@ -258,8 +260,8 @@ def lamp(settings: LampSettings) -> Attack:
     (examples, places) to scores (examples, places, vocabulary). Without one this prior is off, and
     `settings["language_model"]` of the result says so: what remains re-orders by the match alone.
 
-    lr       in units of the embedding's root mean square (the paper's 0.01 for vectors of width 768 and length 1.4); times
-             0.89 after every 50 steps
+    lr       in units of the embedding's root mean square (that of the paper: 0.01 at width 768 and length 1.4); times 0.89
+             after every 50 steps
     starts   random starts, of which the best by match is taken
     keep     "last", always: the best iterate by match would undo what the language model chose
 

@@ -12,6 +12,8 @@ Where an objective asks for ids too, as one that predicts the next token does, i
 The gradient of the word embedding is never compared: with looked-up vectors replaced, its part through the lookup is
 not replayed. If the embedding is also the output layer, the part through the output is left out with it.
 
+Over several local steps the vectors stay where they are, while a client that trains its embedding moves it a little.
+
 A public mask of the shape of x says which places hold padding: those are not searched for.
 
 References: Deng et al., TAG, Findings of EMNLP 2021; Balunovic et al., LAMP, NeurIPS 2022.
