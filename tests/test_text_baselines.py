@@ -32,6 +32,7 @@ from gradleak.parts.embedded import (
     embedding_of,
     nearest,
     sources,
+    takes_shares,
     unembedded,
     unit_of,
 )
@@ -376,16 +377,55 @@ def test_most_tokens_of_a_short_text_come_back(name: str) -> None:
     assert found.match[0, 0] < 0.2 * found.trace["match"][0, 0, 0]
 
 
-def test_tokens_of_a_model_of_the_next_token_come_back_in_part() -> None:
-    """The targets are the nearest tokens of the moment: far less is found than of a classifier."""
-    task = predictor()
-    task = replace(task, model=task.model.float())
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_of_a_model_of_the_next_token_come_back(tied: bool) -> None:
+    task = predictor(tied)
     batch = batch_of(task, seed=1)
-    found = gl.attacks.get("lamp", **QUICK).run(task, gl.observe(task, batch, TRAINING), KNOWS, engine=CPU)
-    task.model.double()
-    right = float((found.batch["x"][0] == batch["x"]).double().mean())
-    assert right > 3 / WORDS
+    seen = gl.observe(task, batch, TRAINING)
+    found = gl.attacks.get("tag", steps=250).run(task, seen, KNOWS, engine=CPU)
     assert set(found.batch) == {"x"}
+    assert found.settings["targets"] == "shares"
+    assert float((found.batch["x"][0] == batch["x"]).double().mean()) >= 0.8
+
+
+def flat(scores: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy of whole ids alone."""
+    return F.cross_entropy(scores.transpose(1, 2).reshape(-1, WORDS), ids.reshape(-1))
+
+
+@pytest.mark.parametrize("padding", [None, 7])
+@pytest.mark.parametrize("first", [True, False])
+def test_shares_of_the_vocabulary_are_targets_of_the_next_token(padding: int | None, first: bool) -> None:
+    """At vectors that are tokens they give the gradient of the tokens, places that a loss leaves out included."""
+    loss = (
+        F.cross_entropy
+        if first
+        else lambda scores, target: F.cross_entropy(
+            scores.movedim(-1, 1), target.movedim(-1, 1) if target.is_floating_point() else target
+        )
+    )
+    objective = Supervised(loss, target="x", meet=NextToken(padding, classes_first=first))
+    task = Task(predictor().model, objective, {"x": replace(TEXT, kind=Tokens(padding=padding))})
+    assert takes_shares(task)
+    batch = {"x": texts(2)}
+    batch["x"][0, 4:] = 7 if padding is not None else batch["x"][0, 4:]
+    scene = scene_of(task, gl.observe(task, batch, TRAINING), KNOWS)
+    vectors = task.model.get_submodule("words").weight.detach()[batch["x"]]
+    hard, soft = (
+        EmbeddedReplay(layer="words", soft=soft)({**batch, LOOKED_UP: vectors}, {}, scene, moment())
+        for soft in (False, True)
+    )
+    assert largest_difference(hard, soft) < 0.02 * max(float(value.abs().max()) for value in hard.values())
+    assert largest_difference(hard, soft) > 0  # shares are never whole
+
+
+def test_a_loss_that_takes_whole_ids_only_gets_the_nearest_tokens() -> None:
+    task = Task(predictor().model, Supervised(flat, target="x", meet=NextToken()), {"x": TEXT})
+    assert not takes_shares(task)
+    assert not takes_shares(classifier())
+    found = gl.attacks.get("tag", steps=2).run(task, gl.observe(task, batch_of(task), TRAINING), KNOWS, engine=CPU)
+    assert found.settings["targets"] == "nearest tokens"
+    assert "targets" not in recovered("tag", steps=1)[0].settings
 
 
 def test_places_of_padding_are_given_back_as_padding() -> None:

@@ -260,13 +260,14 @@ def lamp(settings: LampSettings) -> Attack:
     (examples, places) to scores (examples, places, vocabulary). Without one this prior is off, and
     `settings["language_model"]` of the result says so: what remains re-orders by the match alone.
 
-    lr       in units of the embedding's root mean square (that of the paper: 0.01 at width 768 and length 1.4); times 0.89
+    lr       in units of the embedding's root mean square (the authors': 0.01 at width 768 and length 1.4); times 0.89
              after every 50 steps
     starts   random starts, of which the best by match is taken
     keep     "last", always: the best iterate by match would undo what the language model chose
 
-    Labels of a sequence classifier are read off or given. Where the model predicts the tokens themselves, the targets
-    are the nearest tokens of every moment, and no gradient goes through them. Masked language models need `y`.
+    Labels of a sequence classifier are read off or given. Where the model predicts its own next token, the targets are
+    shares of the vocabulary by nearness, and the nearest tokens where the loss takes no shares: `settings["targets"]`
+    of the result says which. Masked language models need `y`.
     The word embedding's own gradient is not compared (`parts.embedded`): with tied weights it would mislead.
 
     Differs: start, rate and lengths are in units of the embedding; the starts are not re-ordered; a candidate re-orders
@@ -289,9 +290,9 @@ class Lamp(TextSearch):
     def name(self) -> str:
         return "lamp"
 
-    def composed(self, layer: str) -> Composed:
+    def composed(self, layer: str, soft: bool = False) -> Composed:
         options = self.options
-        predict = EmbeddedReplay(layer=layer)
+        predict = EmbeddedReplay(layer=layer, soft=soft)
         match: Match = LayerCosine() if options.match == "cosine" else TagDistance(options.alpha, falling=False)
         lengths = (MeanLength(options.length, layer),) if options.length else ()
         fluent = (Perplexity(options.language),) if self.reads else ()

@@ -17,7 +17,15 @@ from gradleak.core.registry import named
 from gradleak.core.settings import takes
 from gradleak.core.tree import Params
 from gradleak.engine import Engine
-from gradleak.parts.embedded import Embedded, EmbeddedReplay, NearestTokens, embedding_of, unembedded
+from gradleak.parts.embedded import (
+    Embedded,
+    EmbeddedReplay,
+    NearestTokens,
+    embedding_of,
+    next_token,
+    takes_shares,
+    unembedded,
+)
 from gradleak.parts.matches import layers_of
 from gradleak.parts.optimisers import Adam, Still, require_positive
 from gradleak.parts.protocols import Match, Needs, Prediction
@@ -70,8 +78,8 @@ class TextSearch(Attack):
     def refuses(self, task: Task, given: Collection[str] = ()) -> str:
         return unembedded(task) or self.composed(embedding_of(task)).refuses(task, given)
 
-    def composed(self, layer: str) -> Composed:
-        """The stages for a model whose module `layer` embeds the tokens."""
+    def composed(self, layer: str, soft: bool = False) -> Composed:
+        """The stages for a model whose module `layer` embeds the tokens; `soft`: its loss takes shares of them."""
         raise NotImplementedError
 
     def run(
@@ -87,8 +95,11 @@ class TextSearch(Attack):
         """Attack one target or several. `batch["x"]` of the result holds ids."""
         supported(self, task, knows)
         require(self, knows)
-        result = self.composed(embedding_of(task)).run(task, seen, knows, seed, engine=engine, progress=progress)
-        return replace(result, settings={**result.settings, "attack": repr(self)})
+        soft = takes_shares(task)
+        attack = self.composed(embedding_of(task), soft)
+        result = attack.run(task, seen, knows, seed, engine=engine, progress=progress)
+        targets = {} if next_token(task) is None else {"targets": "shares" if soft else "nearest tokens"}
+        return replace(result, settings={**result.settings, "attack": repr(self), **targets})
 
 
 def projection(predict: Prediction, match: Match, layer: str) -> Stage:
@@ -122,8 +133,9 @@ def tag(settings: TagSettings) -> Attack:
     lr      in units of s: it fits models of any scale
     alpha   0 gives DLG on texts
 
-    Labels of a sequence classifier are read off or given. Where the model predicts the tokens themselves, the targets
-    are the nearest tokens of every moment, and no gradient goes through them. Masked language models need `y`.
+    Labels of a sequence classifier are read off or given. Where the model predicts its own next token, the targets are
+    shares of the vocabulary by nearness, and the nearest tokens where the loss takes no shares: `settings["targets"]`
+    of the result says which. Masked language models need `y`.
     The word embedding's own gradient is not compared (`parts.embedded`): with tied weights it would mislead.
 
     Differs: the paper gives no formula for a_l, only that layers nearer to the input weigh more; start and rate are in
@@ -143,8 +155,8 @@ class Tag(TextSearch):
     def name(self) -> str:
         return "tag"
 
-    def composed(self, layer: str) -> Composed:
+    def composed(self, layer: str, soft: bool = False) -> Composed:
         options = self.options
-        predict, match = EmbeddedReplay(layer=layer), TagDistance(options.alpha)
+        predict, match = EmbeddedReplay(layer=layer, soft=soft), TagDistance(options.alpha)
         search = Stage(Embedded(layer), predict, match, (), Adam(lr=options.lr, steps=options.steps))
         return options.attack(self.name, search, projection(predict, match, layer))
