@@ -101,7 +101,11 @@ MEMBERS: tuple[Member, ...] = (
     ),
     # Texts.
     Member("token-rows", lambda case: case.text, _any(), forms=()),
-    Member("tag", lambda case: case.text and (case.steps or 1) <= 8, _of(None, {"steps": 300}, {})),
+    Member(
+        "tag",
+        lambda case: case.text and (case.steps or 1) <= 8,
+        _of(None, {"steps": 300, "restarts": 2}, {"restarts": 4}),
+    ),
     Member(
         "lamp",
         lambda case: case.text and (case.steps or 1) <= 8,
