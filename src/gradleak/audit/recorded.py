@@ -32,7 +32,7 @@ from gradleak.federation import Federation, Snapshot, with_buffers
 from gradleak.identify import ReplayError, replay_error, rounding_of
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.guarantee import Exposure, Guarantee
-from gradleak.scenario.kinds import KINDS
+from gradleak.scenario.kinds import KINDS, Mask, Tokens
 from gradleak.scenario.observation import BadObservation, Knowledge, Observation, stack
 from gradleak.scenario.task import Batch, Task
 
@@ -90,7 +90,8 @@ def _truth(folder: Path, stem: str, observation: Observation, task: Task) -> Bat
     path = next((folder / (stem + suffix) for suffix in SUFFIXES if (folder / (stem + suffix)).exists()), None)
     if path is None:
         return None
-    batch = _tensors(path)
+    own = task.own_names  # canaries may keep what their loader gave: input_ids, attention_mask, labels
+    batch = {own.get(name, name): value for name, value in _tensors(path).items()}
     needed = set(task.fields) - task.drawn
     if missing := sorted(needed - batch.keys()):
         raise AuditError(f"{path} lacks {', '.join(missing)}: it should hold {', '.join(sorted(needed))}.")
@@ -144,7 +145,7 @@ def replays(
 
 def reproduced(error: ReplayError, seen: Observation, training: LocalTraining) -> str:
     """ "yes" up to rounding; "nearly" if an unknown order of batches, noise or augmentation may explain the rest."""
-    if error.relative <= max(SAME, 10 * rounding_of(seen).residual):
+    if error.relative <= max(SAME, 10 * rounding_of(seen).whole):
         return "yes"
     shuffled = any(rows is not None for rows in training.order(seen.num_examples))
     return "nearly" if error.relative <= (SHUFFLED if shuffled else NEARLY) else "no"
@@ -434,8 +435,8 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
     converged = result.checks.converged[target] and not any(check.severity == "error" for check in checks)
     certified = certificate is not None and certificate["verdict"] == "determined"
     replay: dict[str, float] | None = None
-    if knows.training is not None and not task.drawn:
-        error = replay_error(task, one.seen, result.target(target), knows.training, defence=knows.defence)
+    if knows.training is not None and not task.drawn and (batch := _whole(task, result.target(target))) is not None:
+        error = replay_error(task, one.seen, batch, knows.training, defence=knows.defence)
         replay = {"error": error.relative, "cosine": error.cosine}
     curve = result.trace["match"][:, target, restart]
     start = float(curve[0]) if len(curve) else 0.0
@@ -456,6 +457,28 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
             "checks": [{key: value for key, value in asdict(check).items() if key != "target"} for check in checks],
             "replay": replay,
         }
+    )
+
+
+def _whole(task: Task, batch: Batch) -> Batch | None:
+    """A reconstruction that can be replayed; None if tokens or inputs are missing.
+
+    Places without a token (-1) count as padding where the task has one, and its mask leaves the padding out.
+    """
+    whole, field = dict(batch), task.fields["x"]
+    if isinstance(field.kind, Tokens) and field.kind.padding is not None:
+        whole["x"] = batch["x"].masked_fill(batch["x"] < 0, field.kind.padding)
+        masks = [
+            name for name, each in task.fields.items() if isinstance(each.kind, Mask) and each.shape == field.shape
+        ]
+        whole |= {name: (whole["x"] != field.kind.padding).long() for name in masks if name not in batch}
+    if task.fields.keys() - whole.keys():
+        return None
+    indices = {name: value for name, value in whole.items() if not value.is_floating_point()}
+    return (
+        None
+        if any(task.fields[name].kind.allowed(value, task.fields[name]) for name, value in indices.items())
+        else whole
     )
 
 
