@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +51,12 @@ class Tokens(Kind):
     control: ClassVar = 0.5  # rows of an embedding name a token once, however often it stands in a text
     rule: ClassVar = "every token is in its place"
 
-    def settings(self) -> dict[str, object]:
-        return {name: value for name, value in super().settings().items() if value is not None}
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in super().settings().items() if value is not None and value != ()}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Tokens:
+        return cls(**{**settings, "words": tuple(settings.get("words", ()))})
 
     def blank(self) -> int:
         return 1 if self.padding == 0 else 0
