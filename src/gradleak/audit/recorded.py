@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,9 @@ from gradleak.identify import ReplayError, replay_error, rounding_of
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.guarantee import Exposure, Guarantee
 from gradleak.scenario.kinds import KINDS, Mask, Tokens
+from gradleak.scenario.objectives import ModelLoss
 from gradleak.scenario.observation import BadObservation, Knowledge, Observation, stack
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.task import Batch, Objective, Task
 
 if TYPE_CHECKING:
     from gradleak.attack import Attack, Reconstruction
@@ -386,6 +387,7 @@ def blind(
 ) -> list[dict[str, Any]]:
     """Attack all observations with all attacks, without any truth; write the findings into `out` and return them.
 
+    A recording holds no masks of padding: where the model can be called without, attacks call it so (`unmasked`).
     findings.jsonl has one line per attack and observation: `word` (determined, explained, in part or inconclusive),
     objective, match, labels, checks, certificate and, if the recipe is known, how well it reproduces the update from
     the reconstruction. ATTACK/reconstruction.png shows it. Attacks that the folder already holds do not run again.
@@ -395,6 +397,7 @@ def blind(
     home, progress = Path(out), progress or Silent()
     home.mkdir(parents=True, exist_ok=True)
     observations, methods = [one.seen for one in recorded], named_attacks(attacks)
+    attacked, _ = unmasked(task)
     for _, attack in methods:
         require(attack, knows)
     setting = digest([[_content(one) for one in observations], digest(task), knows.training, knows.defence, seed])
@@ -404,7 +407,7 @@ def blind(
         key = digest([setting, attack])
         if not any(row["run"] == key for row in findings):
             progress.cell(name, index)
-            result = attack.run(task, observations, knows, seed=seed, engine=engine, progress=progress.share)
+            result = attack.run(attacked, observations, knows, seed=seed, engine=engine, progress=progress.share)
             written = write(result, home / name.replace(":", "-").replace(",", "-").replace("/", "-"))
             files = [str(path.relative_to(home)) for path in written]
             for target, one in enumerate(recorded):
@@ -414,6 +417,26 @@ def blind(
         progress.finished(name, [{"status": "done"} for _ in observations])
     keys = {digest([setting, attack]) for _, attack in methods}
     return [row for row in findings if row["run"] in keys]
+
+
+def unmasked(task: Task) -> tuple[Task, list[str]]:
+    """The task whose model is called without masks of padding, and their names; the task itself if it needs them.
+
+    Then nothing counts as padded. For a causal model whose texts are padded behind, that changes no update: no place
+    looks at later ones, and padding has no loss.
+    """
+    names = [name for name, each in task.fields.items() if each.public and isinstance(each.kind, Mask)]
+    if not names or not isinstance(task.objective, ModelLoss):
+        return task, []
+    objective = replace(task.objective, inputs=tuple(each for each in task.objective.inputs if each.field not in names))
+    fields = {name: each for name, each in task.fields.items() if name not in names}
+    without = Task(task.model, cast(Objective, objective), fields)
+    try:
+        with torch.no_grad():
+            without.loss(without.weights(), without.blank(2))
+    except TypeError:  # the mask is an argument without a default
+        return task, []
+    return without, names
 
 
 def _findings(path: Path) -> list[dict[str, Any]]:
