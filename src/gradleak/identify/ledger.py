@@ -51,6 +51,7 @@ class Entry:
     groups    of a convolution: each tells by itself
     centred   "batch" or "example": a norm over these follows, and the gradient spans only differences of rows
     reason    why it does not tell; empty: it does, up to `most` examples
+    turned    its weight has the inputs first, as in Hugging Face's Conv1D
     """
 
     layers: tuple[str, ...]
@@ -64,6 +65,7 @@ class Entry:
     groups: int = 1
     centred: str = ""
     reason: str = ""
+    turned: bool = False
 
     @property
     def name(self) -> str:
@@ -363,6 +365,7 @@ def _layer(call: Call, module: Any) -> Iterator[_Map]:
         bias=module.bias is not None and module.bias.requires_grad,
         groups=groups,
         reason="" if turned or own_weight(module) else COMPUTED,
+        turned=turned,
     )
     output = (id(call.output), call.version)
     yield _Map(entry, module, (id(data), data._version, *geometry, groups), data, output, (weight,))
