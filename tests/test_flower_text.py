@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_canaries_keep_the_batch_of_their_loader(example: Any, ran: Path) -> Non
     assert first.truth.keys() == {"x", "attention_mask"}
     text = bytes(token for token in first.truth["x"][0].tolist() if token != example.task.PADDING)
     assert text.decode() == example.task.SENTENCES[0]
+
+
+def test_the_page_on_language_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks with peft too, which are marked `py`: test_readme.py runs the others where peft is missing."""
+    monkeypatch.chdir(tmp_path)
+    page = (EXAMPLE.parents[1] / "docs" / "audit-my-language-model.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:python|py)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"block {number}", "exec"), names)
+    error = replay_error(names["adapted"], names["seen"], names["adapted"].as_batch(names["first"]), names["training"])
+    assert error.relative < 1e-4
 
 
 # --- names of adapters ------------------------------------------------------------------------------------------------
