@@ -186,15 +186,16 @@ class _Reading:
 
     def found(self, watch: Share) -> Found:
         own = self._spans(self.readers.own)
-        context = self._spans(self.readers.context, READ)
+        context = self._spans(self.readers.context, 2 * READ)
         nodes: list[Node | None] = [None] * self.scene.num_examples
         bags = []
         for layout in self._layouts():
-            bag = bag_of(own, layout.passes, self._most(layout), self.readers.placed) if own else None
-            if bag is None or not bag.told:
+            bag = bag_of(own, layout.passes, self._most(layout), self.readers.placed)
+            if not bag.told:
                 continue
             bags.append(bag)
-            ordered = self._ordered(context, layout, bag, watch) if context else []
+            whole = [span for span in context if span.whole][:READ]
+            ordered = self._ordered(whole, layout, bag, watch) if whole else []
             if not any(ordered):
                 ordered = _in_a_bag(bag, layout, self.length)
             for example, node in zip(layout.examples, ordered, strict=True):

@@ -13,15 +13,16 @@ log(median outside / outside) in the best of the maps: a map tells nothing of to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradleak.attacks.spans.text.readers import Passes, Span
+from gradleak.attacks.spans.text.readers import AT_ONCE, ZERO, Passes, Span
+from gradleak.attacks.spans.text.sparse import picked
 
-PLACES_AT_ONCE = 256  # of a text, while a vocabulary is tested
+DIGITS = 1e-4  # the floor of a part of a span, at most, from which tokens are picked
 CLEAR = math.log(1.5)  # the least gap in evidence between the last token inside and the first one outside
 
 
@@ -54,6 +55,9 @@ class Bag:
         return torch.cat(self.tokens).unique() if self.tokens else torch.zeros(0, dtype=torch.long)
 
 
+EMPTY = Bag((), (), 0.0, (1.0, 1.0), ())
+
+
 def bag_of(spans: Sequence[Span], passes: Passes, most: int, placed: bool) -> Bag:
     """The tokens in these spans. `most`: of all places together, at the most.
 
@@ -62,7 +66,14 @@ def bag_of(spans: Sequence[Span], passes: Passes, most: int, placed: bool) -> Ba
     """
     if placed:
         most *= passes.length - passes.start
-    tested = [_tested(span, passes, placed) for span in spans]  # each (ranks, places, vocabulary)
+    whole = [span for span in spans if span.whole]
+    bag = _inside(whole, [_tested(span, passes, placed) for span in whole], most) if whole else EMPTY
+    parts = [] if bag.told else sorted((span for span in spans if not span.whole and span.floor < DIGITS), key=lambda each: -each.rank)
+    return _explaining(parts[0], passes, placed) if parts else bag
+
+
+def _inside(spans: Sequence[Span], tested: Sequence[Tensor], most: int) -> Bag:
+    """The tokens whose rows are inside. `tested`: each (ranks, places, vocabulary)."""
     chosen, outside = list[Span](), list[Tensor]()
     for span, table in zip(spans, tested, strict=True):
         best = max(range(len(span.ranks)), key=lambda row: _gap(_evidence(table[row]), most)[0])
@@ -70,27 +81,41 @@ def bag_of(spans: Sequence[Span], passes: Passes, most: int, placed: bool) -> Ba
         outside.append(table[best])
     evidence = torch.stack([_evidence(each) for each in outside]).amax(0)  # (places, vocabulary)
     gap, least = _gap(evidence, most)
+    if gap < CLEAR:
+        return EMPTY
     inside = evidence >= least
     tokens = tuple(row.nonzero()[:, 0] for row in inside)
-    if gap < CLEAR:
-        return Bag((), (), 0.0, (1.0, 1.0), tuple(chosen))
-    best_span = max(outside, key=lambda table: float(_evidence(table)[inside].median()))
-    level = float(best_span[inside].median()), float(best_span.median())
     found = tuple(row[ids] for row, ids in zip(evidence, tokens, strict=True))
+    nearest = max(outside, key=lambda table: float(_evidence(table)[inside].median()))
+    level = float(nearest[inside].median()), float(nearest.median())
     return Bag(tokens, found, gap, level, tuple(chosen))
+
+
+def _explaining(span: Span, passes: Passes, placed: bool) -> Bag:
+    """The few tokens that explain a part of their span."""
+    table = torch.cat([rows.float() for rows in _rows(span, passes, placed)])  # (vocabulary, places, width)
+    ids = picked(span.directions[: span.rank], table.flatten(0, 1).to(span.directions.device))
+    if not len(ids):
+        return EMPTY
+    places = table.shape[1]
+    tokens = tuple(ids[ids % places == place] // places for place in range(places))
+    evidence = tuple(torch.zeros(len(each)) for each in tokens)
+    return Bag(tokens, evidence, math.inf, (ZERO, 1.0), (span,))
 
 
 def _tested(span: Span, passes: Passes, placed: bool) -> Tensor:
     """The share outside of every token at every place, (ranks, places, vocabulary)."""
+    pieces = [span.outside(rows, span.ranks).cpu() for rows in _rows(span, passes, placed)]  # (ranks, tokens, places)
+    return torch.cat(pieces, dim=1).transpose(1, 2)
+
+
+def _rows(span: Span, passes: Passes, placed: bool) -> Iterator[Tensor]:
+    """The rows of the vocabulary at every place, (tokens, places, width), in pieces."""
     vocabulary = passes.task.fields["x"].classes
     assert vocabulary is not None
     places = passes.length - passes.start if placed else 1
-    module = span.reader.module
-    pieces = []
-    for ids in torch.arange(vocabulary).split(max(1, 8 * PLACES_AT_ONCE // places)):
-        rows = passes.rows(ids[:, None].expand(-1, places), [module])[module]
-        pieces.append(span.outside(rows, span.ranks).cpu())  # (ranks, tokens, places)
-    return torch.cat(pieces, dim=1).transpose(1, 2)
+    for ids in torch.arange(vocabulary).split(max(1, AT_ONCE // places)):
+        yield passes.rows(ids[:, None].expand(-1, places), [span.reader.module])[span.reader.module]
 
 
 def _evidence(outside: Tensor) -> Tensor:

@@ -102,23 +102,32 @@ class Judge:
         """log(outside of noise / outside), summed over maps."""
         return self._logs(rows.outside).sum(0)
 
-    def shares(self, rows: Rows, only: slice = slice(None)) -> Tensor:
-        """The evidence of every map as a share of what a client's row has there: (maps, ...).
+    def share(self, rows: Rows, only: slice = slice(None), best: bool = False) -> Tensor:
+        """The evidence as a share of what a client's rows have: about 1 for these and 0 for noise; `HALF` is enough.
 
-        About 1 for the client's and 0 for noise; `HALF` is enough.
+        best   in the map that shows a row best: the others may be blind for it
         """
-        side = (-1, *[1] * (rows.outside.dim() - 1))
-        level = torch.maximum(self.level[only].reshape(side), rows.rounding)
-        expected = (self.noise[only].reshape(side).log() - level.log()).clamp_min(LEAST)
-        return self._logs(rows.outside, only) / expected
+        logs, expected = self._logs(rows.outside, only), self._expected(rows, only)
+        if best:
+            return torch.where(expected > LEAST, logs / expected, 0.0).amax(0)
+        return logs.sum(0) / expected.sum(0)
 
     def _logs(self, outside: Tensor, only: slice = slice(None)) -> Tensor:
-        noise = self.noise[only].reshape(-1, *[1] * (outside.dim() - 1))
-        return (noise.log() - outside.log()).clamp_min(0)
+        return (self._beside(self.noise[only], outside).log() - outside.log()).clamp_min(0)
+
+    def _expected(self, rows: Rows, only: slice = slice(None)) -> Tensor:
+        level = torch.maximum(self._beside(self.level[only], rows.outside), rows.rounding)
+        return (self._beside(self.noise[only], rows.outside).log() - level.log()).clamp_min(LEAST)
+
+    @staticmethod
+    def _beside(values: Tensor, rows: Tensor) -> Tensor:
+        return values.reshape(-1, *[1] * (rows.dim() - 1))
 
     def having(self, accepted: Rows) -> Judge:
-        """With the level of rows that were accepted."""
-        level = accepted.outside.median(1).values.clamp_min(ZERO)
+        """With the level of rows that were accepted, in the maps that saw them inside."""
+        inside = self._logs(accepted.outside) >= HALF * self._expected(accepted)
+        seen = torch.where(inside, accepted.outside, torch.nan)
+        level = seen.nanmedian(1).values.nan_to_num(0.0).clamp_min(ZERO)
         return replace(self, level=torch.minimum(torch.maximum(self.level, level), self.noise))
 
 
@@ -184,13 +193,12 @@ def _accepted(judge: Judge, passes: Passes, ids: Tensor, place: int) -> tuple[Ro
     """
     every, first = torch.arange(len(ids)), slice(0, 1)
     if place and len(judge.spans) > 1:
-        shares = judge.shares(judge.rows(ids, passes, first, last=True), first)[0]
+        shares = judge.share(judge.rows(ids, passes, first, last=True), first)
         every = (shares >= HALF * HALF).nonzero()[:, 0]
         if not len(every):
             return Rows(*torch.zeros(2, len(judge.spans), 0)), every
     rows = judge.rows(ids[every], passes, last=True)
-    shares = judge.shares(rows)
-    kept = ((shares.mean(0) if place else shares.amax(0)) >= HALF).nonzero()[:, 0]
+    kept = (judge.share(rows, best=not place) >= HALF).nonzero()[:, 0]
     return rows[kept], every[kept]
 
 

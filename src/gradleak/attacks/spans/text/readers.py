@@ -29,6 +29,7 @@ CHANGED = 1e-5  # relative: a row that moves by more depends on the token that w
 AT_ONCE = 8192  # tokens in one pass
 ROUNDINGS = 2.5  # of the client's arithmetic: 3e-7 of the largest singular value in float32
 LEAST = 1e-13  # of the largest singular value: what a decomposition in float64 resolves
+GAP, STEEP = 2.0, 10.0  # in a spectrum that ends above the rounding, and in one that does not
 ZERO = 3e-8  # a share outside below this is the rounding of float64 under a root
 RANKS = 6  # of the largest gaps in a spectrum, tried as its end
 
@@ -267,6 +268,7 @@ def span_of(reader: Reader, scene: TargetView, seen: Observation) -> Span | None
     if above < 1:
         return None
     gaps = clamped[:-1] / clamped[1:]
-    likely = [int(place) + 1 for place in gaps.topk(min(RANKS, len(gaps))).indices if float(gaps[place]) > 2]
+    least = GAP if above < min(matrix.shape) else STEEP
+    likely = [int(place) + 1 for place in gaps.topk(min(RANKS, len(gaps))).indices if float(gaps[place]) > least]
     ranks = tuple(dict.fromkeys(rank for rank in (*likely, above) if rank < matrix.shape[1]))
     return Span(reader, values, directions, floor, ranks, ranks[0]) if ranks else None
