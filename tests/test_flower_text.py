@@ -19,7 +19,7 @@ import gradleak as gl
 from conftest import largest_difference
 from gradleak import adapters
 from gradleak.audit.output import describe, write
-from gradleak.audit.recorded import _whole, blind, read, replay_text, replays, summary
+from gradleak.audit.recorded import RecordedAudit, _whole, blind, read, replay_text, replays, summary
 from gradleak.audit.result import AuditResult
 from gradleak.cli import app
 from gradleak.identify import replay_error
@@ -116,6 +116,27 @@ def test_canaries_keep_the_batch_of_their_loader(example: Any, ran: Path) -> Non
     assert first.truth.keys() == {"x", "attention_mask"}
     text = bytes(token for token in first.truth["x"][0].tolist() if token != example.task.PADDING)
     assert text.decode() == example.task.SENTENCES[0]
+
+
+def test_the_sentences_come_back_without_their_truth(example: Any, ran: Path, tmp_path: Path) -> None:
+    """The first round of LoRA: the text, padding and last token included, replays to rounding."""
+    task = example.task.task()
+    first = read(ran / "seen", task, rounds=[1])
+    found = blind(task, first, ["span-text"], gl.Knowledge(training=gl.LocalTraining(lr=0.1)), tmp_path, engine=ENGINE)
+    assert [row["word"] for row in found] == ["explained", "explained"]
+    assert all(row["replay"]["error"] < 1e-4 for row in found)
+    lines = (tmp_path / "span-text" / "reconstruction.txt").read_text(encoding="utf-8").splitlines()
+    assert [line.strip() for line in lines[1::2]] == example.task.SENTENCES[:2]
+
+
+def test_the_audit_of_the_example(example: Any, ran: Path, tmp_path: Path) -> None:
+    task = example.task.task()
+    known = read(ran / "seen", task, ran / "truth", rounds=[1])
+    others, training = example.task.others(), gl.LocalTraining(lr=0.1)
+    result = RecordedAudit.of(task, known, ("span-text",), training, others, engine=ENGINE).run(tmp_path / "run")
+    assert result.positive_control.passed
+    assert result.verdict.word == "leaks"
+    assert [row["hits"]["recovered"] for row in result.rows if not row["control"]] == [[True], [True]]
 
 
 def test_the_page_on_language_models_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
