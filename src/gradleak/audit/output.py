@@ -1,4 +1,7 @@
-"""The result of one attack for a person: a few lines, a sheet of pictures, and the tensors. Needs no truth."""
+"""The result of one attack for a person: a few lines, a sheet of pictures or the texts, and the tensors.
+
+Needs no truth. Texts go into files alone, never into what is printed: printed lines end in logs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from gradleak.attack import Reconstruction
 from gradleak.core.pictures import drawable, png, sheet
+from gradleak.scenario.fields import Field
 
 SHOWN = 16  # examples of one target on the sheet
 UNCERTAIN = (
@@ -24,9 +28,13 @@ LOCAL = (
 
 
 def inferred(result: Reconstruction, target: int) -> dict[str, list[int]]:
-    """The categorical fields of a target as indices: the labels that the attack read off or optimised."""
+    """The classes of a target as indices: the labels that the attack read off or optimised. No texts, no codes."""
     batch = result.target(target)
-    categorical = [name for name, field in result.fields.items() if field.classes is not None and name in batch]
+    categorical = [
+        name
+        for name, field in result.fields.items()
+        if field.classes is not None and not (field.kind.embedded or field.public) and name in batch
+    ]
     return {name: _indices(batch[name]).reshape(-1).tolist() for name in categorical}
 
 
@@ -55,7 +63,10 @@ def describe(result: Reconstruction) -> str:
 
 
 def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
-    """`reconstruction.safetensors` (the chosen batch of every target) and, where `x` is an image, a sheet as PNG."""
+    """`reconstruction.safetensors` (the chosen batch of every target), and `x` as a PNG of pictures or as text.
+
+    `reconstruction.txt` has the key of each target and, below it, one line for each example.
+    """
     from safetensors.torch import save_file
 
     home = Path(folder)
@@ -76,4 +87,15 @@ def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
         rows = [(key, list(field.unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
         written.append(home / "reconstruction.png")
         written[-1].write_bytes(png(sheet(rows)))
+    if field is not None and "x" in result.batch and (lines := _texts(result, field)):
+        written.append(home / "reconstruction.txt")
+        written[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
     return written
+
+
+def _texts(result: Reconstruction, field: Field) -> list[str]:
+    """The key of each target and its examples as running text; nothing where examples are no texts."""
+    texts = [[field.kind.text(example) for example in result.target(row)["x"]] for row in range(len(result.keys))]
+    if not any(map(any, texts)):
+        return []
+    return [line for key, found in zip(result.keys, texts, strict=True) for line in (key, *(f"    {t}" for t in found))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from gradleak.scenario.kinds.base import Cell, Exhibit, Kind, Measure, Threshold
 
 if TYPE_CHECKING:
     from gradleak.scenario.fields import Field
+
+
+UNKNOWN = "\ufffd"  # stands for a place without a token in running text
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,12 @@ class Tokens(Kind):
     control: ClassVar = 0.5  # rows of an embedding name a token once, however often it stands in a text
     rule: ClassVar = "every token is in its place"
 
-    def settings(self) -> dict[str, object]:
-        return {name: value for name, value in super().settings().items() if value is not None and name != "words"}
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in super().settings().items() if value is not None and value != ()}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Tokens:
+        return cls(**{**settings, "words": tuple(settings.get("words", ()))})
 
     def blank(self) -> int:
         return 1 if self.padding == 0 else 0
@@ -103,6 +111,18 @@ class Tokens(Kind):
                 left.remove(token)
             cells.append(Cell(str(place), self._word(token), self._word(int(found[place])), right))
         return Exhibit(cells=tuple(cells), running=True)
+
+    def text(self, value: Tensor) -> str:
+        """The words of an example, UNKNOWN where there is none; padding and unknown places at the end are left out.
+
+        Words are separated by spaces unless some word of the vocabulary holds a space itself, as bytes do.
+        """
+        ids = [-1 if token == self.padding else token for token in value.tolist()]
+        while ids and ids[-1] < 0:
+            ids.pop()
+        between = "" if any(" " in word for word in self.words) else " "
+        words = (UNKNOWN if token < 0 else self._word(token) for token in ids)
+        return between.join(words).replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
 
     def _word(self, token: int) -> str:
         return self.words[token] if 0 <= token < len(self.words) else "-" if token < 0 else str(token)
