@@ -100,6 +100,12 @@ MEMBERS: tuple[Member, ...] = (
         _of({"steps": 300, "restarts": 4}, {"steps": 600, "restarts": 10}, {}),
     ),
     # Texts.
+    Member(
+        "span-text",
+        lambda case: case.text and case.gradients and not case.signs,
+        _of({"waves": 2, "beam": 64}, {}, {"waves": 30}),
+        forms=(),
+    ),
     Member("token-rows", lambda case: case.text, _any(), forms=()),
     Member(
         "tag",

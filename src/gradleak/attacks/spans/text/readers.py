@@ -26,6 +26,7 @@ from gradleak.scenario.kinds import Tokens
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.task import Batch, Task
 
+READING = ("linear", "attention", "recurrent")  # kinds of maps in the ledger whose rows are tokens
 CHANGED = 1e-5  # relative: a row that moves by more depends on the token that was changed
 AT_ONCE = 8192  # tokens in one pass
 ROUNDINGS = 2.5  # of the client's arithmetic: 3e-7 of the largest singular value in float32
@@ -83,7 +84,7 @@ def readers_of(task: Task) -> Readers:
     entries = [
         each
         for each in counted.entries
-        if not each.reason and each.kind in ("linear", "attention") and each.places == length
+        if not each.reason and each.kind in READING and each.places == length
     ]
     draws = Draws(randomness.key("text readers"))
     ids = (draws.uniform((1, length)) * (task.fields["x"].classes or 1)).long()
