@@ -418,10 +418,7 @@ def test_strong_noise_hides_texts(knows: bool) -> None:
 
 
 def test_lengths_choose_among_texts() -> None:
-    nodes = [
-        Node(torch.arange(n), evidence=float(n), outside=0.0, ended=ended)
-        for n, ended in ((3, True), (5, False), (6, True))
-    ]
+    nodes = [Node(torch.arange(n), evidence=float(n), ended=ended) for n, ended in ((3, True), (5, False), (6, True))]
     by_length = chosen(nodes, [4, 7])
     assert [None if node is None else len(node) for node in by_length] == [3, 6]
     assert [len(node) for node in chosen(nodes, [None, None]) if node] == [6, 3]

@@ -349,21 +349,24 @@ def _in_a_bag(bag: Bag, layout: Layout, length: int) -> list[Node | None]:
         order = bag.evidence[0].argsort(descending=True, stable=True)[: int(there.sum())]
         free = there.nonzero()[: len(order)]
         rows[free[:, 0], free[:, 1]] = bag.tokens[0][order]
-    return [Node(row, 0.0, 1.0) for row in rows]
+    return [Node(row, outside=1.0) for row in rows]
 
 
 def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span]) -> SpanCertificate:
     """Texts all of whose rows are inside of spans that refuse texts of noise."""
     spans = [*(span for bag in bags for span in bag.spans), *context]
     layers = {span.reader.entry.name: LayerCertificate(span.reader.entry.layers[0], rank=span.rank) for span in spans}
-    outside = tuple(node.outside for node in nodes if node is not None and node.outside < 1)
+    ordered = [node for node in nodes if node is not None and node.outside < 1]
+    outside, proved = tuple(node.outside for node in ordered), sum(node.proved for node in ordered)
     reason = ""
     if not bags:
         reason = "No token is told: the update has more tokens than its layers tell, or too much noise."
     elif not outside:
         reason = "The bag of tokens is told; their order is not."
+    elif proved < len(outside):
+        reason = "Rows of some texts are inside, but no further than those of other texts could be."
     layer = context[0].reader.module if outside and context else ""
-    return SpanCertificate(len(nodes), layer, outside, len(outside), tuple(layers.values()), reason)
+    return SpanCertificate(len(nodes), layer, outside, proved, tuple(layers.values()), reason)
 
 
 def _padded(batches: list[Batch]) -> Batch:

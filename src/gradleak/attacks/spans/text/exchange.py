@@ -59,9 +59,10 @@ def exchanged(
         for text in picks.unique(dim=0):
             ids = torch.stack([each[number] for each, number in zip(candidates, text, strict=True)])
             rows = judge.rows(ids[None], passes)[torch.tensor(0)]  # (maps, places)
-            evidence, inside = judge.evidence(rows), judge.share(rows, best=True) >= HALF
+            inside = judge.share(rows, best=True) >= HALF
             if bool(inside.all()) and not any(torch.equal(node.ids, ids) for node in found):
-                found.append(Node(ids, float(evidence.sum()), float(rows.outside.amin(0).max()), ended=True))
+                evidence, margin = float(judge.evidence(rows).sum()), float(judge.margin(rows).min())
+                found.append(Node(ids, evidence, margin, float(rows.outside.amin(0).max()), ended=True))
                 for place, number in enumerate(text.tolist()):
                     used[place][number] += 1
         progress((wave + 1) / effort.waves)

@@ -8,6 +8,7 @@ set by what was accepted before: half the way, in logarithms, between its level 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ NOISE = 256  # texts of noise, for the level of what is not the client's
 NOISE_PLACES = 8
 HALF = 0.5
 LEAST = 0.1  # of evidence: noise and the client's are not to be told apart below
+LITTLE = 1.0  # evidence that a row needs at least
+PROOF = math.log(1000)  # evidence at every place that no chance gives
 READ = 3  # maps behind the first attention that are asked
 
 
@@ -31,15 +34,22 @@ READ = 3  # maps behind the first attention that are asked
 class Node:
     """A text from its first token on.
 
-    evidence  summed over its places: log(outside of noise / outside)
+    evidence  summed over its places and over maps: log(outside of noise / outside)
+    margin    the same at the place that has least of it, in the map that shows it best
     outside   the largest share of a row, in the map that shows it best
     ended     was no longer text accepted?
     """
 
     ids: Tensor
     evidence: float = 0.0
+    margin: float = math.inf
     outside: float = 0.0
     ended: bool = False
+
+    @property
+    def proved(self) -> bool:
+        """Is every row so far inside that no other text's is, but by a chance of one in many?"""
+        return len(self) > 0 and PROOF <= self.margin < math.inf
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -101,6 +111,10 @@ class Judge:
     def evidence(self, rows: Rows) -> Tensor:
         """log(outside of noise / outside), summed over maps."""
         return self._logs(rows.outside).sum(0)
+
+    def margin(self, rows: Rows) -> Tensor:
+        """The same in the map that shows a row best."""
+        return self._logs(rows.outside).amax(0)
 
     def share(self, rows: Rows, only: slice = slice(None), best: bool = False) -> Tensor:
         """The evidence as a share of what a client's rows have: about 1 for these and 0 for noise; `HALF` is enough.
@@ -168,7 +182,7 @@ def grown(judge: Judge, passes: Passes, bag: Bag, beam: int, progress: Watch = l
         rows, columns = (torch.tensor(side) for side in zip(*pairs, strict=True))
         ids = torch.cat([torch.stack([node.ids for node in open_nodes])[rows], candidates[columns][:, None]], dim=1)
         accepted, kept = _accepted(judge, passes, ids, place)
-        evidence = judge.evidence(accepted)
+        evidence, margins = judge.evidence(accepted), judge.margin(accepted)
         best = evidence.argsort(descending=True)[:beam]
         grown_from = set(rows[kept][best].tolist())
         found += [replace(node, ended=number not in grown_from) for number, node in enumerate(open_nodes) if len(node)]
@@ -179,8 +193,14 @@ def grown(judge: Judge, passes: Passes, bag: Bag, beam: int, progress: Watch = l
         nodes = []
         for row in best.tolist():
             parent = open_nodes[int(rows[kept[row]])]
-            far = max(parent.outside, float(accepted.outside[:, row].min()))
-            nodes.append(Node(ids[kept[row]], parent.evidence + float(evidence[row]), far))
+            nodes.append(
+                Node(
+                    ids[kept[row]],
+                    parent.evidence + float(evidence[row]),
+                    min(parent.margin, float(margins[row])),
+                    max(parent.outside, float(accepted.outside[:, row].min())),
+                )
+            )
         open_nodes = nodes
     return found + [replace(node, ended=True) for node in open_nodes if len(node)]
 
@@ -198,7 +218,8 @@ def _accepted(judge: Judge, passes: Passes, ids: Tensor, place: int) -> tuple[Ro
         if not len(every):
             return Rows(*torch.zeros(2, len(judge.spans), 0)), every
     rows = judge.rows(ids[every], passes, last=True)
-    kept = (judge.share(rows, best=not place) >= HALF).nonzero()[:, 0]
+    inside = (judge.share(rows, best=not place) >= HALF) & (judge.evidence(rows) >= LITTLE)
+    kept = inside.nonzero()[:, 0]
     return rows[kept], every[kept]
 
 

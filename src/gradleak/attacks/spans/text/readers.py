@@ -81,11 +81,7 @@ def readers_of(task: Task) -> Readers:
     """The maps that read every token, with what their rows depend on, by four passes over tokens of noise."""
     counted = ledger(task)
     length = task.fields["x"].shape[0]
-    entries = [
-        each
-        for each in counted.entries
-        if not each.reason and each.kind in READING and each.places == length
-    ]
+    entries = [each for each in counted.entries if not each.reason and each.kind in READING and each.places == length]
     draws = Draws(randomness.key("text readers"))
     ids = (draws.uniform((1, length)) * (task.fields["x"].classes or 1)).long()
     first, last = ids.clone(), ids.clone()
