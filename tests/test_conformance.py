@@ -376,7 +376,7 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-GRADIENTS = dict.fromkeys(("span", "sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam sends
+GRADIENTS = dict.fromkeys(("span", "span-text", "sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam sends
 CASES = [
     (name, recipe)
     for name in NAMES
