@@ -27,6 +27,7 @@ from gradleak.scenario.observation import Observation
 from gradleak.scenario.task import Batch, Task
 
 READING = ("linear", "attention", "recurrent")  # kinds of maps in the ledger whose rows are tokens
+LOOKED_AT = 16  # of the first maps
 CHANGED = 1e-5  # relative: a row that moves by more depends on the token that was changed
 AT_ONCE = 8192  # tokens in one pass
 ROUNDINGS = 2.5  # of the client's arithmetic: 3e-7 of the largest singular value in float32
@@ -78,31 +79,40 @@ class Readers:
 
 
 def readers_of(task: Task) -> Readers:
-    """The maps that read every token, with what their rows depend on, by four passes over tokens of noise."""
+    """The maps that read every token, with what their rows depend on, by passes over tokens of noise.
+
+    Only the first maps are looked at. Behind an attention later ones see what the last of these sees.
+    """
     counted = ledger(task)
     length = task.fields["x"].shape[0]
     entries = [each for each in counted.entries if not each.reason and each.kind in READING and each.places == length]
+    if not entries:
+        return Readers(counted, (), (), placed=False, shortened=False)
     draws = Draws(randomness.key("text readers"))
     ids = (draws.uniform((1, length)) * (task.fields["x"].classes or 1)).long()
     first, last = ids.clone(), ids.clone()
     first[:, 0], last[:, -1] = other_token(task, ids[:, 0]), other_token(task, ids[:, -1])
-    names = [each.layers[0] for each in entries]
     passes = Passes.blank(task)
-    rows = passes.rows(torch.cat([ids, first, last]), names)
-    readers = []
-    for each in entries:
-        table = rows[each.layers[0]]
-        by_first, by_last = _moved(table[0], table[1]), _moved(table[0], table[2])
-        if not by_first[0]:
-            continue  # not a row of the token at its place
-        later = bool(by_last[:-1].any())
-        earlier = bool(by_first[1:].any())
-        readers.append(Reader(each, Sees.ALL if later else Sees.EARLIER if earlier else Sees.OWN))
+    rows = passes.rows(torch.cat([ids, first, last]), [each.layers[0] for each in entries[:LOOKED_AT]])
+    readers = [Reader(each, sees) for each in entries[:LOOKED_AT] if (sees := _sees(rows[each.layers[0]])) is not None]
     own = tuple(each for each in readers if each.sees is Sees.OWN)
     context = tuple(each for each in readers if each.sees is not Sees.OWN)
+    if context:
+        context += tuple(Reader(each, context[-1].sees) for each in entries[LOOKED_AT:])
     placed = length > 1 and bool(own) and _is_placed(passes, own[0], ids)
-    shortened = length > 1 and bool(own) and _is_shortened(passes, [own[0].module, *names[-1:]], ids, rows)
+    same = [*own[:1], *(each for each in context[:1] if each.sees is Sees.EARLIER)]
+    shortened = length > 1 and bool(own) and _is_shortened(passes, [each.module for each in same], ids, rows)
     return Readers(counted, own, context, placed, shortened)
+
+
+def _sees(rows: Tensor) -> Sees | None:
+    """From the rows of a text, of one with another first token, and of one with another last token."""
+    by_first, by_last = _moved(rows[0], rows[1]), _moved(rows[0], rows[2])
+    if not by_first[0]:
+        return None  # not a row of the token at its place
+    if bool(by_last[:-1].any()):
+        return Sees.ALL
+    return Sees.EARLIER if bool(by_first[1:].any()) else Sees.OWN
 
 
 def other_token(task: Task, ids: Tensor) -> Tensor:
@@ -125,10 +135,10 @@ def _is_shortened(passes: Passes, names: Sequence[str], ids: Tensor, whole: Para
     """Do the first half of the tokens alone give the same rows? Models of a fixed length fail."""
     half = max(1, ids.shape[1] // 2)
     try:
-        rows = replace(passes, shortened=True).rows(ids[:, :half], names[:1])
+        rows = replace(passes, shortened=True).rows(ids[:, :half], names)
     except (RuntimeError, ValueError, IndexError):
         return False
-    return not bool(_moved(whole[names[0]][0, :half], rows[names[0]][0]).any())
+    return not any(bool(_moved(whole[name][0, :half], rows[name][0]).any()) for name in names)
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------
