@@ -212,7 +212,8 @@ class Passes:
 class Span:
     """What the gradient of a reader spans: right singular vectors (k, width) with their values, as shares of the first.
 
-    ranks   where the spectrum may end, the likeliest first: at its largest gaps, and where the rounding begins
+    ranks   where the spectrum may end, the likeliest first: at its largest gaps, where the rounding begins, or where
+            noise of an unknown size does
     whole   are there fewer directions than outputs, so that they span all rows, and not a part?
     """
 
@@ -320,5 +321,12 @@ def span_of(reader: Reader, update: Update) -> Span | None:
     gaps = clamped[:-1] / clamped[1:]
     least = GAP if above < min(matrix.shape) else STEEP
     likely = [int(place) + 1 for place in gaps.topk(min(RANKS, len(gaps))).indices if float(gaps[place]) > least]
-    ranks = tuple(dict.fromkeys(rank for rank in (*likely, above) if rank < matrix.shape[1]))
+    beyond = int((values > _edge(matrix) * values.median()).sum())  # more than noise of any size, if it has a half
+    ranks = tuple(dict.fromkeys(rank for rank in (*likely, above, beyond) if 0 < rank < matrix.shape[1]))
     return Span(reader, values, directions, floor, ranks, ranks[0]) if ranks else None
+
+
+def _edge(matrix: Tensor) -> float:
+    """The largest singular value of a matrix of noise over the median one, about (Marchenko and Pastur, 1967)."""
+    root = (min(matrix.shape) / max(matrix.shape)) ** 0.5
+    return (1 + root) / (1 - 0.19 * root)
