@@ -16,7 +16,7 @@ from gradleak.audit.private import examples_of, few_of
 from gradleak.cli.formatting import sentence
 from gradleak.cli.options import DataOptions
 from gradleak.cli.references import BUILTIN, is_reference, load_object
-from gradleak.cli.root import LoadError
+from gradleak.cli.root import LoadError, log
 from gradleak.cli.tasks import is_task
 from gradleak.core import registry
 from gradleak.core.registry import BadSetting, pieces
@@ -29,7 +29,9 @@ from gradleak.scenario.task import Batch, Supervised, Task
 BUILTIN_MODEL = "lenet-zhu"
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
 TABLE_MODEL = "mlp"  # what the built-in model is for a table
-DATA_FORMS = "--data NAME, a folder, a file (.npz, .csv, .parquet) or FILE.py:NAME (gradleak data list shows the names)"
+DATA_FORMS = (
+    "--data NAME, a folder, a file (.npz, .csv, .parquet, .txt) or FILE.py:NAME (gradleak data list shows the names)"
+)
 
 
 def methods(texts: Iterable[str]) -> tuple[str, ...]:
@@ -175,7 +177,12 @@ def examples(options: DataOptions, split: str | None = None) -> Any:
         return load_object(options.data, "data")
     if "bounds" in how:
         how["bounds"] = _bounds(how["bounds"])
-    return data.load(options.data, split=split, **{**how, "size": options.size})
+    if is_reference(options.tokenizer):
+        how["tokenizer"] = load_object(options.tokenizer, "tokenizer")
+    loaded = data.load(options.data, split=split, **{**how, "size": options.size})
+    for note in loaded.notes if isinstance(loaded, data.Texts) else ():
+        log(f"{loaded.source}: {note}")
+    return loaded
 
 
 def _bounds(text: str) -> bool | float:
@@ -224,7 +231,7 @@ def hold_out(examples: Any, share: float) -> tuple[Any, Any]:
     tested = max(1, round(share * total))
 
     def part(rows: torch.Tensor) -> Any:
-        if isinstance(examples, (data.Images, data.Records)):
+        if isinstance(examples, (data.Images, data.Records, data.Texts)):
             return examples[rows]
         if isinstance(examples, Mapping):
             return {name: value[rows] for name, value in examples.items()}
