@@ -967,7 +967,13 @@ def test_figures_of_every_kind(kind: str) -> None:
 def test_texts_of_former_rules_are_refused_with_a_word() -> None:
     former = row_of("tokens", hit=True)
     former["scores"] = {name: former["scores"][name] for name in ("bag", "order", "rank")}
-    former["hits"] = {"every token": [True], "whole bag": [True], "bag>90%": [True], "rank1": [True], "recovered": [True]}
+    former["hits"] = {
+        "every token": [True],
+        "whole bag": [True],
+        "bag>90%": [True],
+        "rank1": [True],
+        "recovered": [True],
+    }
     with pytest.raises(BadRun, match="earlier gradleak scored these texts by other rules.*Run the audit again"):
         schema.decode(encode(former), "rows.jsonl:1")
 

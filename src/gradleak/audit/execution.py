@@ -17,7 +17,7 @@ from gradleak.audit.private import PrivateSide, Victims
 from gradleak.audit.rows import ROW_VERSION, guarantee_record
 from gradleak.audit.scoring import scores_of
 from gradleak.audit.store import Arrays
-from gradleak.core.files import Row, finite
+from gradleak.core.files import Row, finite, without_values
 from gradleak.core.listeners import Share
 from gradleak.engine import Engine
 from gradleak.scenario.observation import Observation, Track, as_targets
@@ -56,7 +56,7 @@ class Runner:
     def failed(self, cell: Cell, problem: BaseException) -> list[Row]:
         """The one row of a cell that raised this."""
         first, trace = str(problem).partition("\n")[0], "".join(traceback.format_exception(problem))
-        error = {"target": None, "error": f"{type(problem).__name__}: {first}", "traceback": trace}
+        error = {"target": None, "error": f"{type(problem).__name__}: {without_values(first)}", "traceback": trace}
         return [{**self._row(cell), "status": "failed", **error}]
 
     def _row(self, cell: Cell) -> Row:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradleak.attack import Reconstruction
 from gradleak.core.pictures import drawable, png, sheet
+from gradleak.scenario.kinds import Tokens
 
 SHOWN = 16  # examples of one target on the sheet
 UNCERTAIN = (
@@ -24,10 +25,25 @@ LOCAL = (
 
 
 def inferred(result: Reconstruction, target: int) -> dict[str, list[int]]:
-    """The categorical fields of a target as indices: the labels that the attack read off or optimised."""
+    """The categorical fields of a target as indices: the labels that the attack read off or optimised. No texts."""
     batch = result.target(target)
-    categorical = [name for name, field in result.fields.items() if field.classes is not None and name in batch]
+    categorical = [
+        name
+        for name, field in result.fields.items()
+        if field.classes is not None and name in batch and not isinstance(field.kind, Tokens)
+    ]
     return {name: _indices(batch[name]).reshape(-1).tolist() for name in categorical}
+
+
+def counted_texts(result: Reconstruction, target: int) -> dict[str, str]:
+    """Of each field of texts, how many tokens were named: a terminal keeps what is printed, so they are not."""
+    batch = result.target(target)
+    texts = {name: batch[name] for name, field in result.fields.items() if isinstance(field.kind, Tokens)}
+    return {
+        name: f"{int((ids >= 0).sum())} tokens, {len(ids[ids >= 0].unique())} of them different, in {len(ids)} "
+        f"{result.fields[name].kind.noun[len(ids) != 1]}"
+        for name, ids in texts.items()
+    }
 
 
 def _indices(values: Tensor) -> Tensor:
@@ -44,6 +60,7 @@ def describe(result: Reconstruction) -> str:
         of = f" (restart {restart + 1} of {restarts}, chosen by match)" if restarts > 1 else ""
         lines.append(f"{key}: {numbers}{of}")
         lines += [f"    {name}: {', '.join(map(str, values))}" for name, values in inferred(result, target).items()]
+        lines += [f"    {name}: {text}" for name, text in counted_texts(result, target).items()]
         stopped = int(result.diverged[target].sum())
         if stopped:
             lines.append(f"    {stopped} of {restarts} restarts diverged")
@@ -55,7 +72,10 @@ def describe(result: Reconstruction) -> str:
 
 
 def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
-    """`reconstruction.safetensors` (the chosen batch of every target) and, where `x` is an image, a sheet as PNG."""
+    """`reconstruction.safetensors` (the chosen batch of every target) and what can be looked at.
+
+    An image becomes a sheet as PNG; of texts whose words are known, `reconstruction.txt` has a line for each.
+    """
     from safetensors.torch import save_file
 
     home = Path(folder)
@@ -76,4 +96,19 @@ def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
         rows = [(key, list(field.unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
         written.append(home / "reconstruction.png")
         written[-1].write_bytes(png(sheet(rows)))
+    if field is not None and "x" in result.batch and isinstance(field.kind, Tokens) and field.kind.words:
+        words = field.kind.words
+        lines = [
+            f"{key}\t{_line(ids.tolist(), words)}"
+            for row, key in enumerate(result.keys)
+            for ids in result.target(row)["x"]
+        ]
+        written.append(home / "reconstruction.txt")
+        written[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
     return written
+
+
+def _line(ids: list[int], words: tuple[str, ...]) -> str:
+    """A text in one line; a place without a token is an underscore."""
+    found = "".join(words[each] if 0 <= each < len(words) else "_" for each in ids)
+    return found.replace("\n", " ")
