@@ -483,8 +483,7 @@ def test_a_gate_blocks_updates_that_name_their_tokens(update: Path) -> None:
     options = [str(update), "--task", "victim.py:task", "--lr", "0.1"]
     blind = run("gate", *options, code=1)
     assert "BLOCK. token-rows names 9 tokens of its texts." in blind
-    known = run("gate", *options, "--data", "client.py:batch", code=1)
-    assert silent(blind + known)
+    assert silent(blind)
     (update.parent / "strict.toml").write_text("tokens = 0.5\n")
     strict = run("gate", *options, "--data", "client.py:batch", "--policy", "strict.toml", code=1)
     assert "1 of 1 texts come back from this update" in strict

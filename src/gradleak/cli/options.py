@@ -82,7 +82,7 @@ class DataOptions(Group):
         typer.Option(metavar="yes|SHARE", help="For tables: the attacker knows the range of numbers, or quantiles."),
     ] = ""
     tokenizer: Annotated[
-        str, typer.Option(metavar="FILE.py:NAME|bytes", help="For texts: has encode(text); default: bytes + 1.")
+        str, typer.Option(metavar="FILE.py:NAME", help='For texts: has encode(text); default, or "bytes": UTF-8.')
     ] = ""
 
     @property
