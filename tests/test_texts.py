@@ -410,6 +410,7 @@ def test_an_audit_of_texts_prints_none_of_them(private: Path) -> None:
     checked = run("check", "victim.py:task", *options)
     assert silent(checked)
     assert "token-rows" in checked
+    assert "up to 2 rows of whole texts" in checked
     audit = ["audit", "victim.py:task", *options, "--attack", "token-rows", "--lr", "0.1", "--targets", "2", "--plain"]
     printed = run(*audit, "-o", "run", "--junit", "junit.xml")
     assert "tokens found" in printed
@@ -477,6 +478,18 @@ def test_an_attack_on_one_update_prints_counts_and_keeps_the_texts_in_its_folder
     assert "x: 9 tokens, 9 of them different, in 1 text" in printed
     [_, text] = (update.parent / "out" / "reconstruction.txt").read_text().strip("\n").split("\t")
     assert set(text.strip("_")) == set(SECRETS[0])
+
+
+def test_recorded_updates_of_texts_are_attacked_without_their_truth(update: Path) -> None:
+    """A bag of tokens has places without a token, so no client could train on it, and nothing is replayed."""
+    (update.parent / "seen").mkdir()
+    update.rename(update.parent / "seen" / "one.safetensors")
+    options = ["--observations", "seen", "--task", "victim.py:task", "--lr", "0.1", "--attack", "token-rows", "--plain"]
+    printed = run("audit", *options, "-o", "blind")
+    assert silent(printed)
+    assert "incomplete: places of the reconstruction have no value" in printed
+    assert "x: 9 tokens, 9 of them different, in 1 text" in printed
+    assert silent((update.parent / "blind" / "findings.jsonl").read_text())
 
 
 def test_a_gate_blocks_updates_that_name_their_tokens(update: Path) -> None:

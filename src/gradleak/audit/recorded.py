@@ -361,11 +361,13 @@ def _content(observation: Observation) -> list[Any]:
 # --- without the truth ------------------------------------------------------------------------------------------------
 
 DETERMINED, EXPLAINED, PARTLY, INCONCLUSIVE = "determined", "explained", "in part", "inconclusive"
+INCOMPLETE = "incomplete"
 LEFT = 1e-2  # share of the match at the start; below, an update whose recipe cannot be replayed counts as explained
 MEANING = {
     DETERMINED: "no other examples near the reconstruction explain the update",
     EXPLAINED: "the reconstruction explains the update; other examples may do so too",
     PARTLY: "the reconstruction explains part of the update; more steps or another attack may do better",
+    INCOMPLETE: "places of the reconstruction have no value, as of tokens in no order, so it cannot be replayed",
     INCONCLUSIVE: "the attack did not converge, which says nothing about the client's safety",
 }
 
@@ -426,7 +428,7 @@ def _findings(path: Path) -> list[dict[str, Any]]:
 
 def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, knows: Knowledge) -> dict[str, Any]:
     """What an attack found out about one observation."""
-    from gradleak.audit.output import inferred
+    from gradleak.audit.output import counted_texts, inferred
 
     restart = int(result.chosen[target])
     certificate = None if result.certificates is None else result.certificates[target].record()
@@ -434,13 +436,14 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
     converged = result.checks.converged[target] and not any(check.severity == "error" for check in checks)
     certified = certificate is not None and certificate["verdict"] == "determined"
     replay: dict[str, float] | None = None
-    if knows.training is not None and not task.drawn:
+    whole = _whole(result.target(target), task)
+    if whole and knows.training is not None and not task.drawn:
         error = replay_error(task, one.seen, result.target(target), knows.training, defence=knows.defence)
         replay = {"error": error.relative, "cosine": error.cosine}
     curve = result.trace["match"][:, target, restart]
     start = float(curve[0]) if len(curve) else 0.0
     small = float(result.match[target, restart]) <= LEFT * start if replay is None else replay["error"] <= NEARLY
-    fit = EXPLAINED if small else PARTLY
+    fit = INCOMPLETE if not whole else EXPLAINED if small else PARTLY
     return finite(
         {
             "observation": one.name,
@@ -452,11 +455,18 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
             "objective": float(result.objective[target, restart]),
             "match": float(result.match[target, restart]),
             "labels": inferred(result, target),
+            **({"texts": texts} if (texts := counted_texts(result, target)) else {}),
             "certificate": certificate,
             "checks": [{key: value for key, value in asdict(check).items() if key != "target"} for check in checks],
             "replay": replay,
         }
     )
+
+
+def _whole(batch: Batch, task: Task) -> bool:
+    """Has the reconstruction a value in every place, so that a client could train on it? A bag of tokens has none."""
+    fields = {name: task.fields[name] for name in batch if name in task.fields}
+    return not any(each.kind.allowed(batch[name], each) for name, each in fields.items() if each.classes is not None)
 
 
 def summary(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -466,6 +476,7 @@ def summary(findings: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{'observation':{wide}}  {'attack':{method}}  {'finding':12}  {'match':>9}  {'replay':>9}  labels"]
     for row in findings:
         labels = " ".join(f"{name}={','.join(map(str, values))}" for name, values in row["labels"].items())
+        labels += "".join(f" {name}: {text}" for name, text in row.get("texts", {}).items())
         match, replay = (_short(value) for value in (row["match"], (row["replay"] or {}).get("error")))
         who = f"{row['observation']:{wide}}  {row['attack']:{method}}"
         lines.append(f"{who}  {row['word']:12}  {match:>9}  {replay:>9}  {labels}")

@@ -22,7 +22,7 @@ from gradleak.core import registry
 from gradleak.core.registry import BadSetting, pieces
 from gradleak.engine import Engine
 from gradleak.scenario.fields import UNBOUNDED, Field
-from gradleak.scenario.kinds import Value
+from gradleak.scenario.kinds import Tokens, Value
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.task import Batch, Supervised, Task
 
@@ -198,12 +198,22 @@ def images(text: str, split: str | None = None, size: int | None = None) -> Any:
     return examples(DataOptions(text, size), split)
 
 
-def few_examples(task: Task, text: str | DataOptions) -> Batch:
-    """Some examples of the named data, in model-input space, for `Task.check`."""
+def few_examples(task: Task, examples: Any) -> Batch:
+    """Some examples of loaded data, in model-input space, for `Task.check`."""
     if "x" not in task.fields:
         raise LoadError(f"--data is checked against a field x; the task's fields are {', '.join(task.fields)}.")
-    options = DataOptions(text) if isinstance(text, str) else text
-    return few_of(examples_of(options.load(), task))
+    return few_of(examples_of(fitted(examples, task), task))
+
+
+def fitted(examples: Any, task: Task) -> Any:
+    """Texts in the length of the task, with a note on those that are cut; other data as they are."""
+    field = task.fields.get("x")
+    if not isinstance(examples, data.Texts) or field is None or not isinstance(field.kind, Tokens):
+        return examples
+    whole = examples.fitted(field.shape[-1], field.kind.padding)
+    for note in whole.notes[len(examples.notes) :]:
+        log(f"{examples.source}: {note}")
+    return whole
 
 
 def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -375,7 +375,8 @@ def _hugging_tensors(dataset: Any, source: str, limit: int | None) -> dict[str, 
             tensors[name] = torch.stack([torch.as_tensor(value) for value in values])
         except (ValueError, TypeError, RuntimeError):
             raise DataError(
-                f"{source}: examples of {name!r} differ in length. Tokenise with padding='max_length' and truncation."
+                f"{source}: examples of {name!r} differ in length. Tokenise with padding='max_length' and "
+                "truncation, or give gradleak.data.texts(split[:], padding=...)."
             ) from None
     return fields_of(tensors)
 

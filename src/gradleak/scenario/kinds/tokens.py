@@ -50,9 +50,9 @@ class Tokens(Kind):
     soft: ClassVar = False
     embedded: ClassVar = True
     measures: ClassVar = (
-        Measure("order", "in place", percent=True),
+        Measure("order", "tokens in place", percent=True),
         Measure("bag", "tokens found", percent=True),
-        Measure("head", "in place before the last", percent=True, column=False),
+        Measure("head", "tokens in place before the last", percent=True, column=False),
         Measure("rouge1", "ROUGE-1", percent=True, column=False),
         Measure("rouge2", "ROUGE-2", percent=True, column=False),
         Measure("rougel", "ROUGE-L", percent=True),
