@@ -19,6 +19,7 @@ from gradleak.core.files import BadRun, without_values
 from gradleak.core.sequences import common, longest_common, pairwise_common, pairwise_edits, rouge, rouge_l
 from gradleak.data import DataError, Texts, texts
 from gradleak.data.texts import Bytes
+from gradleak.report import render
 from gradleak.scenario.fields import Field
 from gradleak.scenario.kinds import Tokens
 
@@ -335,6 +336,42 @@ def test_texts_that_do_not_fit_a_task_are_refused() -> None:
         texts({"input_ids": [[1], [1, 2]]}).fields(task_of(padding=None).fields)
     with pytest.raises(DataError, match="x is of kind 'image'"):
         short.fields({"x": Field((1, 4, 4))})
+
+
+class Follower(nn.Module):
+    """A language model that guesses the letter after the one it sees: b after a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(257, 257, padding_idx=0)
+        with torch.no_grad():
+            self.words.weight.copy_(torch.eye(257).roll(1, 1) * 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids)
+
+
+def test_what_a_language_model_guesses_by_itself_is_a_baseline() -> None:
+    lines = ["abcdefgh", "aaaaaaaa", "hgfedcba", "abcabcab", "bbbbbbba", "azazazaz"]
+    found = texts(lines, tokenizer="bytes")
+    task = gl.Task.supervised(Follower(), F.cross_entropy, like=(found.x,), target="next-token")
+    audit = gl.Audit(task, found, ["token-rows"], targets=3, unrelated=0, engine=gl.Engine(device="cpu"))
+    result = audit.run()
+    truth = result.store.arrays(result.summaries[0].cells[0])["truth/x"][:, 0]
+    followed = ((truth[:, 1:] == truth[:, :-1] + 1).sum(1) / 8).tolist()
+    for rows_ in (result.rows, result.rescore().rows):
+        guessed = [row["baselines"]["next-token guess"]["order"] for row in rows_ if not row["control"]]
+        assert guessed == [[share] for share in followed]
+    assert max(followed) > 0
+    assert "as the model guesses it from the private tokens before it" in render(result)
+
+
+def test_classifiers_of_texts_guess_none() -> None:
+    found = texts({"input_ids": torch.arange(1, 61).reshape(5, 12), "label": [0, 1, 0, 1, 0]}, padding=0)
+    audit = gl.Audit(task_of(), found, ["token-rows"], targets=2, unrelated=0, engine=gl.Engine(device="cpu"))
+    assert all(
+        row["baselines"].keys() == {"most frequent", "nearest other", "nearest of class"} for row in audit.run().rows
+    )
 
 
 # --- from the command line --------------------------------------------------------------------------------------------

@@ -243,7 +243,8 @@ class AuditResult:
                 _group(arrays, "truth"),
                 arrays.get("unrelated/x"),
             )
-            scores = scores_of(reconstructions, truth, unrelated, gallery, self.fields, arrays["diverged"], lpips)
+            diverged, guess = arrays["diverged"], arrays.get("guess/x")
+            scores = scores_of(reconstructions, truth, unrelated, gallery, self.fields, diverged, lpips, guess)
             rows += [{**row, **scored} for row, scored in zip(before, scores, strict=True)]
         return replace(self, rows=_in_order(rows, self.settings))
 
