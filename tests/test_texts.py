@@ -214,6 +214,8 @@ def test_fast_tokenizers_of_hugging_face() -> None:
     found = texts(["call me ishmael", "me"], tokenizer=fast, padding=0)
     assert found.x.tolist() == [[1, 2, 3, 4], [2, 0, 0, 0]]
     assert "".join(found.words[token] for token in found.x[0].tolist()) == " call me ishmael"
+    odd = texts(["call me", "zebra me"], tokenizer=fast, padding=0)
+    assert odd.notes == ("1 tokens are unknown to the tokenizer (texts 2): nobody can recover those.",)
     transformers = pytest.importorskip("transformers")
     wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]", pad_token="[UNK]")
     again = texts(wrapped(["call me ishmael", "me"], padding=True), tokenizer=wrapped)

@@ -321,6 +321,9 @@ def _padding(tokenizer: Tokenizer) -> int | None:
 def _unknown(tokenizer: Tokenizer, ids: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[str]:
     """Texts with characters that the tokenizer does not know, where it has an id for these."""
     unknown = getattr(tokenizer, "unk_token_id", None)
+    named = getattr(getattr(tokenizer, "model", None), "unk_token", None)  # of tokenizers
+    if unknown is None and isinstance(named, str):
+        unknown = tokenizer.token_to_id(named)
     if unknown is None:
         return []
     counts = {number: row.count(unknown) for number, row in zip(numbers, ids, strict=True) if unknown in row}

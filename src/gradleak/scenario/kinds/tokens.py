@@ -138,7 +138,9 @@ class Tokens(Kind):
         return Exhibit(cells=tuple(cells), running=True, joined="" if self.words else " ")
 
     def _word(self, token: int) -> str:
-        return self.words[token] if 0 <= token < len(self.words) else "-" if token < 0 else str(token)
+        if token < 0:
+            return "_" if self.words else "-"
+        return self.words[token] if token < len(self.words) else str(token)
 
 
 def _order(found: Tensor, truth: Tensor) -> Tensor:
