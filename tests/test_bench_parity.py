@@ -32,6 +32,7 @@ from test_vit import picture, task_of
 
 NAMES = gl.attacks.names()
 FEW: dict[str, int] = {"steps": 5, "weight_steps": 4, "fine_steps": 4, "sampler_steps": 2, "features": 2}
+FEW |= {"candidates": 3, "starts": 3}
 TRACED = ("objective", "match")
 CLOSE = {"second-order": 1e-6}  # relative; else 1e-8
 

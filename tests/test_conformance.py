@@ -214,8 +214,9 @@ RECIPES = {
 }
 TWO_ORDERS = LocalTraining(lr=0.1, epochs=1, batch_size=1)
 FEW = {"steps": 4, "weight_steps": 2, "fine_steps": 2, "features": 1, "sampler_steps": 2, "population": 4}
+FEW |= {"candidates": 2, "starts": 2}
 DENOISING = ("dlg-dm", "invg-dm", "gidm", "span-dm", "spectral-dm")
-OTHER_DATA = ("tableak", "token-rows", "vit")  # attacks on tables, on texts and on patches
+OTHER_DATA = ("lamp", "span-text", "tableak", "tag", "token-rows", "vit")  # attacks on tables, on texts and on patches
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +273,8 @@ class World:
     @staticmethod
     def of_kind(name: str, *how: Any, **settings: Any) -> World:
         """The world of an attack on other data than images, or on one kind of model."""
-        worlds = {"tableak": World.tabular, "token-rows": World.textual, "vit": World.patched}
+        worlds = {"tableak": World.tabular, "vit": World.patched}
+        worlds |= dict.fromkeys(("lamp", "span-text", "tag", "token-rows"), World.textual)
         return worlds[name](*how, **settings)
 
     def granting(self, attack: gl.Attack) -> World:

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 import gradleak as gl
 from conftest import largest_difference
+from gradleak.audit.recorded import read, replay_text, replays
 from gradleak.audit.result import AuditResult
 from gradleak.cli import app
 from gradleak.core import tree
@@ -215,10 +216,10 @@ def recorded(folder: Path) -> dict[str, gl.Observation]:
     return {path.stem: gl.Observation.load(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
-def task_of(example: Path) -> gl.Task:
+def task_of(example: Path, package: str = "audited") -> gl.Task:
     from gradleak.cli.loading import task
 
-    return task(f"{example / 'audited' / 'task.py'}:task")
+    return task(f"{example / package / 'task.py'}:task")
 
 
 def test_a_simulation_through_a_superlink(processes: Processes, tmp_path: Path) -> None:
@@ -242,6 +243,24 @@ def test_a_simulation_through_a_superlink(processes: Processes, tmp_path: Path) 
         assert float(tree.norm(one.update)) > 1e-3
     first = [one.weights for name, one in found.items() if name.startswith("round0001")]
     assert largest_difference(first[0], task.weights()) == 0
+
+
+def test_adapters_of_a_language_model_through_a_superlink(processes: Processes, tmp_path: Path) -> None:
+    """examples/flower-lora with its processes: only adapters travel, and each update is what the client rule makes."""
+    for needed in ("ray", "transformers", "peft"):
+        pytest.importorskip(needed)
+    superlink(processes, "--simulation")
+    example = copied("flower-lora", tmp_path)
+    seen, truth = tmp_path / "seen", tmp_path / "truth"
+    settings = {"out": str(seen), "truth": str(truth), "num-server-rounds": 2}
+    federation = "num-supernodes=2 client-resources-num-cpus=1 init-args-num-cpus=2"
+    ended = run(processes, example, settings, "--federation-config", federation)
+    assert ended == "finished:completed", processes.logs()
+    task, training = task_of(example, "tuned"), gl.LocalTraining(lr=0.1)
+    found = read(seen, task, truth)
+    assert len(found) == 4
+    assert all("lora_" in name for one in recorded(seen).values() for name in one.weights)
+    assert "reproduces 4 of 4 updates" in replay_text(replays(task, found, training), found, training)
 
 
 LOST = """

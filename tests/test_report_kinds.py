@@ -339,7 +339,12 @@ def test_a_text_in_words_names_what_is_missing() -> None:
     view = drawn(kind.exhibit(torch.tensor([1, 2, 3, -1]), torch.tensor([3, 1, -1, -1]), field))
     assert isinstance(view, Text)
     assert view.summary == "0 of 3 tokens in place, 2 found elsewhere; missing: <i>cat</i>"
-    assert view.joined == ""
+    assert view.joined == " "
+    spaced = drawn(
+        replace(kind, words=("-", " the", " cat", " sat")).exhibit(torch.tensor([1]), torch.tensor([1]), field)
+    )
+    assert isinstance(spaced, Text)
+    assert spaced.joined == "", "words that bring their spaces"
     placed = drawn(kind.exhibit(torch.tensor([1, 2, 3, -1]), torch.tensor([1, 3, 3, -1]), field))
     assert isinstance(placed, Text)
     assert placed.summary == "2 of 3 tokens in place; missing: <i>cat</i>", "the 3 counts once"

@@ -1104,6 +1104,7 @@ def test_only_runs_on_images_have_images(folder: Path) -> None:
 KINDS_WITH_SETTINGS = [
     Table((Column("age", low=0.0, high=99.0, whole=True), Column("sex", ("f", "m")), Column("pay", mean=0.0, std=0.5))),
     Tokens(padding=0, ignored=-100),
+    Tokens(words=("", "\x00", "\n", " a", "\x85", "\ud7ff")),
     Tokens(),
     Series(time_first=True),
     *(kind() for kind in KINDS.values() if kind is not Table),

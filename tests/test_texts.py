@@ -479,7 +479,8 @@ def test_the_report_shows_texts_in_their_words(private: Path) -> None:
 @pytest.mark.parametrize("said", ["ids", "ids.tolist()"])
 def test_broken_audits_of_texts_print_none_of_them(private: Path, said: str) -> None:
     """A model that quotes its input when it fails: the traceback stays in the folder of the run."""
-    lines = f'if (ids > 70).any():\n            raise ValueError(f"odd ids {{{said}}}")\n        return self.out('
+    private_one = "if ((ids[:, 0] == 123) & (ids[:, 1] == 102)).any():"
+    lines = f'{private_one}\n            raise ValueError(f"odd ids {{{said}}}")\n        return self.out('
     (private / "victim.py").write_text(TASK.replace("return self.out(", lines))
     options = ["--data", "letters.csv", "--tokenizer", "bytes", "--attack", "token-rows", "--lr", "0.1", "--plain"]
     printed = run("audit", "victim.py:task", *options, "--targets", "2", "-o", "run", "--junit", "junit.xml", code=2)
@@ -514,9 +515,9 @@ def test_an_attack_on_one_update_prints_counts_and_keeps_the_texts_in_its_folder
     options = ["-t", "victim.py:task", "-a", "token-rows", "--lr", "0.1", "-o", "out", "--plain"]
     printed = run("attack", str(update), *options)
     assert silent(printed)
-    assert "x: 9 tokens, 9 of them different, in 1 text" in printed
-    [_, text] = (update.parent / "out" / "reconstruction.txt").read_text().strip("\n").split("\t")
-    assert set(text.strip("_")) == set(SECRETS[0])
+    assert "9 tokens named in 1 text, 9 of them different (x)" in printed
+    [_, text] = (update.parent / "out" / "reconstruction.txt").read_text().splitlines()
+    assert set(text) == set(SECRETS[0])
 
 
 def test_recorded_updates_of_texts_are_attacked_without_their_truth(update: Path) -> None:
@@ -524,10 +525,12 @@ def test_recorded_updates_of_texts_are_attacked_without_their_truth(update: Path
     (update.parent / "seen").mkdir()
     update.rename(update.parent / "seen" / "one.safetensors")
     options = ["--observations", "seen", "--task", "victim.py:task", "--lr", "0.1", "--attack", "token-rows", "--plain"]
+    unpadded = TASK.replace(", padding_idx=0", "")  # else places without a token count as padding
+    (update.parent / "victim.py").write_text(unpadded)
     printed = run("audit", *options, "-o", "blind")
     assert silent(printed)
     assert "incomplete: places of the reconstruction have no value" in printed
-    assert "x: 9 tokens, 9 of them different, in 1 text" in printed
+    assert "9 tokens named in 1 text, 9 of them different (x)" in printed
     assert silent((update.parent / "blind" / "findings.jsonl").read_text())
 
 

@@ -3,13 +3,15 @@
     seen = adapters.from_state_dicts(before, after, num_examples=8, task=task)
 
 A state_dict holds more than trained weights: running statistics, counters, frozen layers, and tied weights under all
-their names. With the task, its model says which is which; without it, names and dtypes decide, and `fitted` sorts them
-later. docs/adapters.md shows where NVFlare and OpenFL keep what is needed here.
+their names. One of adapters alone, such as LoRA's, holds less: frozen weights are then those of the task's model. With
+the task, its model says which is which; without it, names and dtypes decide, and `fitted` sorts them later.
+docs/adapters.md shows where NVFlare and OpenFL keep what is needed here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,11 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 PREFIXES = ("module.", "_module.", "_orig_mod.", "model.")
 """Prefixes that DataParallel, Opacus, torch.compile and wrappers put before every name."""
+
+PEFT = "base_model.model."
+"""Prefix of PEFT's wrapper. `inject_adapter_in_model` puts adapters into a model without it."""
+SAVED = re.compile(r"\bmodules_to_save\.[^.]+\.")  # a layer that is trained as a whole beside the adapters
+ADAPTER = re.compile(r"(\.lora_\w+)\.[^.]+")  # followed by the name of the adapter
 
 
 def is_weight(name: str, floating: bool) -> bool:
@@ -192,21 +199,57 @@ def _named(state: Mapping[str, Tensor], task: Task) -> dict[str, Tensor]:
     return {name: state[recorded] for recorded, name in own_names(state, task).items()}
 
 
-def own_names(state: Mapping[str, Tensor], task: Task) -> dict[str, str]:
-    """The model's own name for each recorded one: without the prefix of a wrapper, and with numbers taken in order."""
+def own_names(state: Mapping[str, Any], task: Task) -> dict[str, str]:
+    """The model's own name for each recorded one: without the prefix of a wrapper, and with numbers taken in order.
+
+    The short names of `peft.get_peft_model_state_dict` become the model's. Of the values only shapes are looked at.
+    """
     model = dict(task.model.state_dict())
     if state and all(name.isdigit() for name in state):
-        ordered = sorted(state, key=int)
-        if [tuple(state[name].shape) for name in ordered] != [tuple(value.shape) for value in model.values()]:
-            raise BadObservation(
-                f"The recorded model is a list of {len(ordered)} arrays without names, and their shapes are not those "
-                f"of the task's state_dict, which has {len(model)}: give arrays by name."
-            )
-        return dict(zip(ordered, model, strict=True))
-    for prefix in PREFIXES:
+        return _numbered(state, task)
+    known = _adapter_names(task) | {name: name for name in model}
+    for prefix in ("", *PREFIXES, PEFT):
+        names = {name: known.get(name.removeprefix(prefix)) for name in state if name.startswith(prefix)}
+        found = {name: own for name, own in names.items() if own is not None}
+        if len(found) == len(state):
+            return found
+    for prefix in PREFIXES:  # not this model: the names that are missing are shown without their prefix
         if all(name.startswith(prefix) for name in state) and not any(name.startswith(prefix) for name in model):
             return {name: name[len(prefix) :] for name in state}
-    return {name: name for name in state}
+    return {name: known.get(name, name) for name in state}
+
+
+def _numbered(state: Mapping[str, Any], task: Task) -> dict[str, str]:
+    """A list of arrays: the whole state_dict in order, or the trained tensors alone, as of adapters."""
+    model, trained = task.model.state_dict(), task.weights()
+    ordered = sorted(state, key=int)
+    shapes = [tuple(state[name].shape) for name in ordered]
+    for candidates in (list(model), [name for name in model if name in trained]):
+        if shapes == [tuple(model[name].shape) for name in candidates]:
+            return dict(zip(ordered, candidates, strict=True))
+    raise BadObservation(
+        f"The recorded model is a list of {len(ordered)} arrays without names, and their shapes are not those "
+        f"of the task's state_dict, which has {len(model)}, nor of the {len(trained)} that it trains: give arrays by "
+        "name."
+    )
+
+
+def _adapter_names(task: Task) -> dict[str, str]:
+    """Short names of adapters' tensors, which leave out the adapter's own: lora_A.weight for lora_A.default.weight.
+
+    A short name that two trained tensors would share stands for neither.
+    """
+    names: dict[str, str] = {}
+    doubtful = set()
+    for name in task.weights():
+        short = ADAPTER.sub(r"\1", SAVED.sub("", name))
+        if short == name:
+            continue
+        bare = short.removesuffix(".weight") if short.endswith("lora_magnitude_vector.weight") else short
+        for each in {short, bare, short.removeprefix(PEFT), bare.removeprefix(PEFT)}:
+            if names.setdefault(each, name) != name:
+                doubtful.add(each)
+    return {short: name for short, name in names.items() if short not in doubtful}
 
 
 def tied(task: Task) -> dict[str, str]:

@@ -41,6 +41,7 @@ from gradleak.identify.recipe import replay_error
 from gradleak.identify.risk import risk
 from gradleak.scenario.client import fitting
 from gradleak.scenario.defence import Chain
+from gradleak.scenario.kinds import Tokens
 from gradleak.scenario.observation import Knowledge, Observation, Track
 from gradleak.scenario.task import Batch, Task
 
@@ -240,10 +241,12 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
             unit = task.fields["x"].kind.entries
             bits = f"{figures['risk']['score']:.1f} bits per {unit}, {policy.most_bits:g} are the most allowed"
             return Finding(True, f"The update says too much: {bits}.", figures)
-    remaining = max(0.01, seconds - (time.perf_counter() - began))
-    auto = Auto(preset=policy.preset, seconds=remaining, certify=False)
-    if auto.refuses(task, knows.grants):
-        return _read(update, began, seconds, figures)
+    auto = Auto(preset=policy.preset, certify=False)
+    texts = isinstance(task.fields["x"].kind, Tokens)
+    read = _read(update, began, seconds, figures) if texts else None
+    if read is not None and (read.leaks or auto.refuses(task, knows.grants)):
+        return read
+    auto = replace(auto, seconds=max(0.01, seconds - (time.perf_counter() - began)))
     result = auto.run(task, observation, knows, update.seed, engine=update.engine)
     tried = result.settings["tried"]
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
@@ -256,6 +259,8 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
     if batch is not None and _strange(update, batch, figures):
         text = f"The examples given do not make this update, and other {many} were found that do"
         return Finding(None, f"{text}: they are not those of this round.", figures)
+    if texts and batch is not None and _unlike(update, batch, figures):
+        return Finding(None, f"The {many} given do not make this update: they are not those of this round.", figures)
     if cut:
         return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
     if time.perf_counter() - began > seconds:
@@ -266,7 +271,7 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
 
 
 def _read(update: Update, began: float, seconds: float, figures: dict[str, Any]) -> Finding:
-    """Where no member of `auto` applies, as to texts: every attack that does, the quick ones first.
+    """What every attack in closed form reads off an update of texts, before any search.
 
     With the examples at hand they are compared. Without, an attack that worked and names anything gives it away.
     """
@@ -314,19 +319,19 @@ def _unlike(update: Update, batch: Batch, figures: dict[str, Any]) -> bool:
 
 
 def _able(task: Task, seen: Observation, knows: Knowledge) -> list[tuple[str, Attack]]:
-    """The registered attacks that can attack this update, those in closed form first."""
+    """The registered attacks in closed form that can attack this update."""
     every = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
     examples, training = seen.num_examples, knows.training
-    able = [
+    return [
         (name, attack)
         for name, attack in every
         if isinstance(attack, Attack)
+        and attack.work_on(examples) == 0
         and not attack.refuses(task, knows.grants)
         and not no_gradients(attack, training)
         and not too_many(attack, examples, task, training)
         and attack.needs_on(examples) <= knows.grants
     ]
-    return sorted(able, key=lambda each: (work := each[1].work_on(examples)) is None or work > 0)
 
 
 def _until(end: float) -> Share:

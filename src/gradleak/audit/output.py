@@ -1,4 +1,7 @@
-"""The result of one attack for a person: a few lines, a sheet of pictures, and the tensors. Needs no truth."""
+"""The result of one attack for a person: a few lines, a sheet of pictures or the texts, and the tensors.
+
+Needs no truth. Texts go into files alone, never into what is printed: printed lines end in logs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from gradleak.attack import Reconstruction
 from gradleak.core.pictures import drawable, png, sheet
+from gradleak.scenario.fields import Field
 from gradleak.scenario.kinds import Tokens
 
 SHOWN = 16  # examples of one target on the sheet
@@ -25,12 +29,12 @@ LOCAL = (
 
 
 def inferred(result: Reconstruction, target: int) -> dict[str, list[int]]:
-    """The categorical fields of a target as indices: the labels that the attack read off or optimised. No texts."""
+    """The classes of a target as indices: the labels that the attack read off or optimised. No texts, no codes."""
     batch = result.target(target)
     categorical = [
         name
         for name, field in result.fields.items()
-        if field.classes is not None and name in batch and not isinstance(field.kind, Tokens)
+        if field.classes is not None and not (field.kind.embedded or field.public) and name in batch
     ]
     return {name: _indices(batch[name]).reshape(-1).tolist() for name in categorical}
 
@@ -38,10 +42,14 @@ def inferred(result: Reconstruction, target: int) -> dict[str, list[int]]:
 def counted_texts(result: Reconstruction, target: int) -> dict[str, str]:
     """Of each field of texts, how many tokens were named: a terminal keeps what is printed, so they are not."""
     batch = result.target(target)
-    texts = {name: batch[name] for name, field in result.fields.items() if isinstance(field.kind, Tokens)}
+    texts = {
+        name: _indices(batch[name])
+        for name, field in result.fields.items()
+        if isinstance(field.kind, Tokens) and name in batch
+    }
     return {
-        name: f"{int((ids >= 0).sum())} tokens, {len(ids[ids >= 0].unique())} of them different, in {len(ids)} "
-        f"{result.fields[name].kind.noun[len(ids) != 1]}"
+        name: f"{int((ids >= 0).sum())} tokens named in {len(ids)} {result.fields[name].kind.noun[len(ids) != 1]}, "
+        f"{len(ids[ids >= 0].unique())} of them different"
         for name, ids in texts.items()
     }
 
@@ -60,7 +68,7 @@ def describe(result: Reconstruction) -> str:
         of = f" (restart {restart + 1} of {restarts}, chosen by match)" if restarts > 1 else ""
         lines.append(f"{key}: {numbers}{of}")
         lines += [f"    {name}: {', '.join(map(str, values))}" for name, values in inferred(result, target).items()]
-        lines += [f"    {name}: {text}" for name, text in counted_texts(result, target).items()]
+        lines += [f"    {text} ({name})" for name, text in counted_texts(result, target).items()]
         stopped = int(result.diverged[target].sum())
         if stopped:
             lines.append(f"    {stopped} of {restarts} restarts diverged")
@@ -72,9 +80,9 @@ def describe(result: Reconstruction) -> str:
 
 
 def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
-    """`reconstruction.safetensors` (the chosen batch of every target) and what can be looked at.
+    """`reconstruction.safetensors` (the chosen batch of every target), and `x` as a PNG of pictures or as text.
 
-    An image becomes a sheet as PNG; of texts whose words are known, `reconstruction.txt` has a line for each.
+    `reconstruction.txt` has the key of each target and, below it, one line for each example.
     """
     from safetensors.torch import save_file
 
@@ -96,19 +104,15 @@ def write(result: Reconstruction, folder: str | os.PathLike[str]) -> list[Path]:
         rows = [(key, list(field.unit(result.target(row)["x"][:SHOWN]))) for row, key in enumerate(result.keys)]
         written.append(home / "reconstruction.png")
         written[-1].write_bytes(png(sheet(rows)))
-    if field is not None and "x" in result.batch and isinstance(field.kind, Tokens) and field.kind.words:
-        words = field.kind.words
-        lines = [
-            f"{key}\t{_line(ids.tolist(), words)}"
-            for row, key in enumerate(result.keys)
-            for ids in result.target(row)["x"]
-        ]
+    if field is not None and "x" in result.batch and (lines := _texts(result, field)):
         written.append(home / "reconstruction.txt")
         written[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
     return written
 
 
-def _line(ids: list[int], words: tuple[str, ...]) -> str:
-    """A text in one line; a place without a token is an underscore."""
-    found = "".join(words[each] if 0 <= each < len(words) else "_" for each in ids)
-    return found.replace("\n", " ")
+def _texts(result: Reconstruction, field: Field) -> list[str]:
+    """The key of each target and its examples as running text; nothing where examples are no texts."""
+    texts = [[field.kind.text(example) for example in result.target(row)["x"]] for row in range(len(result.keys))]
+    if not any(map(any, texts)):
+        return []
+    return [line for key, found in zip(result.keys, texts, strict=True) for line in (key, *(f"    {t}" for t in found))]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +32,10 @@ from gradleak.federation import Federation, Snapshot, with_buffers
 from gradleak.identify import ReplayError, replay_error, rounding_of
 from gradleak.scenario.defence import Defence
 from gradleak.scenario.guarantee import Exposure, Guarantee
-from gradleak.scenario.kinds import KINDS
+from gradleak.scenario.kinds import KINDS, Mask, Tokens
+from gradleak.scenario.objectives import ModelLoss
 from gradleak.scenario.observation import BadObservation, Knowledge, Observation, stack
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.task import Batch, Objective, Task
 
 if TYPE_CHECKING:
     from gradleak.attack import Attack, Reconstruction
@@ -90,7 +91,8 @@ def _truth(folder: Path, stem: str, observation: Observation, task: Task) -> Bat
     path = next((folder / (stem + suffix) for suffix in SUFFIXES if (folder / (stem + suffix)).exists()), None)
     if path is None:
         return None
-    batch = _tensors(path)
+    own = task.own_names  # canaries may keep what their loader gave: input_ids, attention_mask, labels
+    batch = {own.get(name, name): value for name, value in _tensors(path).items()}
     needed = set(task.fields) - task.drawn
     if missing := sorted(needed - batch.keys()):
         raise AuditError(f"{path} lacks {', '.join(missing)}: it should hold {', '.join(sorted(needed))}.")
@@ -144,7 +146,7 @@ def replays(
 
 def reproduced(error: ReplayError, seen: Observation, training: LocalTraining) -> str:
     """ "yes" up to rounding; "nearly" if an unknown order of batches, noise or augmentation may explain the rest."""
-    if error.relative <= max(SAME, 10 * rounding_of(seen).residual):
+    if error.relative <= max(SAME, 10 * rounding_of(seen).whole):
         return "yes"
     shuffled = any(rows is not None for rows in training.order(seen.num_examples))
     return "nearly" if error.relative <= (SHUFFLED if shuffled else NEARLY) else "no"
@@ -387,6 +389,7 @@ def blind(
 ) -> list[dict[str, Any]]:
     """Attack all observations with all attacks, without any truth; write the findings into `out` and return them.
 
+    A recording holds no masks of padding: where the model can be called without, attacks call it so (`unmasked`).
     findings.jsonl has one line per attack and observation: `word` (determined, explained, in part or inconclusive),
     objective, match, labels, checks, certificate and, if the recipe is known, how well it reproduces the update from
     the reconstruction. ATTACK/reconstruction.png shows it. Attacks that the folder already holds do not run again.
@@ -396,6 +399,7 @@ def blind(
     home, progress = Path(out), progress or Silent()
     home.mkdir(parents=True, exist_ok=True)
     observations, methods = [one.seen for one in recorded], named_attacks(attacks)
+    attacked, _ = unmasked(task)
     for _, attack in methods:
         require(attack, knows)
     setting = digest([[_content(one) for one in observations], digest(task), knows.training, knows.defence, seed])
@@ -405,7 +409,7 @@ def blind(
         key = digest([setting, attack])
         if not any(row["run"] == key for row in findings):
             progress.cell(name, index)
-            result = attack.run(task, observations, knows, seed=seed, engine=engine, progress=progress.share)
+            result = attack.run(attacked, observations, knows, seed=seed, engine=engine, progress=progress.share)
             written = write(result, home / name.replace(":", "-").replace(",", "-").replace("/", "-"))
             files = [str(path.relative_to(home)) for path in written]
             for target, one in enumerate(recorded):
@@ -415,6 +419,26 @@ def blind(
         progress.finished(name, [{"status": "done"} for _ in observations])
     keys = {digest([setting, attack]) for _, attack in methods}
     return [row for row in findings if row["run"] in keys]
+
+
+def unmasked(task: Task) -> tuple[Task, list[str]]:
+    """The task whose model is called without masks of padding, and their names; the task itself if it needs them.
+
+    Then nothing counts as padded. For a causal model whose texts are padded behind, that changes no update: no place
+    looks at later ones, and padding has no loss.
+    """
+    names = [name for name, each in task.fields.items() if each.public and isinstance(each.kind, Mask)]
+    if not names or not isinstance(task.objective, ModelLoss):
+        return task, []
+    objective = replace(task.objective, inputs=tuple(each for each in task.objective.inputs if each.field not in names))
+    fields = {name: each for name, each in task.fields.items() if name not in names}
+    without = Task(task.model, cast(Objective, objective), fields)
+    try:
+        with torch.no_grad():
+            without.loss(without.weights(), without.blank(2))
+    except TypeError:  # the mask is an argument without a default
+        return task, []
+    return without, names
 
 
 def _findings(path: Path) -> list[dict[str, Any]]:
@@ -436,14 +460,14 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
     converged = result.checks.converged[target] and not any(check.severity == "error" for check in checks)
     certified = certificate is not None and certificate["verdict"] == "determined"
     replay: dict[str, float] | None = None
-    whole = _whole(result.target(target), task)
-    if whole and knows.training is not None and not task.drawn:
-        error = replay_error(task, one.seen, result.target(target), knows.training, defence=knows.defence)
+    whole = _whole(task, result.target(target))
+    if knows.training is not None and not task.drawn and whole is not None:
+        error = replay_error(task, one.seen, whole, knows.training, defence=knows.defence)
         replay = {"error": error.relative, "cosine": error.cosine}
     curve = result.trace["match"][:, target, restart]
     start = float(curve[0]) if len(curve) else 0.0
     small = float(result.match[target, restart]) <= LEFT * start if replay is None else replay["error"] <= NEARLY
-    fit = INCOMPLETE if not whole else EXPLAINED if small else PARTLY
+    fit = INCOMPLETE if whole is None else EXPLAINED if small else PARTLY
     return finite(
         {
             "observation": one.name,
@@ -463,10 +487,26 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
     )
 
 
-def _whole(batch: Batch, task: Task) -> bool:
-    """Has the reconstruction a value in every place, so that a client could train on it? A bag of tokens has none."""
-    fields = {name: task.fields[name] for name in batch if name in task.fields}
-    return not any(each.kind.allowed(batch[name], each) for name, each in fields.items() if each.classes is not None)
+def _whole(task: Task, batch: Batch) -> Batch | None:
+    """A reconstruction that can be replayed; None if tokens or inputs are missing.
+
+    Places without a token (-1) count as padding where the task has one, and its mask leaves the padding out.
+    """
+    whole, field = dict(batch), task.fields["x"]
+    if isinstance(field.kind, Tokens) and field.kind.padding is not None:
+        whole["x"] = batch["x"].masked_fill(batch["x"] < 0, field.kind.padding)
+        masks = [
+            name for name, each in task.fields.items() if isinstance(each.kind, Mask) and each.shape == field.shape
+        ]
+        whole |= {name: (whole["x"] != field.kind.padding).long() for name in masks if name not in batch}
+    if task.fields.keys() - whole.keys():
+        return None
+    indices = {name: value for name, value in whole.items() if not value.is_floating_point()}
+    return (
+        None
+        if any(task.fields[name].kind.allowed(value, task.fields[name]) for name, value in indices.items())
+        else whole
+    )
 
 
 def summary(findings: Sequence[Mapping[str, Any]]) -> str:
@@ -476,7 +516,7 @@ def summary(findings: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{'observation':{wide}}  {'attack':{method}}  {'finding':12}  {'match':>9}  {'replay':>9}  labels"]
     for row in findings:
         labels = " ".join(f"{name}={','.join(map(str, values))}" for name, values in row["labels"].items())
-        labels += "".join(f" {name}: {text}" for name, text in row.get("texts", {}).items())
+        labels += "".join(f" {text} ({name})" for name, text in row.get("texts", {}).items())
         match, replay = (_short(value) for value in (row["match"], (row["replay"] or {}).get("error")))
         who = f"{row['observation']:{wide}}  {row['attack']:{method}}"
         lines.append(f"{who}  {row['word']:12}  {match:>9}  {replay:>9}  {labels}")

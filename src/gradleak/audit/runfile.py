@@ -96,7 +96,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
 def _described(field: Field) -> dict[str, Any]:
     """A field as plain values: its kind by name, with the settings of the kind; `public` only if it is."""
     plain = {entry.name: getattr(field, entry.name) for entry in fields(field) if entry.name not in ("kind", "public")}
-    settings = field.kind.settings()
+    settings = {name: value for name, value in field.kind.settings().items() if name != "words"}  # kept as arrays
     return {
         **plain,
         "kind": field.kind.name,

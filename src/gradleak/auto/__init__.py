@@ -412,6 +412,7 @@ class _Search:
         case, auto = self.case, self.auto
         if (
             not auto.certify
+            or case.text  # tokens are no numbers to be determined
             or self._over
             or not case.followed
             or case.unknowns > CERTIFIED[auto.preset]

@@ -14,7 +14,8 @@ DEFAULT_ATTACKS = ("cpl:steps=1000", "idlg:steps=1200", "ig:steps=1000")  # the 
 # Few unknowns: the exact search takes seconds.
 _FEW = ("second-order", "idlg:steps=1200", "ig:steps=1000")
 _ROWS = ("sparse-span", *_FEW, "tableak:steps=400,restarts=8")
-BY_KIND = {"vector": ("sparse-span", *_FEW), "table": _ROWS, "series": _FEW, "value": _FEW, "tokens": ("token-rows",)}
+_TEXTS = ("span-text", "token-rows")
+BY_KIND = {"vector": ("sparse-span", *_FEW), "table": _ROWS, "series": _FEW, "value": _FEW, "tokens": _TEXTS}
 DEFAULT_ON_GPU = ("second-order",)  # exact; half a second for an image of 32 x 32 there, a minute on two cores
 
 

@@ -99,10 +99,28 @@ MEMBERS: tuple[Member, ...] = (
         lambda case: case.table and (case.steps or 1) <= 8,
         _of({"steps": 300, "restarts": 4}, {"steps": 600, "restarts": 10}, {}),
     ),
+    # Texts.
+    Member(
+        "span-text",
+        lambda case: case.text and case.gradients and not case.signs,
+        _of({"waves": 2, "beam": 64}, {}, {"waves": 30}),
+        forms=(),
+    ),
+    Member("token-rows", lambda case: case.text, _any(), forms=()),
+    Member(
+        "tag",
+        lambda case: case.text and (case.steps or 1) <= 8,
+        _of(None, {"steps": 300, "restarts": 2}, {"restarts": 4}),
+    ),
+    Member(
+        "lamp",
+        lambda case: case.text and (case.steps or 1) <= 8,
+        _of(None, {"steps": 300, "candidates": 20, "starts": 50}, {}),
+    ),
     # Least squares, wherever a replay can follow the client.
     Member(
         "second-order",
-        lambda case: case.followed and (case.steps or 1) <= 8,
+        lambda case: case.followed and not case.text and (case.steps or 1) <= 8,
         _of({"certify": False}, {"certify": False}, {"certify": False, "restarts": 4}),
         limits=_DENSE,
     ),
@@ -215,7 +233,12 @@ MEMBERS: tuple[Member, ...] = (
     # The best candidate, to the last digit. Of a client that no replay can follow it would only fit the errors.
     Member(
         POLISH,
-        lambda case: case.followed and (case.steps or 1) <= 8 and (not case.denoiser or "noise" in case.knows.given),
+        lambda case: (
+            case.followed
+            and not case.text
+            and (case.steps or 1) <= 8
+            and (not case.denoiser or "noise" in case.knows.given)
+        ),
         _of({"steps": 12}, {"steps": 30}, {"steps": 60}),
         limits=_DENSE,
         forms=(),

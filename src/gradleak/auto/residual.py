@@ -27,12 +27,13 @@ from gradleak.parts.matches import Cosine, Relative
 from gradleak.parts.optimisers import Still
 from gradleak.parts.predictions import Replay
 from gradleak.parts.priors import one_hot
-from gradleak.parts.protocols import FieldRule, Match
+from gradleak.parts.protocols import FieldRule, Match, Space
 from gradleak.parts.spaces import Pixels, as_given
 from gradleak.parts.stage import Stage
 from gradleak.parts.view import TargetView
 from gradleak.scenario.client import LocalTraining, Order
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.kinds import Tokens
+from gradleak.scenario.task import Batch, Field, Task
 
 WITHIN = 1.05  # times the noise: as good as the truth
 SOLVED = 3e-7  # a residual at the rounding of float32: nothing is left to explain
@@ -76,10 +77,11 @@ def residuals(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list
 def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
     match: Match = Cosine() if case.knows.training is None else Relative(whole=True)
     best: list[Residual] = []
-    sane = [{name: value.nan_to_num() for name, value in batch.items()} for batch in batches]
+    space = Pixels(as_given) if case.task.fields["x"].continuous else Space()  # ids are no unknowns
+    sane = [{n: filled(value.nan_to_num(), case.task.fields[n]) for n, value in batch.items()} for batch in batches]
     finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
     for replay in _replays(case, case.targets[rows[0]].num_examples):
-        stage = Stage(Pixels(as_given), replay, match, (), Still())
+        stage = Stage(space, replay, match, (), Still())
         result = Composed("residual", (stage,), Given(sane), keep="last").run(
             case.task, [case.targets[row] for row in rows], case.about(rows), engine=exactly(case)
         )
@@ -116,6 +118,14 @@ def in_whole_steps(training: LocalTraining, examples: int) -> LocalTraining:
 def exactly(case: Case) -> Engine:
     """The engine in float64: in float32 differences of nearly equal updates have no digits."""
     return replace(case.engine, precision="double")
+
+
+def filled(value: Tensor, field: Field) -> Tensor:
+    """Ids of texts with padding, or a blank token, at places where none was found (-1)."""
+    kind = field.kind
+    if not isinstance(kind, Tokens) or kind.ignored == -1:
+        return value
+    return value.masked_fill(value == -1, kind.blank() if kind.padding is None else kind.padding)
 
 
 class Given(FieldRule):

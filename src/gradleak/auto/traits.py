@@ -20,6 +20,7 @@ from gradleak.attacks.spans.telling import tells
 from gradleak.core import tree
 from gradleak.engine import Engine, memory_of, unknowns_of
 from gradleak.generators import Generator
+from gradleak.parts.embedded import unembedded
 from gradleak.parts.levenberg import LevenbergMarquardt
 from gradleak.scenario.client import Order
 from gradleak.scenario.defence import OnlyVisible
@@ -61,6 +62,11 @@ class Case:
     def table(self) -> bool:
         """Are examples rows of a table, with labels?"""
         return {"x", "y"} <= self.task.fields.keys() and isinstance(self.task.fields["x"].kind, Table)
+
+    @cached_property
+    def text(self) -> bool:
+        """Are examples texts, whose tokens a model embeds?"""
+        return not unembedded(self.task)
 
     @cached_property
     def smooth(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradleak.audit import default_attacks
 from gradleak.audit.cells import defence_of
-from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replay_text, replays
+from gradleak.audit.recorded import Recorded, RecordedAudit, blind, privacy_of, read, replay_text, replays, unmasked
 from gradleak.cli import loading
 from gradleak.cli.audit import AuditOptions
 from gradleak.cli.formatting import counted
@@ -62,6 +62,8 @@ class RecordedRun:
         if self.training is not None and known:
             errors = replays(self.task, self.recorded, self.training, defence_of(self.defence or "none"))
             lines.append(replay_text(errors, self.recorded, self.training))
+        if not known and (masks := unmasked(self.task)[1]):
+            lines.append(f"The recording holds no {', '.join(masks)}: nothing counts as padded.")
         return lines
 
     def audit(self) -> RecordedAudit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import ERROR
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ def train(
     message: Message,
     context: Context,
     task: Task,
-    data: Batch,
+    data: Mapping[str, torch.Tensor],
     training: LocalTraining,
     defence: Defence | None = None,
     *,
@@ -56,7 +56,7 @@ def train(
 ) -> Message:
     """Answer a train message by the client rule: the same as a simulated client, and as attackers replay it.
 
-    data      the examples of this round, in model-input space
+    data      the examples of this round, in model-input space, by field or in the client's own names (`Task.as_batch`)
     defence   with all of its client-side hooks; its memory is in `context.state`. A defence that also acts on the
               server needs `Defended` there
     seed      None: noise and shuffles come from secret numbers. A number: they are those of `Federation(seed=...)` for
@@ -70,8 +70,8 @@ def train(
     sent = params_of(record)
     like = tree.like(task.weights())
     weights, buffers = (placed(part, like) for part in sorted_state(sent, task))
-    batch = placed(data, like)
     try:
+        batch = placed(task.as_batch(data), like)
         fitting(task, batch)
     except TaskError as problem:  # its text names labels, and errors travel to the server
         log(ERROR, "%s", problem)
@@ -103,9 +103,12 @@ def _proved(defence: Defence, examples: int, training: LocalTraining) -> bool:
     return label.epsilon is not None and label.model != "central"
 
 
-def keep_truth(folder: str | os.PathLike[str], message: Message, context: Context, batch: Batch) -> Path:
+def keep_truth(
+    folder: str | os.PathLike[str], message: Message, context: Context, batch: Mapping[str, torch.Tensor]
+) -> Path:
     """Write this client's examples of this round for the auditor, under the name that `Tap` gives the observation.
 
+    `batch`: by field, or in the client's own names, such as input_ids; the audit gives them the names of the fields.
     For clients whose data are the auditor's own (canaries). Never call it in anybody else's client.
     """
     from safetensors.torch import save

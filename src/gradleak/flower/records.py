@@ -79,7 +79,7 @@ def replaced(record: ArrayRecord, state: Params, new: Params, task: Task | None)
     names = {name: name for name in state} if task is None else own_names(state, task)
     after: Params = {names[name]: value for name, value in state.items()} | new
     if task is not None:
-        after |= {name: after[first] for name, first in tied(task).items()}
+        after |= {name: after[first] for name, first in tied(task).items() if first in after}
     return ArrayRecord({name: after[names[name]].detach().cpu().to(state[name].dtype) for name in record})
 
 

@@ -15,6 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from gradleak import __version__
+from gradleak.adapters import own_names
 from gradleak.audit.rows import guarantee_record as label
 from gradleak.flower.privacy import recognised
 from gradleak.flower.recording import Recording, Written, entries_of
@@ -68,7 +69,7 @@ class Tap(Wrapped):
         self.rounds = None if rounds is None else frozenset(rounds)
         self.clients = clients if clients is None or isinstance(clients, int) else frozenset(clients)
         self.recording = Recording(out)
-        self._trained = None if task is None else frozenset(task.weights())
+        self._task = task
         self._open: dict[int, _OpenRound] = {}
         self._done = 0
 
@@ -205,7 +206,7 @@ class Tap(Wrapped):
         key = getattr(self.strategy, "arrayrecord_key", "arrays")
         (_, before), (_, after) = model_record(sent.content, key), model_record(reply.content, key)
         header = self._header(server_round, f"node{node}/round{server_round}", examples, 1)
-        entries = entries_of(before, after, extra_records(sent.content), self._trained)
+        entries = entries_of(before, after, extra_records(sent.content), self._trained(before))
         return self.recording.write(f"round{server_round:04d}-node{node}", header, entries)
 
     def _of_round(
@@ -231,10 +232,17 @@ class Tap(Wrapped):
         try:
             _, before = model_record(first.content, getattr(self.strategy, "arrayrecord_key", "arrays"))
             header = self._header(server_round, f"round{server_round}", max(1, examples), max(1, clients))
-            entries = entries_of(before, arrays, extra_records(first.content), self._trained)
+            entries = entries_of(before, arrays, extra_records(first.content), self._trained(before))
             return {**line, **asdict(self.recording.write(f"round{server_round:04d}", header, entries))}
-        except (FlowerError, OSError) as problem:
+        except (ValueError, OSError) as problem:  # FlowerError, or BadObservation of a model that is not the task's
             return {**line, "reason": str(problem)}
+
+    def _trained(self, record: ArrayRecord) -> frozenset[str] | None:
+        """The names in a record of the tensors that are trained, if the task is known."""
+        if self._task is None:
+            return None
+        trained = self._task.weights().keys()
+        return frozenset(name for name, own in own_names(record, self._task).items() if own in trained)
 
     @staticmethod
     def _header(server_round: int, key: str, examples: int, clients: int) -> dict[str, Any]:

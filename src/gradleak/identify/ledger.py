@@ -54,6 +54,7 @@ class Entry:
     centred   "batch" or "example": a norm over these follows, and the gradient spans only differences of rows
     reason    why it does not tell; empty: it does, up to `most` examples
     adapter   the rank of its LoRA; 0: it is none
+    turned    its weight has the inputs first, as in Hugging Face's Conv1D
     """
 
     layers: tuple[str, ...]
@@ -68,6 +69,7 @@ class Entry:
     centred: str = ""
     reason: str = ""
     adapter: int = 0
+    turned: bool = False
 
     @property
     def name(self) -> str:
@@ -409,6 +411,7 @@ def _layer(call: Call, module: Any) -> Iterator[_Map]:
         groups=groups,
         reason="" if turned or own_weight(module) else COMPUTED,
         adapter=_rank(call.name, outputs, inputs),
+        turned=turned,
     )
     output = (id(call.output), call.version)
     yield _Map(entry, module, (id(data), data._version, *geometry, groups), data, output, (weight,))

@@ -148,6 +148,8 @@ def ranked(
 def _apart(predicted: Params, observed: Params) -> ReplayError:
     def of(names: Sequence[str]) -> Apart:
         a, b = ({name: each[name] for name in names} for each in (predicted, observed))
+        if not tree.finite(a):  # the recipe diverges on this batch
+            return Apart(relative=math.inf, cosine=math.nan, scale=math.nan)
         off, length, other = (float(tree.norm(each)) for each in (tree.subtract(a, b), b, a))
         both = float(tree.dot(a, b))
         nothing = 0.0 if off == 0 else math.inf

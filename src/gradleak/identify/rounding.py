@@ -20,6 +20,8 @@ class Rounding:
     wire       one rounding on the way to the server
     residual   up to here a residual is rounding: wire + 50 roundings of the client's arithmetic, at least 1e-9
     rank       singular values below this share of the largest are zero: wire + 10 roundings, at least 1e-10
+    whole      as `residual`, for the update as one vector: a tensor that hardly moved, such as LoRA's first factor,
+               counts for little
 
     One step in float32 differs from the same step in float64 by 3 to 10 roundings (LeNet, ConvNet, ResNet-20). A client
     that rounds its weights between several steps may differ by more; then nothing is certified.
@@ -28,6 +30,7 @@ class Rounding:
     wire: float
     residual: float
     rank: float
+    whole: float
 
 
 def rounding_of(seen: Observation) -> Rounding:
@@ -38,15 +41,20 @@ def rounding_of(seen: Observation) -> Rounding:
     """
     update, weights = seen.update, {name: seen.weights[name] for name in seen.update}
     eps = _coarsest(update)
-    wire = eps
+    wire = whole = eps
     returned = tree.map(lambda w, u: w - u.to(w.dtype), weights, update)
     if all(torch.equal(w - r, u.to(w.dtype)) for w, r, u in zip(*map(tree.leaves, (weights, returned, update)))):
         lengths = [(float(r.double().norm()), float(u.double().norm())) for r, u in _pairs(returned, update)]
         ratios = [(r / u) ** 2 for r, u in lengths if u > 0]
-        wire = max(eps, _coarsest(returned) * math.sqrt(sum(ratios) / len(ratios))) if ratios else eps
+        if ratios:
+            coarsest = _coarsest(returned)
+            total = math.sqrt(sum(r**2 for r, _ in lengths) / sum(u**2 for _, u in lengths))
+            wire = max(eps, coarsest * math.sqrt(sum(ratios) / len(ratios)))
+            whole = max(eps, coarsest * total)
     # A client that sends half precision has computed in float32, not in half.
     computed = min(eps, torch.finfo(torch.float32).eps)
-    return Rounding(wire, max(1e-9, wire + 50 * computed), max(1e-10, wire + 10 * computed))
+    residual, rank, whole = wire + 50 * computed, wire + 10 * computed, whole + 50 * computed
+    return Rounding(wire, max(1e-9, residual), max(1e-10, rank), max(1e-9, whole))
 
 
 def spectral_spread(matrix: Tensor, largest: float) -> float:

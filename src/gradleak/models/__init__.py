@@ -7,7 +7,7 @@ No layer works in place and only BatchNorm keeps state, so all run under `torch.
 gradients). In training mode BatchNorm needs its own copy of the buffers in every lane.
 
 lenets.py   plain.py: perceptrons and stacks of convolutions   residual.py   modern.py: ConvNeXt, ResNetV2
-transformers.py   unets.py
+transformers.py   unets.py   language.py: a causal decoder of token ids, no image classifier
 pieces.py: their layers
 
 Common options

@@ -157,13 +157,12 @@ class Task:
     def loss(self, weights: Params, batch: Batch, buffers: Params | None = None) -> tuple[Tensor, Params]:
         """The objective and the buffers after the forward pass (BatchNorm in training mode changes them)."""
         # Cloned inside the differentiated function, so that in-place buffer updates stay in this call and this lane.
-        after = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
+        after = self._copied(buffers)
         return self.objective(self.call(weights, after), batch), after
 
     def output(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Tensor:
         """What the model predicts for a batch, as the objective calls it; of several calls the last."""
-        # Copies: BatchNorm in training mode writes into the buffers it is given.
-        copies = self.buffers() if buffers is None else {name: value.clone() for name, value in buffers.items()}
+        copies = self._copied(buffers)
         model, outputs = self.call(weights, copies), list[Any]()
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,6 +171,16 @@ class Task:
 
         self.objective(call, batch)
         return prediction_of(outputs[-1])
+
+    def _copied(self, buffers: Params | None) -> Params:
+        """Copies of buffers: BatchNorm in training mode writes into those it is given. Nobody writes into weights.
+
+        Frozen weights can be most of a model, as under adapters, and every pass would copy them.
+        """
+        if buffers is None:
+            return self.buffers()
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        return {name: value if name in frozen else value.clone() for name, value in buffers.items()}
 
     def gradient(self, weights: Params, batch: Batch, buffers: Params | None = None) -> Params:
         """The gradient of the objective with respect to the weights; differentiable again."""

@@ -222,6 +222,10 @@ class Kind:
 
     # --- showing ---------------------------------------------------------------------------------------------------
 
+    def text(self, value: Tensor) -> str:
+        """One example as a line of running text; empty if it is none."""
+        return ""
+
     def exhibit(self, true: Tensor, found: Tensor, field: Field) -> Exhibit:
         """One example and its reconstruction, both comparable, for a report."""
         raise NotImplementedError

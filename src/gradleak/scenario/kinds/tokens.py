@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from gradleak.scenario.fields import Field
 
 TIE = 1e-6  # weight of what only decides between equal distances
+
+
+UNKNOWN = "\ufffd"  # stands for a place without a token in running text
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,12 @@ class Tokens(Kind):
     control: ClassVar = 0.5  # rows of an embedding name a token once, however often it stands in a text
     rule: ClassVar = "at least 90 % of its tokens are in their places"
 
-    def settings(self) -> dict[str, object]:
-        return {name: value for name, value in super().settings().items() if value is not None and name != "words"}
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in super().settings().items() if value is not None and value != ()}
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Tokens:
+        return cls(**{**settings, "words": tuple(settings.get("words", ()))})
 
     def blank(self) -> int:
         return 1 if self.padding == 0 else 0
@@ -135,11 +143,26 @@ class Tokens(Kind):
             if elsewhere:
                 left.remove(token)
             cells.append(Cell(str(place), self._word(token), self._word(int(found[place])), right, elsewhere))
-        return Exhibit(cells=tuple(cells), running=True, joined="" if self.words else " ")
+        return Exhibit(cells=tuple(cells), running=True, joined=self._between)
+
+    def text(self, value: Tensor) -> str:
+        """The words of an example, UNKNOWN where there is none; padding and unknown places at the end are left out.
+
+        Words are separated by spaces unless some word of the vocabulary holds a space itself, as bytes do.
+        """
+        ids = [-1 if token == self.padding else token for token in value.tolist()]
+        while ids and ids[-1] < 0:
+            ids.pop()
+        words = (UNKNOWN if token < 0 else self._word(token) for token in ids)
+        return self._between.join(words).replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
+
+    @property
+    def _between(self) -> str:
+        return "" if any(" " in word for word in self.words) else " "
 
     def _word(self, token: int) -> str:
         if token < 0:
-            return "_" if self.words else "-"
+            return UNKNOWN if self.words else "-"
         return self.words[token] if token < len(self.words) else str(token)
 
 

@@ -1,0 +1,1 @@
+"""A Flower app that fine-tunes a language model by LoRA, and can be audited."""

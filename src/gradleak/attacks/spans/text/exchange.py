@@ -1,0 +1,95 @@
+"""The order of tokens in an encoder: texts are complete from the start, and tokens are exchanged at their places.
+
+Attention looks both ways, so no text can be grown. But positions are added, so the bag has few tokens for each place,
+and a row behind the first attention is the further outside, the more of the other tokens are wrong: tokens are
+exchanged place by place for those that bring all rows of the text further inside, from many starts at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradleak.attacks.spans.text.bag import Bag
+from gradleak.attacks.spans.text.order import HALF, Judge, Node
+from gradleak.attacks.spans.text.readers import Passes
+from gradleak.core.random import Draws
+
+Watch = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """starts of a wave, waves at most, and sweeps over all places of a start at most."""
+
+    starts: int = 16
+    waves: int = 8
+    sweeps: int = 6
+
+
+def exchanged(
+    judge: Judge,
+    passes: Passes,
+    bag: Bag,
+    wanted: tuple[int, int],
+    draws: Draws,
+    effort: Effort,
+    progress: Watch = lambda share: None,
+) -> list[Node]:
+    """Texts whose rows are inside at every place. `wanted`: their length, and how many there are at most."""
+    length, count = wanted
+    candidates = [bag.at(place) for place in range(length)]
+    if any(not len(each) for each in candidates):
+        return []
+    used = [torch.zeros(len(each)) for each in candidates]
+    found: list[Node] = []
+    single = math.prod(map(len, candidates)) == 1
+    for wave in range(1 if single else effort.waves):
+        picks = _starts(used, 1 if single else effort.starts, draws.child(wave))  # (starts, length)
+        for _ in range(effort.sweeps):
+            before = picks.clone()
+            for place in draws.child(wave).uniform((length,), stream=length).argsort().tolist():
+                picks = _improved(judge, passes, candidates, picks, place)
+            if torch.equal(before, picks):
+                break
+        for text in picks.unique(dim=0):
+            ids = torch.stack([each[number] for each, number in zip(candidates, text, strict=True)])
+            rows = judge.rows(ids[None], passes)[torch.tensor(0)]  # (maps, places)
+            inside = judge.share(rows, best=True) >= HALF
+            if bool(inside.all()) and not any(torch.equal(node.ids, ids) for node in found):
+                evidence, margin = float(judge.evidence(rows).sum()), float(judge.margin(rows).min())
+                found.append(Node(ids, evidence, margin, float(rows.outside.amin(0).max()), ended=True))
+                for place, number in enumerate(text.tolist()):
+                    used[place][number] += 1
+        progress((wave + 1) / effort.waves)
+        if len(found) >= count:
+            break
+    return sorted(found, key=lambda node: -node.evidence)
+
+
+def _starts(used: list[Tensor], starts: int, draws: Draws) -> Tensor:
+    """Tokens that no text has yet come first."""
+    columns = []
+    for place, counts in enumerate(used):
+        noise = draws.uniform((starts, len(counts)), stream=place)
+        columns.append((noise + 2 * counts.clamp_max(1)).argmin(1))
+    return torch.stack(columns, dim=1)
+
+
+def _improved(judge: Judge, passes: Passes, candidates: list[Tensor], picks: Tensor, place: int) -> Tensor:
+    """Every start with the token at a place that brings its rows furthest inside, the others as they are."""
+    count = len(candidates[place])
+    if count == 1:
+        return picks
+    trials = picks[:, None].repeat(1, count, 1)  # (starts, tokens, length)
+    trials[:, :, place] = torch.arange(count)
+    ids = torch.stack([each[trials[..., number]] for number, each in enumerate(candidates)], dim=-1)
+    outside = judge.rows(ids.flatten(0, 1), passes).outside  # (maps, trials, places)
+    best = (outside / judge.noise[:, None, None]).mean((0, 2)).reshape(len(picks), count).argmin(1)
+    picks = picks.clone()
+    picks[:, place] = best
+    return picks
