@@ -21,7 +21,7 @@ import torch
 import gradleak as gl
 from gradleak.audit.cells import defence_of
 from gradleak.core.environment import describe
-from gradleak.identify.risk import risk
+from gradleak.identify.risk import Risk, risk
 
 SETTINGS: tuple[tuple[str, int], ...] = tuple(
     (defence, examples)
@@ -61,7 +61,7 @@ def measure(targets: int, attack: str) -> list[dict[str, Any]]:
             for n in range(targets)
         ]
         seen = [gl.observe(task, batch, training, defence, key=f"target{n}") for n, batch in enumerate(batches)]
-        scores = [risk(task, each, knows) for each in seen]
+        scores = [score for each in seen if isinstance(score := risk(task, each, knows), Risk)]
         spent = time.perf_counter() - began
         found = method.run(task, seen, knows)
         truth = {name: torch.stack([batch[name] for batch in batches]) for name in ("x", "y")}

@@ -177,7 +177,7 @@ def _with_source() -> dict[str, str]:
 
 def test_available_lists_every_name_and_says_what_to_do(places: SimpleNamespace) -> None:
     lines = {line.name: line for line in data.available()}
-    assert set(lines) == {*data.SOURCES, *data.TABLES}
+    assert set(lines) == {*data.SOURCES, *data.TABLES, *data.TEXTS}
     assert not lines["cifar10"].present
     assert "gradleak data get cifar10" in lines["cifar10"].advice
     assert "houses64.npz" in lines["houses"].advice
@@ -272,9 +272,9 @@ def test_files_that_are_not_what_they_say(tmp_path: Path) -> None:
     (tmp_path / "flipped.npz").write_bytes(good[:400] + b"\xff" * 200 + good[600:])
     with pytest.raises(DataError, match="not readable"):
         load(tmp_path / "flipped.npz")
-    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "notes.doc").write_text("hello")
     with pytest.raises(DataError, match="neither a .npz file nor a folder"):
-        load(tmp_path / "notes.txt")
+        load(tmp_path / "notes.doc")
     with pytest.raises(DataError, match="no file or folder"):
         load(tmp_path / "absent.npz")
 

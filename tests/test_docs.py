@@ -146,7 +146,9 @@ def kind_rows() -> str:
         others = field.kind.comparable(values, field)
         guesses = ", ".join(field.kind.guesses(others, others)) or "-"
         first = field.kind.headline
-        lines.append(f"| {name} | {first.label} | {kind.rule} | {first.format(kind.control)} | {guesses} |\n")
+        control = field.kind.control_measure
+        level = f"{control.format(kind.control)}{f' {control.label}' * (control is not first)}"
+        lines.append(f"| {name} | {first.label} | {kind.rule} | {level} | {guesses} |\n")
     return "".join(lines)
 
 

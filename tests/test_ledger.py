@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import gradleak as gl
 import gradleak.identify.told as module
 from conftest import normal, uniform
-from gradleak.identify.ledger import COMPUTED, FROZEN, PUBLIC, SHARED, Entry, Ledger, ledger
-from gradleak.identify.risk import risk
+from gradleak.identify.ledger import COMPUTED, FROZEN, PUBLIC, SHARED, WAITING, Entry, Ledger, ledger
+from gradleak.identify.risk import TextRisk, risk
 from gradleak.identify.told import fixed_directions, told
 from gradleak.parts.row_space import rows
 from gradleak.scenario.task import Task, TaskError
@@ -350,3 +350,128 @@ def test_the_risk_says_whether_spans_tell_this_update() -> None:
     assert (one.told, many.told, many.examples) == (True, False, 9)
     assert f"spans tell up to {one.told_up_to} examples, this update has 1" in str(one)
     assert one.record()["told"] is True
+
+
+# --- language models --------------------------------------------------------------------------------------------------
+
+VOCABULARY, LENGTH, WIDTH = 60, 7, 16
+FIRST = {"gpt2": "h.0.attn.c_attn", "llama": "layers.0.self_attn", "bert": "layer.0.attention.self"}
+
+
+def language_model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_attention_heads": 4}
+    if name == "gpt2":
+        ids = {"bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=9, n_embd=WIDTH, n_layer=2, n_head=2, **ids)
+        return transformers.GPT2LMHeadModel(config).eval()
+    if name == "llama":
+        config = transformers.LlamaConfig(**sizes, intermediate_size=40, num_hidden_layers=2, num_key_value_heads=2)
+        return transformers.LlamaForCausalLM(config).eval()
+    config = transformers.BertConfig(
+        **sizes, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=9, num_labels=3
+    )
+    return transformers.BertForSequenceClassification(config).eval()
+
+
+def text_task(model: nn.Module, classes: bool = False) -> Task:
+    ids = torch.zeros(2, LENGTH, dtype=torch.long)
+    labels = torch.zeros(2, dtype=torch.long) if classes else ids
+    return gl.Task.supervised(model, F.cross_entropy, like={"input_ids": ids, "labels": labels})
+
+
+def lora(rank: int, **settings: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = language_model("llama")
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], **settings)
+    return peft.get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "outputs", "limit"),
+    [
+        ("gpt2", 1, 3 * WIDTH, WIDTH),  # Conv1D: inputs first; its bias gives a point
+        ("llama", 3, WIDTH + 2 * WIDTH // 2, WIDTH - 1),  # two groups of keys and values for four heads; no bias
+        ("bert", 3, 3 * WIDTH, WIDTH),
+    ],
+)
+def test_queries_keys_and_values_tell_tokens_up_to_the_width(name: str, layers: int, outputs: int, limit: int) -> None:
+    found = ledger(text_task(language_model(name), classes=name == "bert"))
+    [first] = [each for each in found.entries if FIRST[name] in each.name and each.outputs > WIDTH]
+    assert (len(first.layers), first.outputs, first.inputs, first.places) == (layers, outputs, WIDTH, LENGTH)
+    assert first.limit == limit
+    assert (found.tokens_up_to, found.tokens_later, found.told_up_to) == (WIDTH, 0, WIDTH // LENGTH)
+    assert found.headline.startswith(f"Spans: up to {WIDTH} tokens in an update (2 texts of {LENGTH}) are told by ")
+    if name == "llama":
+        by = by_name(found)
+        gates = by["model.layers.0.mlp.gate_proj + model.layers.0.mlp.up_proj"]
+        assert (gates.outputs, gates.inputs) == (80, WIDTH)
+
+
+def stacked_rank(task: Task, layers: str, texts: list[list[int]]) -> int:
+    """Of the gradients of maps that see the same rows, one below the other, in float64."""
+    model = task.model.double()
+    task = gl.Task(model, task.objective, task.fields)
+    gradient = task.gradient(task.weights(), {"x": torch.tensor(texts)})
+    parts = [gradient[f"{name}.weight"] for name in layers.split(" + ")]
+    values = torch.linalg.svdvals(torch.cat([part / part.norm() for part in parts]))
+    return int((values > 1e-10 * values[0]).sum())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_gradient_spans_the_tokens_as_counted(count: int) -> None:
+    """Distinct tokens of a model with rotary positions, but the last of a text, which no loss stands behind."""
+    task = text_task(language_model("llama"))
+    [layers] = [each.name for each in ledger(task).entries if "layers.0.self_attn.q_proj" in each.name]
+    texts = [list(range(1 + LENGTH * n, 1 + LENGTH * (n + 1))) for n in range(count)]
+    assert stacked_rank(task, layers, texts) == min((LENGTH - 1) * count, WIDTH)
+
+
+def test_lora_tells_fewer_tokens_than_its_rank_in_the_first_step() -> None:
+    found = ledger(text_task(lora(8)))
+    waiting = [each for each in found.entries if each.reason == WAITING]
+    assert [len(each.layers) for each in waiting] == [2, 2], "A of queries and values see the same rows"
+    assert {each.adapter for each in waiting} == {8}
+    assert (found.tokens_up_to, found.tokens_later) == (7, WIDTH - 1)
+    assert "LoRA of rank 8: everything up to 7 distinct tokens is told in the first step" in found.headline
+    assert "while B is zero, and up to 15 in later ones" in found.headline
+    assert found.record()["tokens_later"] == WIDTH - 1
+
+
+def test_lora_adds_up_over_its_layers_once_b_is_not_zero() -> None:
+    for rank, limit in ((3, 6), (12, WIDTH - 1)):
+        found = ledger(text_task(lora(rank, init_lora_weights=False)))
+        assert (found.tokens_up_to, found.tokens_later) == (limit, 0)
+        assert f"LoRA of rank {rank}: everything up to {limit} distinct tokens is told; adapters" in found.headline
+    assert "LoRA of rank 1: no token is told in the first step" in ledger(text_task(lora(1))).headline
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_the_gradients_of_lora_have_these_ranks(rank: int) -> None:
+    texts = [list(range(1, 1 + LENGTH))]
+    fresh, moved = text_task(lora(rank)), text_task(lora(rank, init_lora_weights=False))
+    [name] = [each.name for each in ledger(moved).entries if "layers.0" in each.name and "lora_A" in each.name]
+    queries, values = name.split(" + ")
+    gradient = fresh.gradient(fresh.weights(), {"x": torch.tensor(texts)})
+    assert not gradient[f"{queries}.weight"].any()
+    assert not gradient[f"{values}.weight"].any()
+    assert stacked_rank(moved, name, texts) == min(LENGTH - 1, 2 * rank)
+    assert stacked_rank(fresh, values.replace("lora_A", "lora_B"), texts) == min(LENGTH - 1, rank)
+
+
+def test_the_risk_of_texts_is_counted_in_tokens() -> None:
+    task = text_task(language_model("llama"))
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3, 4]] * 3)
+    seen = gl.observe(task, {"x": ids}, TRAINING)
+    blind, own = risk(task, seen, KNOWS), risk(task, seen, KNOWS, batch={"x": ids})
+    assert isinstance(blind, TextRisk)
+    assert isinstance(own, TextRisk)
+    assert (blind.tokens, own.tokens, own.tokens_up_to) == (3 * LENGTH, LENGTH, WIDTH)
+    assert (blind.told, own.told, own.named) == (False, True, True)
+    assert own.score == pytest.approx(5.9, abs=0.05)
+    assert "spans tell everything up to 16 tokens, this update has at most 7; the rows of an embedding name" in str(own)
+    adapters = risk(text_task(lora(4)), seen, KNOWS)
+    assert isinstance(adapters, TextRisk)
+    assert (adapters.score, adapters.told, adapters.record()["tokens_up_to"]) == (0.0, False, 3)
+    assert "(8 in later steps)" in str(adapters)

@@ -442,7 +442,8 @@ def test_texts_of_different_numbers_of_examples() -> None:
     assert scores.assignment.tolist() == [[1, 0], [0, 1]]
     assert scores.values["bag"][scores.present].tolist() == [1.0, 1.0, 0.75]
     assert scores.values["order"][scores.present].tolist() == [1.0, 0.5, 0.75]
-    assert scores.hits()["every token"].tolist() == [[True, False], [False, False]]
+    assert scores.hits()["exact"].tolist() == [[True, False], [False, False]]
+    assert scores.hits()["exact but the last"].tolist() == [[True, False], [True, False]]
     assert scores.hits()["recovered"].tolist() == [[True, False], [False, False]]
     assert scores.gallery_size is not None
     assert scores.gallery_size[scores.present].tolist() == [4, 4, 3]

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import gradleak as gl
 from gradleak.audit.result import AuditResult
 from gradleak.report import gallery, render
-from gradleak.report.exhibits import CHANNELS, COLUMNS, TOKENS, Cells, Curves, Text, drawn, further
+from gradleak.report.exhibits import CHANNELS, COLUMNS, OPEN, TOKENS, Cells, Curves, Text, drawn, further
 from gradleak.report.page import Page
 from gradleak.report.rounds import rounds
 from gradleak.report.terminal import fitted
@@ -258,12 +258,14 @@ def test_the_recovered_tokens_of_a_text_are_marked() -> None:
         target = int(re.findall(r'id="target-\w+-(\d+)-0"', card)[0])
         arrays = result.store.arrays(result.summaries[0].cells[0])
         private, found = arrays["truth/x"][target, 0].tolist(), arrays["found/x"][target, 0].tolist()
-        running = re.findall(r"<p>(.*?)</p>", card, flags=re.S)[0]
+        running = re.findall(r'<p class="words">(.*?)</p>', card, flags=re.S)[0]
         assert plain(running).split() == [str(token) for token in private]
-        marked = [int(token) for token in re.findall(r"<mark>(\d+)</mark>", running)]
-        assert set(marked) == set(private) & set(found)
-        assert f"{len(marked)} of 6 tokens recovered" in card
-        marks += len(marked)
+        placed = [int(token) for token in re.findall(r"<mark>(\d+)</mark>", running)]
+        elsewhere = [int(token) for token in re.findall(r'<mark class="elsewhere">(\d+)</mark>', running)]
+        assert placed == [a for a, b in zip(private, found, strict=True) if a == b]
+        assert set(placed) | set(elsewhere) == set(private) & set(found)
+        assert f"{len(placed)} of 6 tokens in place" in card
+        marks += len(placed) + len(elsewhere)
     assert marks > 6
 
 
@@ -336,7 +338,23 @@ def test_a_text_in_words_names_what_is_missing() -> None:
     kind, field = Tokens(padding=0, words=("-", "the", "<i>cat</i>", "sat")), Field((4,), classes=4, kind=Tokens())
     view = drawn(kind.exhibit(torch.tensor([1, 2, 3, -1]), torch.tensor([3, 1, -1, -1]), field))
     assert isinstance(view, Text)
-    assert view.summary == "2 of 3 tokens recovered; missing: <i>cat</i>"
+    assert view.summary == "0 of 3 tokens in place, 2 found elsewhere; missing: <i>cat</i>"
+    assert view.joined == " "
+    spaced = drawn(
+        replace(kind, words=("-", " the", " cat", " sat")).exhibit(torch.tensor([1]), torch.tensor([1]), field)
+    )
+    assert isinstance(spaced, Text)
+    assert spaced.joined == "", "words that bring their spaces"
+    placed = drawn(kind.exhibit(torch.tensor([1, 2, 3, -1]), torch.tensor([1, 3, 3, -1]), field))
+    assert isinstance(placed, Text)
+    assert placed.summary == "2 of 3 tokens in place; missing: <i>cat</i>", "the 3 counts once"
+
+
+def test_a_long_text_folds() -> None:
+    kind, ids = Tokens(), torch.arange(600)
+    view = drawn(kind.exhibit(ids, ids, Field((600,), classes=600, kind=kind)))
+    assert isinstance(view, Text)
+    assert (len(view.first), len(view.more), view.left_out, view.joined) == (OPEN, TOKENS - OPEN, 600 - TOKENS, " ")
 
 
 @pytest.mark.parametrize(

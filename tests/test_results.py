@@ -762,7 +762,7 @@ BROKEN: list[tuple[Any, str]] = [
     ({"kind": "smell"}, "kind should be one of image"),
     ({"kind": ["image"]}, "kind is"),
     ({"kind": "table"}, r"scores\.right"),
-    ({"kind": "tokens"}, r"scores\.bag"),
+    ({"kind": "tokens"}, r"scores\.order"),
     (b"[" * 100_000 + b"\n", "not JSON"),
     (b"\xff\xfe\n", "not JSON"),
     ({"status": "fine"}, "status"),
@@ -955,13 +955,38 @@ def test_figures_of_every_kind(kind: str) -> None:
     assert set(line.rates) == {*(each.name for each in KINDS[kind].thresholds), "rank1"}
     for each in measures:
         assert line.worst[each.name] == (0.99 if each.higher else 0.01), "the clearest example"
-        assert f"{each.label} mean" in run.table() or each.label in run.table()
+        assert f"{each.label} mean" in run.table() or each.label in run.table() or not each.column
         assert f"{each.name} mean" in run.table("csv")
     assert line.paired is not None
     scale = 100 if measures[0].percent else 1
     assert line.paired.difference == pytest.approx(scale * (0.99 - 0.01) / 6)
     assert run.positive_control.passed
-    assert run.cards[0]["control"] == {"passed": True, measures[0].name: 0.99}
+    assert run.cards[0]["control"] == {"passed": True, line.kind.control_measure.name: 0.99}
+
+
+def test_texts_of_former_rules_are_refused_with_a_word() -> None:
+    former = row_of("tokens", hit=True)
+    former["scores"] = {name: former["scores"][name] for name in ("bag", "order", "rank")}
+    former["hits"] = {
+        "every token": [True],
+        "whole bag": [True],
+        "bag>90%": [True],
+        "rank1": [True],
+        "recovered": [True],
+    }
+    with pytest.raises(BadRun, match="earlier gradleak scored these texts by other rules.*Run the audit again"):
+        schema.decode(encode(former), "rows.jsonl:1")
+
+
+def test_a_bag_without_an_order_passes_the_control_and_is_told() -> None:
+    """Texts whose tokens are found and whose places are not: no void run, and the bag is in the verdict."""
+    run = result_of("tokens", NONE)
+    for each in run.rows:
+        each["scores"]["bag"], each["scores"]["order"] = [0.99], [0.1]
+    assert run.positive_control.passed
+    assert "50% tokens found" in run.verdict.rule
+    assert "Mean 99% tokens found." in run.verdict.paragraph
+    assert run.verdict.word == "not shown to leak"
 
 
 def test_lines_of_other_kinds_are_sorted_by_their_first_measure() -> None:

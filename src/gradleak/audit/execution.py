@@ -15,9 +15,9 @@ from gradleak.attack.checks import Check, Checks, observation_checks
 from gradleak.audit.cells import Cell
 from gradleak.audit.private import PrivateSide, Victims
 from gradleak.audit.rows import ROW_VERSION, guarantee_record
-from gradleak.audit.scoring import scores_of
+from gradleak.audit.scoring import next_tokens, scores_of
 from gradleak.audit.store import Arrays
-from gradleak.core.files import Row, finite
+from gradleak.core.files import Row, finite, without_values
 from gradleak.core.listeners import Share
 from gradleak.engine import Engine
 from gradleak.scenario.observation import Observation, Track, as_targets
@@ -56,7 +56,7 @@ class Runner:
     def failed(self, cell: Cell, problem: BaseException) -> list[Row]:
         """The one row of a cell that raised this."""
         first, trace = str(problem).partition("\n")[0], "".join(traceback.format_exception(problem))
-        error = {"target": None, "error": f"{type(problem).__name__}: {first}", "traceback": trace}
+        error = {"target": None, "error": f"{type(problem).__name__}: {without_values(first)}", "traceback": trace}
         return [{**self._row(cell), "status": "failed", **error}]
 
     def _row(self, cell: Cell) -> Row:
@@ -87,8 +87,18 @@ class Runner:
         result = cell.attack.run(task, observations, knows, seed=cell.seed, engine=self.engine, progress=share)
         arrays = _arrays(result, victims)
         batch = {name: value[: len(victims.seen)] for name, value in result.batch.items()}
-        unrelated, diverged = arrays.get("unrelated/x"), arrays["diverged"]
-        scores = scores_of(batch, victims.truth, unrelated, self.gallery, task.fields, diverged, self.lpips)
+        if (guess := _guess(task, victims)) is not None:
+            arrays["guess/x"] = guess
+        scores = scores_of(
+            batch,
+            victims.truth,
+            arrays.get("unrelated/x"),
+            self.gallery,
+            task.fields,
+            arrays["diverged"],
+            self.lpips,
+            arrays.get("guess/x"),
+        )
         checks = result.checks
         searches = [self._search(cell, result, checks, victims, target) for target in range(len(victims.seen))]
         seconds = round((time.perf_counter() - began) / len(searches), 3)
@@ -136,6 +146,18 @@ def _tried(members: Sequence[Mapping[str, Any]], target: int) -> list[dict[str, 
     """What `auto` did with one target: its members, the form each assumed, and the outcome."""
     those = [member for member in members if target in member["targets"] or not member["targets"]]
     return [{name: str(member[name]) for name in ("member", "attack", "form", "outcome")} for member in those]
+
+
+def _guess(task: Task, victims: Victims) -> torch.Tensor | None:
+    """What the language models that were sent guess of their clients' texts; None: they are none."""
+    guesses = []
+    for target, seen in enumerate(victims.seen):
+        [track] = as_targets(seen)
+        texts = {name: value[target] for name, value in victims.truth.items()}
+        buffers = {**task.buffers(), **(track.last.buffers or {})}
+        guesses.append(next_tokens(task, track.last.weights, buffers, texts))
+    known = [each for each in guesses if each is not None]
+    return torch.stack(known) if known else None
 
 
 def _arrays(result: Reconstruction, victims: Victims) -> Arrays:

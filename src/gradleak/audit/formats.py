@@ -28,7 +28,7 @@ from gradleak.audit.intervals import NAN
 from gradleak.audit.ruling import INCONCLUSIVE, LEAKS, NOT_SHOWN, PART, VOID
 from gradleak.audit.summary import Summary, summaries_of
 from gradleak.audit.verdict import Headline, attackers_of, headlines_of, labelled
-from gradleak.core.files import Row
+from gradleak.core.files import Row, without_values
 from gradleak.scenario.kinds import Image, Kind, Measure
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _cell_case(result: AuditResult, key: str, fail_above: float | None) -> Eleme
     name = f"{'positive control: ' * first['control']}{first['attack']} against {first['defence']}{form}, {where}"
     group = f"gradleak.{first['defence']}"
     if first["status"] == "failed":
-        return _case(name, group, seconds, "error", first["error"], str(first.get("traceback") or ""))
+        return _case(name, group, seconds, "error", first["error"], without_values(str(first.get("traceback") or "")))
     [line] = summaries_of({**row, "control": False} for row in rows)
     outcome = _outcome(result, first, line, fail_above)
     return _case(name, group, seconds, *outcome, out=f"{line.word}: {line.ruling.because}")

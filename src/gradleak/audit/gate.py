@@ -26,17 +26,22 @@ from typing import Any
 import torch
 
 from gradleak import metrics
+from gradleak.attack import Attack, no_gradients, too_many
 from gradleak.attack.checks import observation_checks
-from gradleak.auto import PRESETS, Auto, Case
+from gradleak.auto import PRESETS, Auto, Case, OutOfTime
 from gradleak.auto.residual import residuals
 from gradleak.core import registry, tree
 from gradleak.core.configuration import from_toml
+from gradleak.core.files import without_values
+from gradleak.core.listeners import Share
 from gradleak.core.registry import did_you_mean
 from gradleak.core.tree import Params
 from gradleak.engine import Engine
+from gradleak.identify.recipe import replay_error
 from gradleak.identify.risk import risk
 from gradleak.scenario.client import fitting
 from gradleak.scenario.defence import Chain
+from gradleak.scenario.kinds import Tokens
 from gradleak.scenario.observation import Knowledge, Observation, Track
 from gradleak.scenario.task import Batch, Task
 
@@ -57,6 +62,7 @@ class Policy:
     undecided    "noise" or "block", if the check failed, found no working attack, or ran out of time
     psnr, ssim   with the batch at hand: an image counts as given away above both; other kinds of data have
                  thresholds of their own (`scenario.kinds`)
+    tokens       with it, of texts: given away too where more than this share of the tokens is found, in whatever place
     residual     without it: given away if a search leaves at most this share of the update unexplained
     most_bits    without it: block from this risk score on (bits per pixel, column entry, ...); None: no risk score
     noise        standard deviation of the added noise, as a multiple of the update's root mean square
@@ -67,6 +73,7 @@ class Policy:
     undecided: str = BLOCK
     psnr: float = 18.0
     ssim: float = 0.5
+    tokens: float = 0.9
     residual: float = 0.1
     most_bits: float | None = None
     noise: float = 1.0
@@ -80,14 +87,15 @@ class Policy:
                 )
         if self.preset not in PRESETS:
             raise BadPolicy(f"preset cannot be {self.preset!r}.{did_you_mean(str(self.preset), PRESETS)}")
-        for name in ("psnr", "ssim", "residual", "noise", "most_bits"):
+        for name in ("psnr", "ssim", "tokens", "residual", "noise", "most_bits"):
             value = getattr(self, name)
             numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not numeric and not (name == "most_bits" and value is None):
                 raise BadPolicy(f"{name} must be a finite number; given {value!r}.")
         if self.noise <= 0:
             raise BadPolicy(f"noise must be above 0; given {self.noise}.")
-        for name, most in (("residual", 1), ("ssim", 1), ("psnr", 60)):  # beyond, nothing would count as given away
+        # Beyond these, nothing would count as given away:
+        for name, most in (("residual", 1), ("ssim", 1), ("tokens", 1), ("psnr", 60)):
             if not 0 < getattr(self, name) < most:
                 raise BadPolicy(f"{name} must lie between 0 and {most}; given {getattr(self, name)}.")
 
@@ -199,7 +207,7 @@ def _finding(update: Update, seconds: float) -> Finding:
         return _attacked(update, began, seconds)
     except Exception as problem:
         # No error may let an update pass: it is the same as no answer.
-        first = str(problem).partition("\n")[0]
+        first = without_values(str(problem).partition("\n")[0])
         return Finding(None, f"The check could not be made ({type(problem).__name__}: {first}).")
 
 
@@ -233,8 +241,12 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
             unit = task.fields["x"].kind.entries
             bits = f"{figures['risk']['score']:.1f} bits per {unit}, {policy.most_bits:g} are the most allowed"
             return Finding(True, f"The update says too much: {bits}.", figures)
-    remaining = max(0.01, seconds - (time.perf_counter() - began))
-    auto = Auto(preset=policy.preset, seconds=remaining, certify=False)
+    auto = Auto(preset=policy.preset, certify=False)
+    texts = isinstance(task.fields["x"].kind, Tokens)
+    read = _read(update, began, seconds, figures) if texts else None
+    if read is not None and (read.leaks or auto.refuses(task, knows.grants)):
+        return read
+    auto = replace(auto, seconds=max(0.01, seconds - (time.perf_counter() - began)))
     result = auto.run(task, observation, knows, update.seed, engine=update.engine)
     tried = result.settings["tried"]
     figures |= {"residual": float(result.match), "winner": result.settings["winner"][0]}
@@ -247,6 +259,8 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
     if batch is not None and _strange(update, batch, figures):
         text = f"The examples given do not make this update, and other {many} were found that do"
         return Finding(None, f"{text}: they are not those of this round.", figures)
+    if texts and batch is not None and _unlike(update, batch, figures):
+        return Finding(None, f"The {many} given do not make this update: they are not those of this round.", figures)
     if cut:
         return Finding(None, f"Not decided in {seconds:.0f} s: not all attacks were run.", figures)
     if time.perf_counter() - began > seconds:
@@ -254,6 +268,80 @@ def _attacked(update: Update, began: float, seconds: float) -> Finding:
     if not result.checks.converged[0]:
         return Finding(None, "No attack worked as an optimiser, which shows nothing.", figures)
     return Finding(False, f"Attacks that converged gave no {one} away; that is no proof of safety.", figures)
+
+
+def _read(update: Update, began: float, seconds: float, figures: dict[str, Any]) -> Finding:
+    """What every attack in closed form reads off an update of texts, before any search.
+
+    With the examples at hand they are compared. Without, an attack that worked and names anything gives it away.
+    """
+    task, seen, knows, batch = update.task, update.seen, update.knows, update.batch
+    one, many = task.fields["x"].kind.noun
+    able = _able(task, seen, knows)
+    figures["tried"], worked = [], False
+    for name, attack in able:
+        if time.perf_counter() - began > seconds:
+            return Finding(None, f"Not decided in {seconds:.0f} s: {name} was not run.", figures)
+        try:
+            result = attack.run(task, seen, knows, update.seed, engine=update.engine, progress=_until(began + seconds))
+        except OutOfTime:
+            return Finding(None, f"Not decided in {seconds:.0f} s: {name} was stopped.", figures)
+        figures["tried"].append({"member": name, "outcome": "ran"})
+        worked |= result.checks.converged[0]
+        figures |= {"winner": name, "match": float(result.match[0, int(result.chosen[0])])}
+        if batch is not None:
+            leak = _compared(result, batch, update.policy, figures)
+        else:
+            count = int((result.target(0)["x"] >= 0).sum()) if result.checks.converged[0] else 0
+            leak = f"{name} names {count} {task.fields['x'].kind.entries}s of its {many}." if count else None
+        if leak is not None:
+            return Finding(True, leak, figures)
+    if not able:
+        return Finding(None, f"No attack applies to these {many}, which shows nothing.", figures)
+    if time.perf_counter() - began > seconds:
+        return Finding(None, f"Not decided in {seconds:.0f} s: the attacks ended later.", figures)
+    if batch is not None and _unlike(update, batch, figures):
+        return Finding(None, f"The {many} given do not make this update: they are not those of this round.", figures)
+    if not worked:
+        return Finding(None, "No attack worked on this update, which shows nothing.", figures)
+    names = ", ".join(name for name, _ in able)
+    return Finding(False, f"{names} gave no {one} away; that is no proof of safety.", figures)
+
+
+def _unlike(update: Update, batch: Batch, figures: dict[str, Any]) -> bool:
+    """Does a replay of these examples leave much of the update unexplained? Unknown without recipe, or with noise."""
+    case = Case(update.task, (Track((update.seen,)),), update.knows, update.engine or Engine())
+    if not case.followed or update.knows.training is None or update.knows.defence is not None:
+        return False
+    error = replay_error(update.task, update.seen, batch, update.knows.training)
+    figures["residual of the examples"] = error.relative
+    return error.relative > STRANGE
+
+
+def _able(task: Task, seen: Observation, knows: Knowledge) -> list[tuple[str, Attack]]:
+    """The registered attacks in closed form that can attack this update."""
+    every = [(entry.name, registry.get("attack", entry.name)) for entry in registry.entries("attack")]
+    examples, training = seen.num_examples, knows.training
+    return [
+        (name, attack)
+        for name, attack in every
+        if isinstance(attack, Attack)
+        and attack.work_on(examples) == 0
+        and not attack.refuses(task, knows.grants)
+        and not no_gradients(attack, training)
+        and not too_many(attack, examples, task, training)
+        and attack.needs_on(examples) <= knows.grants
+    ]
+
+
+def _until(end: float) -> Share:
+    """A progress that ends a search when the time is over."""
+
+    def tick(share: float) -> None:
+        if time.perf_counter() > end and share < 1:
+            raise OutOfTime
+
+    return tick
 
 
 def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]) -> str | None:
@@ -269,16 +357,19 @@ def _compared(result: Any, batch: Batch, policy: Policy, figures: dict[str, Any]
     if not all(bool(scores.values[name].isfinite().all()) for name in names):
         raise ValueError("the scores of the reconstruction are not finite")
     recovered = torch.stack([each.passed(scores.values) for each in needed]).all(0)
-    best = {
-        each.name: scores.values[each.name] for each in kind.measures if each is kind.headline or each.name in names
-    }
+    if (bag := scores.values.get("bag")) is not None:  # of texts: tokens without their places say enough
+        names, recovered = {*names, "bag"}, recovered | (bag > policy.tokens)
+    names |= {kind.headline.name, kind.control_measure.name}
+    best = {each.name: scores.values[each.name] for each in kind.measures if each.name in names}
     figures |= {name: float(values.max()) for name, values in best.items()} | {"shown": int(recovered.sum())}
     if not bool(recovered.any()):
         return None
     told = kind.headline.format if kind.headline.unit else kind.headline.stated  # a unit says what is measured
+    measure = kind.control_measure
+    besides = "" if measure is kind.headline else f" and {measure.stated(figures[measure.name])}"
     return (
         f"{int(recovered.sum())} of {recovered.numel()} {kind.noun[1]} come back from this update, the clearest with "
-        f"{told(figures[kind.headline.name])}."
+        f"{told(figures[kind.headline.name])}{besides}."
     )
 
 

@@ -19,10 +19,10 @@ from gradleak.attack import Attack, require
 from gradleak.audit.cells import FORMS, UNDEFENDED, Cell, forms_of, named_attacks, named_defences
 from gradleak.audit.execution import Analysis, Runner
 from gradleak.audit.preflight import preflight
-from gradleak.audit.private import AuditError, PrivateSide, examples_of, few_of
+from gradleak.audit.private import AuditError, PrivateSide, examples_of, few_of, words_of
 from gradleak.audit.result import AuditResult
 from gradleak.audit.runfile import arguments, settings_of, toml_of
-from gradleak.audit.store import Arrays, Folder, Memory, prepare
+from gradleak.audit.store import Arrays, Folder, Memory, packed_words, prepare
 from gradleak.core import registry
 from gradleak.core.configuration import digest
 from gradleak.core.environment import describe
@@ -297,6 +297,8 @@ class Audit:
             if isinstance(store, Folder):
                 environment = prepare(store, settings, toml_of(self, settings), environment, resume)
             store.put("gallery", {f"gallery/{name}": value for name, value in gallery.items()})
+            if words := words_of(self.task, self.data, self.gallery):
+                store.put("words", {name: packed_words(each) for name, each in words.items()})
             progress.start(len(cells))
             if self.fingerprint["gradient"].startswith(NOT_RUN):
                 progress.note(
@@ -420,7 +422,7 @@ BUILTIN_DEFENCES = (None, "fedsam")  # blurs what naive attackers find, and chan
 
 def builtin(targets: int = 3, engine: Engine | None = None) -> Audit:
     """The audit that runs without any argument: real images, the LeNet of DLG, one example per update."""
-    images = data.load(BUILTIN_DATA)
+    images = data.load_images(BUILTIN_DATA)
     colours, height, width = images.x.shape[1:]
     network = registry.get(
         "model", "lenet-zhu", shape=(colours, height, width), generator=torch.Generator().manual_seed(0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradleak.attack import Reconstruction
 from gradleak.core.pictures import drawable, png, sheet
 from gradleak.scenario.fields import Field
+from gradleak.scenario.kinds import Tokens
 
 SHOWN = 16  # examples of one target on the sheet
 UNCERTAIN = (
@@ -38,6 +39,21 @@ def inferred(result: Reconstruction, target: int) -> dict[str, list[int]]:
     return {name: _indices(batch[name]).reshape(-1).tolist() for name in categorical}
 
 
+def counted_texts(result: Reconstruction, target: int) -> dict[str, str]:
+    """Of each field of texts, how many tokens were named: a terminal keeps what is printed, so they are not."""
+    batch = result.target(target)
+    texts = {
+        name: _indices(batch[name])
+        for name, field in result.fields.items()
+        if isinstance(field.kind, Tokens) and name in batch
+    }
+    return {
+        name: f"{int((ids >= 0).sum())} tokens named in {len(ids)} {result.fields[name].kind.noun[len(ids) != 1]}, "
+        f"{len(ids[ids >= 0].unique())} of them different"
+        for name, ids in texts.items()
+    }
+
+
 def _indices(values: Tensor) -> Tensor:
     return values.argmax(-1) if values.is_floating_point() else values
 
@@ -52,6 +68,7 @@ def describe(result: Reconstruction) -> str:
         of = f" (restart {restart + 1} of {restarts}, chosen by match)" if restarts > 1 else ""
         lines.append(f"{key}: {numbers}{of}")
         lines += [f"    {name}: {', '.join(map(str, values))}" for name, values in inferred(result, target).items()]
+        lines += [f"    {text} ({name})" for name, text in counted_texts(result, target).items()]
         stopped = int(result.diverged[target].sum())
         if stopped:
             lines.append(f"    {stopped} of {restarts} restarts diverged")

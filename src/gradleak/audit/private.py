@@ -22,7 +22,17 @@ from gradleak.core import tree
 from gradleak.core.configuration import digest
 from gradleak.core.random import Draws
 from gradleak.core.tree import Tree
-from gradleak.data import DataError, Images, Records, fields_of, from_huggingface, from_loader, is_huggingface, load
+from gradleak.data import (
+    DataError,
+    Images,
+    Records,
+    Texts,
+    fields_of,
+    from_huggingface,
+    from_loader,
+    is_huggingface,
+    load,
+)
 from gradleak.engine import Engine
 from gradleak.federation import Examples, Federation, Remembered, Snapshot, with_buffers
 from gradleak.federation.checkpoints import Checkpoints
@@ -31,7 +41,7 @@ from gradleak.scenario.defence import Defence
 from gradleak.scenario.fields import Field
 from gradleak.scenario.guarantee import Guarantee
 from gradleak.scenario.inspection import data_problems
-from gradleak.scenario.kinds import Category
+from gradleak.scenario.kinds import Category, Tokens
 from gradleak.scenario.observation import Observation, Track, stack
 from gradleak.scenario.task import Batch, Task
 
@@ -137,9 +147,9 @@ def few_of(examples: Examples) -> Batch:
 def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     """Data in any of the accepted forms, in model-input space, on the device and in the type of the model.
 
-    `Images` hold pixels in [0, 1] and are normalised here; `Records` are rows of a table. Tensors, datasets and
-    loaders are taken as the client's pipeline gives them; their range shows if the task lacks its mean and std. Fields
-    that a client draws itself (the step and the noise of a denoiser) may be missing.
+    `Images` hold pixels in [0, 1] and are normalised here; `Records` are rows of a table, `Texts` ids. Tensors,
+    datasets and loaders are taken as the client's pipeline gives them; their range shows if the task lacks its mean and
+    std. Fields that a client draws itself (the step and the noise of a denoiser) may be missing.
     """
     like = tree.like(task.weights())
     fields = {name: each for name, each in task.fields.items() if name not in task.drawn}
@@ -156,6 +166,8 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
         return Stored({**x, "y": data.y.to(like.device)}) if "y" in task.fields else Stored(x, data.y)
     if isinstance(data, Records):
         data = {"x": data.x, "y": data.y}
+    if isinstance(data, Texts):
+        data = data.fields(fields)
     if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
         data = dict(zip(fields, data, strict=False))
     elif isinstance(data, (tuple, list)) and data and isinstance(data[-1], Tensor):  # ((x1, x2), y)
@@ -165,9 +177,17 @@ def examples_of(data: Any, task: Task, what: str = "data") -> Stored | Read:
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return Read(data, fields, like, own=task.own_names)
     raise AuditError(
-        f"{what} is {type(data).__name__}; give Images, Records, {{'x': tensor, 'y': tensor}}, (x, y), a Dataset or a "
-        "DataLoader."
+        f"{what} is {type(data).__name__}; give Images, Records, Texts, {{'x': tensor, 'y': tensor}}, (x, y), a "
+        "Dataset or a DataLoader."
     )
+
+
+def words_of(task: Task, *sources: Any) -> dict[str, tuple[str, ...]]:
+    """The text of each id, by field: what the task names, else what the data do. Only fields of tokens have some."""
+    known = next((each.words for each in sources if isinstance(each, Texts)), ())
+    kinds = {name: each.kind for name, each in task.fields.items() if isinstance(each.kind, Tokens)}
+    named = {name: kind.words or known for name, kind in kinds.items()}
+    return {name: words for name, words in named.items() if words}
 
 
 def _stored(batch: Mapping[str, Any], task: Task, what: str, like: Tensor) -> Stored:

@@ -363,11 +363,13 @@ def _content(observation: Observation) -> list[Any]:
 # --- without the truth ------------------------------------------------------------------------------------------------
 
 DETERMINED, EXPLAINED, PARTLY, INCONCLUSIVE = "determined", "explained", "in part", "inconclusive"
+INCOMPLETE = "incomplete"
 LEFT = 1e-2  # share of the match at the start; below, an update whose recipe cannot be replayed counts as explained
 MEANING = {
     DETERMINED: "no other examples near the reconstruction explain the update",
     EXPLAINED: "the reconstruction explains the update; other examples may do so too",
     PARTLY: "the reconstruction explains part of the update; more steps or another attack may do better",
+    INCOMPLETE: "places of the reconstruction have no value, as of tokens in no order, so it cannot be replayed",
     INCONCLUSIVE: "the attack did not converge, which says nothing about the client's safety",
 }
 
@@ -450,7 +452,7 @@ def _findings(path: Path) -> list[dict[str, Any]]:
 
 def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, knows: Knowledge) -> dict[str, Any]:
     """What an attack found out about one observation."""
-    from gradleak.audit.output import inferred
+    from gradleak.audit.output import counted_texts, inferred
 
     restart = int(result.chosen[target])
     certificate = None if result.certificates is None else result.certificates[target].record()
@@ -458,13 +460,14 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
     converged = result.checks.converged[target] and not any(check.severity == "error" for check in checks)
     certified = certificate is not None and certificate["verdict"] == "determined"
     replay: dict[str, float] | None = None
-    if knows.training is not None and not task.drawn and (batch := _whole(task, result.target(target))) is not None:
-        error = replay_error(task, one.seen, batch, knows.training, defence=knows.defence)
+    whole = _whole(task, result.target(target))
+    if knows.training is not None and not task.drawn and whole is not None:
+        error = replay_error(task, one.seen, whole, knows.training, defence=knows.defence)
         replay = {"error": error.relative, "cosine": error.cosine}
     curve = result.trace["match"][:, target, restart]
     start = float(curve[0]) if len(curve) else 0.0
     small = float(result.match[target, restart]) <= LEFT * start if replay is None else replay["error"] <= NEARLY
-    fit = EXPLAINED if small else PARTLY
+    fit = INCOMPLETE if whole is None else EXPLAINED if small else PARTLY
     return finite(
         {
             "observation": one.name,
@@ -476,6 +479,7 @@ def _finding(task: Task, one: Recorded, result: Reconstruction, target: int, kno
             "objective": float(result.objective[target, restart]),
             "match": float(result.match[target, restart]),
             "labels": inferred(result, target),
+            **({"texts": texts} if (texts := counted_texts(result, target)) else {}),
             "certificate": certificate,
             "checks": [{key: value for key, value in asdict(check).items() if key != "target"} for check in checks],
             "replay": replay,
@@ -512,6 +516,7 @@ def summary(findings: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"{'observation':{wide}}  {'attack':{method}}  {'finding':12}  {'match':>9}  {'replay':>9}  labels"]
     for row in findings:
         labels = " ".join(f"{name}={','.join(map(str, values))}" for name, values in row["labels"].items())
+        labels += "".join(f" {text} ({name})" for name, text in row.get("texts", {}).items())
         match, replay = (_short(value) for value in (row["match"], (row["replay"] or {}).get("error")))
         who = f"{row['observation']:{wide}}  {row['attack']:{method}}"
         lines.append(f"{who}  {row['word']:12}  {match:>9}  {replay:>9}  {labels}")

@@ -23,7 +23,7 @@ from gradleak.audit.formats import FORMATS, junit_of, notebook_of
 from gradleak.audit.intervals import Rate
 from gradleak.audit.runfile import field_of
 from gradleak.audit.scoring import scores_of
-from gradleak.audit.store import Arrays, Folder, Memory, Store
+from gradleak.audit.store import Arrays, Folder, Memory, Store, unpacked_words
 from gradleak.audit.summary import Summary, summaries_of
 from gradleak.audit.verdict import (
     TRIAL,
@@ -40,7 +40,7 @@ from gradleak.core import registry
 from gradleak.core.configuration import from_toml
 from gradleak.core.files import BadRun, Row, read_object
 from gradleak.core.registry import did_you_mean
-from gradleak.scenario.kinds import Kind
+from gradleak.scenario.kinds import Kind, Tokens
 from gradleak.scenario.task import Field
 
 if TYPE_CHECKING:
@@ -243,19 +243,33 @@ class AuditResult:
                 _group(arrays, "truth"),
                 arrays.get("unrelated/x"),
             )
-            scores = scores_of(reconstructions, truth, unrelated, gallery, self.fields, arrays["diverged"], lpips)
+            diverged, guess = arrays["diverged"], arrays.get("guess/x")
+            scores = scores_of(reconstructions, truth, unrelated, gallery, self.fields, diverged, lpips, guess)
             rows += [{**row, **scored} for row, scored in zip(before, scores, strict=True)]
         return replace(self, rows=_in_order(rows, self.settings))
 
     @cached_property
     def fields(self) -> dict[str, Field]:
-        """The private fields of the task, as run.toml describes them."""
+        """The private fields of the task; tokens with their words, where the run keeps those."""
+        named = self.settings.get("words", ())
+        return {name: self._worded(name, each) if name in named else each for name, each in self._described.items()}
+
+    @cached_property
+    def _described(self) -> dict[str, Field]:
+        """The same as run.toml describes them."""
         return {name: field_of(entry) for name, entry in self.settings["fields"].items()}
+
+    def _worded(self, name: str, field: Field) -> Field:
+        kept = self.store.arrays("words").get(name)
+        if kept is None or not isinstance(field.kind, Tokens):
+            raise BadRun(f"run.toml says that the words of {name} are kept, and they are not. Copy the whole folder.")
+        words = unpacked_words(kept, f"arrays/words.safetensors, {name},")
+        return replace(field, kind=replace(field.kind, words=words))
 
     @property
     def kind(self) -> Kind:
         """What kind of data was attacked: that of x."""
-        return self.fields["x"].kind
+        return self._described["x"].kind
 
     def _cell(self, cell: str) -> tuple[Arrays, list[Row]]:
         rows = [row for row in self.rows if row["cell"] == cell and row["status"] == "done"]
@@ -301,7 +315,7 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
     if version != 1 or not isinstance(plan, dict) or not texts or plan.get("control") not in plan["cells"]:
         raise BadRun(f"{path} is not a configuration that this gradleak wrote: version or [plan] is missing or odd.")
     try:
-        private = AuditResult([], settings).fields["x"]
+        private = AuditResult([], settings)._described["x"]
         sized = all(type(side) is int and 0 < side < 2**31 for side in private.shape)
         fits = sized and (len(private.shape) == 3 or not private.kind.pictures)
         if fits:  # on no example at all, whatever the shape: are the settings of field and kind usable?

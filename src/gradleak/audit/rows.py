@@ -29,6 +29,8 @@ from gradleak.scenario.kinds import KINDS, Kind
 ROW_VERSION = 2
 FORMS = tuple(form.value for form in AttackerForm)  # from the least to the most informed
 _KEY = re.compile(r"[0-9a-f]{16}")
+RETIRED = {"tokens": "every token"}
+"""By kind: a hit that only rows of former rules have. Their scores mean something else."""
 OPTIONAL = ("lpips",)  # scores that an audit of images may ask for
 # Of a certificate:
 _COUNTS = ("unknowns", "equations", "rank", "null")
@@ -81,6 +83,11 @@ def decode(line: bytes, where: str) -> Row:
     if not _KEY.fullmatch(row["cell"]):  # it becomes a file name
         raise BadRun(f"{where}: cell {row['cell']!r:.60} is not a key of 16 hexadecimal digits.")
     if row["status"] == "done":
+        if RETIRED.get(row["kind"]) in row["hits"]:
+            raise BadRun(
+                f"{where} has the hit {RETIRED[row['kind']]!r}: an earlier gradleak scored these "
+                f"{KINDS[row['kind']].noun[1]} by other rules (docs/rows.md). Run the audit again into another folder."
+            )
         _check_scores(row, where)
         _check_certificate(row, where)
         _check_labels(row, where)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradleak import __version__
 from gradleak.audit.cells import Cell, named_attacks, named_defences
-from gradleak.audit.private import AuditError
+from gradleak.audit.private import AuditError, words_of
 from gradleak.core.configuration import described, digest, from_toml, to_toml
 from gradleak.core.registry import did_you_mean
 from gradleak.engine import Engine
@@ -36,7 +36,16 @@ PLAIN = (
     "withheld",
 )  # as Audit takes them
 TABLES = ("federation", "engine", "origin")
-WRITTEN = ("version", "gradleak", "lpips", "analyses", "fields", "fingerprint", "plan")  # for readers and for resuming
+WRITTEN = (
+    "version",
+    "gradleak",
+    "lpips",
+    "analyses",
+    "fields",
+    "fingerprint",
+    "plan",
+    "words",
+)  # for readers and for resuming
 Made = TypeVar("Made")
 
 
@@ -66,6 +75,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
             "training": recipe(training),
         },
         "engine": asdict(audit.engine),
+        **({"words": sorted(words)} if (words := words_of(audit.task, audit.data, audit.gallery)) else {}),
         "fields": {name: _described(field) for name, field in audit.task.fields.items()},
         "fingerprint": {
             **audit.fingerprint,
@@ -86,7 +96,7 @@ def settings_of(audit: Audit, cells: Sequence[Cell], control: str) -> dict[str, 
 def _described(field: Field) -> dict[str, Any]:
     """A field as plain values: its kind by name, with the settings of the kind; `public` only if it is."""
     plain = {entry.name: getattr(field, entry.name) for entry in fields(field) if entry.name not in ("kind", "public")}
-    settings = field.kind.settings()
+    settings = {name: value for name, value in field.kind.settings().items() if name != "words"}  # kept as arrays
     return {
         **plain,
         "kind": field.kind.name,

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from gradleak import metrics
 from gradleak.core.files import finite
-from gradleak.scenario.task import Batch, Field
+from gradleak.core.tree import Params
+from gradleak.scenario.objectives import NextToken, Supervised
+from gradleak.scenario.task import Batch, Field, Task
 
 if TYPE_CHECKING:
     from gradleak.metrics.perceptual import LPIPS
 
 UNRELATED = "unrelated update"
+GUESS = "next-token guess"
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +39,13 @@ def scores_of(
     fields: Mapping[str, Field],
     diverged: Tensor,
     lpips: LPIPS | None = None,
+    guess: Tensor | None = None,
 ) -> list[dict[str, Any]]:
     """The scored part of the rows, one per target. Batches are (targets, examples, ...), in model-input space.
 
     `unrelated` (any number, examples, ...): reconstructions by the same attack from updates of other people's data.
     Target t is compared with number t modulo their number: what the attack shows of a target without its update, by
-    prior, start and luck alone.
+    prior, start and luck alone. `guess` (targets, examples, ...): what the attacked model guesses of each text.
     """
     scores = metrics.compare(_Scorable(found, fields, diverged), truth, gallery=gallery, lpips=lpips)
     hits = scores.hits()
@@ -54,6 +58,9 @@ def scores_of(
         blind = metrics.compare(_Scorable({"x": nothing}, fields, none_diverged), truth, gallery=gallery, lpips=lpips)
         blind_hits = blind.hits()
         baselines[UNRELATED] = {**blind.values, "rank1": blind_hits["rank1"], "recovered": blind_hits["recovered"]}
+    if guess is not None:
+        none_diverged = torch.zeros(len(guess), dtype=torch.bool)
+        baselines[GUESS] = metrics.compare(_Scorable({"x": guess}, fields, none_diverged), truth).values
     further = {
         name: {**values, **_distances(name, found, truth, fields, scores.assignment)}
         for name, values in scores.further.items()
@@ -73,6 +80,22 @@ def scores_of(
         )
         for target in range(len(truth["x"]))
     ]
+
+
+def next_tokens(task: Task, weights: Params, buffers: Params, texts: Batch) -> Tensor | None:
+    """Each token of texts (examples, ...) as a language model guesses it from the private tokens before it.
+
+    What the model knows without any update, for somebody who is told all earlier tokens: an attack that orders tokens
+    should be well above it. The first place has no guess (-1). None: the model does not predict the next token.
+    """
+    objective = task.objective
+    if not isinstance(objective, Supervised) or not isinstance(objective.meet, NextToken):
+        return None
+    task = task.copied()
+    each = ({name: value[row : row + 1] for name, value in texts.items()} for row in range(len(texts["x"])))
+    with torch.no_grad():
+        guesses = [task.output(weights, one, buffers).argmax(-1) for one in each]  # each (1, length)
+    return torch.nn.functional.pad(torch.cat(guesses)[:, :-1], (1, 0), value=-1)
 
 
 def _distances(

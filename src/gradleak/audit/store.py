@@ -5,6 +5,7 @@ environment.json       commit, versions, hardware, time; later runs that resumed
 rows.jsonl             one line per cell and target (rows.py, docs/rows.md)
 arrays/CELL.safetensors      reconstructions, truth, trace; written before the rows of their cell
 arrays/gallery.safetensors   the examples used for re-identification
+arrays/words.safetensors     of texts: the text of each id, if it is known; run.toml says so
 workers.jsonl          of a run on several machines: how each attempt at a cell ended
 
 The folder holds private examples: treat it as the data itself. Reading it executes nothing.
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from gradleak.audit.rows import REQUIRED, decode
@@ -70,7 +72,7 @@ class Folder(ResumableFolder):
 
     work = "run"
     config = "run.toml"
-    free = ("gradleak", "engine.device", "plan.")
+    free = ("gradleak", "engine.device", "plan.", "words")
     meaning: ClassVar[Mapping[str, str]] = {
         "fingerprint.task": "the task (layers, weights, fields, or the code of model or loss)",
         "fingerprint.gradient": "what model and loss compute: their gradient at fixed inputs is another",
@@ -121,6 +123,22 @@ class Folder(ResumableFolder):
         except (SafetensorError, OSError, ValueError, KeyError, OverflowError) as problem:
             cause = f"{type(problem).__name__}: {problem}"
             raise BadRun(f"{path} cannot be read ({cause}). It may be cut off; copy it again.") from None
+
+
+def packed_words(words: Sequence[str]) -> Tensor:
+    """The text of each id as bytes of JSON."""
+    return torch.frombuffer(bytearray(json.dumps(list(words)).encode()), dtype=torch.uint8)
+
+
+def unpacked_words(packed: Tensor, where: str) -> tuple[str, ...]:
+    """The same, read back and checked."""
+    try:
+        words = json.loads(packed.numpy().tobytes())
+    except (ValueError, TypeError, RecursionError):
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise BadRun(f"{where} does not hold the text of each id. Copy the whole folder again.")
+    return tuple(words)
 
 
 def _whole(rows: Sequence[Row], path: Path) -> bool:

@@ -41,15 +41,15 @@ the first attack) stays below a median {level} is void."""
 
 def rule_of(kind: Kind) -> str:
     """How the words of a run are reached, for private data of this kind."""
-    measure, (one, many) = kind.headline, kind.noun
+    measure, (one, many) = kind.control_measure, kind.noun
     level = _reached(measure, needed_of(kind) + (f" {measure.unit}" if measure.unit else ""))
     a = "An" if one[0] in "aeiou" else "A"
-    return _RULE.format(a=a, one=one, many=many, rule=kind.rule, label=measure.label, level=level)
+    return _RULE.format(a=a, one=one, many=many, rule=kind.rule, label=kind.headline.label, level=level)
 
 
 def needed_of(kind: Kind) -> str:
     """What the positive control must reach, without its unit: 18, or 90%."""
-    return f"{kind.control:.0%}" if kind.headline.percent else f"{kind.control:g}"
+    return f"{kind.control:.0%}" if kind.control_measure.percent else f"{kind.control:g}"
 
 
 def _reached(measure: Measure, level: str) -> str:
@@ -81,7 +81,7 @@ class Control:
     """The positive control. If it fails, the run shows nothing."""
 
     passed: bool
-    value: float  # of the kind's first measure, median over its targets; NaN if there are none
+    value: float  # of the kind's control measure, median over its targets; NaN if there are none
     text: str
     cell: str
     kind: Kind = Image()
@@ -89,13 +89,14 @@ class Control:
     @property
     def level(self) -> str:
         """What it reached, and what it needed: 31.0 dB; 18 are needed."""
-        unit = f" {self.kind.headline.unit}" if self.kind.headline.unit else ""
-        return f"{self.kind.headline.plain(self.value)}{unit}; {needed_of(self.kind)} are needed"
+        measure = self.kind.control_measure
+        unit = f" {measure.unit}" if measure.unit else ""
+        return f"{measure.plain(self.value)}{unit}; {needed_of(self.kind)} are needed"
 
 
 def control_of(rows: Sequence[Row], cell: str, kind: Kind) -> Control:
     """The positive control of a run, from the rows of its cell."""
-    measure = kind.headline
+    measure = kind.control_measure
     rows = [row for row in rows if row["cell"] == cell]
     scores = [row["scores"][measure.name] for row in rows if row["status"] == "done"]
     values = [value for each in scores for value in each if value is not None]
@@ -176,7 +177,7 @@ def _leak(line: Summary) -> str:
     text = (
         f"{line} recovered {round(share.value * total)} of {total} {many} ({share.value:.0%}, 95 % interval "
         f"{share.low:.0%} to {share.high:.0%}; {blind}). Median {measure.stated(middle)}, 95th percentile "
-        f"{measure.format(high)}, clearest {one} {measure.format(best)}."
+        f"{measure.format(high)}, clearest {one} {measure.format(best)}.{_besides(line)}"
     )
     if line.paired is not None:
         text += f" {str(line.paired)[:1].upper()}{str(line.paired)[1:]}."
@@ -201,9 +202,17 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
     return (
         f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no {one} of {nearest.targets} targets. The "
         f"nearest is {nearest}: mean {measure.stated(nearest.means[measure.name])}, clearest {one} "
-        f"{measure.format(nearest.worst[measure.name])}. So few targets do not exclude that {bound:.0%} of {many} can "
-        f"be recovered, and stronger attacks may exist.{_sample(nearest)}"
+        f"{measure.format(nearest.worst[measure.name])}.{_besides(nearest)} So few targets do not exclude "
+        f"that {bound:.0%} of {many} can be recovered, and stronger attacks may exist.{_sample(nearest)}"
     )
+
+
+def _besides(line: Summary) -> str:
+    """The measure of the positive control, where it is not the first one: the bag of a text whose order is unknown."""
+    measure = line.kind.control_measure
+    if measure is line.kind.headline:
+        return ""
+    return f" Mean {measure.stated(line.means.get(measure.name))}."
 
 
 def _sample(line: Summary) -> str:
@@ -235,7 +244,7 @@ def card_of(line: Summary, control: Control) -> dict[str, Any]:
             "labels": line.means.get("labels"),
             "no gradient": line.baseline,
             "identifiability": certified and certified.record(),
-            "control": {"passed": control.passed, control.kind.headline.name: control.value},
+            "control": {"passed": control.passed, control.kind.control_measure.name: control.value},
             "converged": line.converged,
             "diverged": line.diverged,
             "errors": list(line.errors),

@@ -41,7 +41,7 @@ def check(options: CheckOptions) -> None:
 
     examples = options.data.load() if options.data.data else None
     task = loading.task(options.reference) if examples is None else loading.task_for(options.reference, examples)
-    batch = None if examples is None else loading.few_examples(task, options.data)
+    batch = None if examples is None else loading.few_examples(task, examples)
     result = preflight(task, batch=batch, examples=options.examples)
     for line in (*_fields(task), "", *_problems(result), *_spans(result, options), *_attacks(result)):
         typer.echo(line)
@@ -74,8 +74,9 @@ def _spans(result: Preflight, options: CheckOptions) -> list[str]:
     """What layers tell of their inputs: a sentence, and a table with those that tell most examples first."""
     if result.spans is None:
         return []
-    telling = sorted((each for each in result.spans.entries if each.most), key=lambda each: -each.most)
-    silent = [each for each in result.spans.entries if not each.most]
+    most = _tokens if result.spans.tokens else _examples
+    telling = sorted((each for each in result.spans.entries if most(each)), key=lambda each: -most(each))
+    silent = [each for each in result.spans.entries if not most(each)]
     shown = [*telling, *silent] if options.layers else telling[:ROWS]
     lines = ["", *textwrap.wrap(result.spans.headline, WIDTH)]
     if not shown:
@@ -85,15 +86,26 @@ def _spans(result: Preflight, options: CheckOptions) -> list[str]:
     table = []
     for each in shown:
         sizes = f"{each.places:>8}{each.outputs:>9}{each.inputs:>8}{each.equations(options.examples):>11}"
-        table.append(f"{each.name:<{width}}{sizes}  {_tells(each)}")
+        table.append(f"{each.name:<{width}}{sizes}  {_tells(each, most(each), result.spans.tokens)}")
     left = len(result.spans.entries) - len(shown)
     return [*lines, "", head, *table, *([f"and {counted(left, 'more layer')} (--layers)"] if left else [])]
 
 
-def _tells(entry: Entry) -> str:
-    """How many examples, or why none."""
-    if entry.most:
-        return f"up to {entry.most}" + (f", differences within the {entry.centred}" if entry.centred else "")
+def _examples(entry: Entry) -> int:
+    """The most examples that it tells."""
+    return entry.most
+
+
+def _tokens(entry: Entry) -> int:
+    """The most tokens that it tells, in texts of any length."""
+    return 0 if entry.kind == "embedding" else entry.limit
+
+
+def _tells(entry: Entry, most: int, tokens: int | None) -> str:
+    """How many examples, or tokens of texts of so many, or why none."""
+    if most:
+        unit = "" if tokens is None else " tokens" if entry.places >= tokens else " rows of whole texts"
+        return f"up to {most}{unit}" + (f", differences within the {entry.centred}" if entry.centred else "")
     if entry.kind == "embedding" and not entry.reason:
         return "which values occur"
     return f"none: {entry.reason or 'too many rows'}"

@@ -16,20 +16,22 @@ from gradleak.audit.private import examples_of, few_of
 from gradleak.cli.formatting import sentence
 from gradleak.cli.options import DataOptions
 from gradleak.cli.references import BUILTIN, is_reference, load_object
-from gradleak.cli.root import LoadError
+from gradleak.cli.root import LoadError, log
 from gradleak.cli.tasks import is_task
 from gradleak.core import registry
 from gradleak.core.registry import BadSetting, pieces
 from gradleak.engine import Engine
 from gradleak.scenario.fields import UNBOUNDED, Field
-from gradleak.scenario.kinds import Value
+from gradleak.scenario.kinds import Tokens, Value
 from gradleak.scenario.observation import Observation
 from gradleak.scenario.task import Batch, Supervised, Task
 
 BUILTIN_MODEL = "lenet-zhu"
 BUILTIN_DATA = "digits"  # the only embedded set with enough images for a network to learn from
 TABLE_MODEL = "mlp"  # what the built-in model is for a table
-DATA_FORMS = "--data NAME, a folder, a file (.npz, .csv, .parquet) or FILE.py:NAME (gradleak data list shows the names)"
+DATA_FORMS = (
+    "--data NAME, a folder, a file (.npz, .csv, .parquet, .txt) or FILE.py:NAME (gradleak data list shows the names)"
+)
 
 
 def methods(texts: Iterable[str]) -> tuple[str, ...]:
@@ -175,7 +177,12 @@ def examples(options: DataOptions, split: str | None = None) -> Any:
         return load_object(options.data, "data")
     if "bounds" in how:
         how["bounds"] = _bounds(how["bounds"])
-    return data.load(options.data, split=split, **{**how, "size": options.size})
+    if is_reference(options.tokenizer):
+        how["tokenizer"] = load_object(options.tokenizer, "tokenizer")
+    loaded = data.load(options.data, split=split, **{**how, "size": options.size})
+    for note in loaded.notes if isinstance(loaded, data.Texts) else ():
+        log(f"{loaded.source}: {note}")
+    return loaded
 
 
 def _bounds(text: str) -> bool | float:
@@ -191,12 +198,22 @@ def images(text: str, split: str | None = None, size: int | None = None) -> Any:
     return examples(DataOptions(text, size), split)
 
 
-def few_examples(task: Task, text: str | DataOptions) -> Batch:
-    """Some examples of the named data, in model-input space, for `Task.check`."""
+def few_examples(task: Task, examples: Any) -> Batch:
+    """Some examples of loaded data, in model-input space, for `Task.check`."""
     if "x" not in task.fields:
         raise LoadError(f"--data is checked against a field x; the task's fields are {', '.join(task.fields)}.")
-    options = DataOptions(text) if isinstance(text, str) else text
-    return few_of(examples_of(options.load(), task))
+    return few_of(examples_of(fitted(examples, task), task))
+
+
+def fitted(examples: Any, task: Task) -> Any:
+    """Texts in the length of the task, with a note on those that are cut; other data as they are."""
+    field = task.fields.get("x")
+    if not isinstance(examples, data.Texts) or field is None or not isinstance(field.kind, Tokens):
+        return examples
+    whole = examples.fitted(field.shape[-1], field.kind.padding)
+    for note in whole.notes[len(examples.notes) :]:
+        log(f"{examples.source}: {note}")
+    return whole
 
 
 def training_data(origin: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -224,7 +241,7 @@ def hold_out(examples: Any, share: float) -> tuple[Any, Any]:
     tested = max(1, round(share * total))
 
     def part(rows: torch.Tensor) -> Any:
-        if isinstance(examples, (data.Images, data.Records)):
+        if isinstance(examples, (data.Images, data.Records, data.Texts)):
             return examples[rows]
         if isinstance(examples, Mapping):
             return {name: value[rows] for name, value in examples.items()}

@@ -36,7 +36,8 @@ TaskReference = Annotated[
 DataName = Annotated[
     str,
     typer.Option(
-        "--data", help="A name (gradleak data list), a folder of images, an .npz, .csv or .parquet, or FILE.py:NAME."
+        "--data",
+        help="A name (gradleak data list), a folder of images, an .npz, .csv, .parquet or .txt, or FILE.py:NAME.",
     ),
 ]
 Size = Annotated[
@@ -80,6 +81,9 @@ class DataOptions(Group):
         str,
         typer.Option(metavar="yes|SHARE", help="For tables: the attacker knows the range of numbers, or quantiles."),
     ] = ""
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FILE.py:NAME", help='For texts: has encode(text); default, or "bytes": UTF-8.')
+    ] = ""
 
     @property
     def stated(self) -> dict[str, str]:
@@ -97,7 +101,7 @@ class DataOptions(Group):
         return DataOptions(**named, size=int(size) if size else None)
 
     def load(self, split: str | None = None) -> Any:
-        """The data: `Images`, `Records`, or the object of FILE.py:NAME."""
+        """The data: `Images`, `Records`, `Texts`, or the object of FILE.py:NAME."""
         from gradleak.cli.loading import examples
 
         return examples(self, split)

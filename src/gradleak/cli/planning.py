@@ -18,6 +18,7 @@ from gradleak.cli.formatting import sentence
 from gradleak.cli.loading import (
     DATA_FORMS,
     as_task,
+    fitted,
     methods,
     optional_numbers,
     task_for,
@@ -92,13 +93,13 @@ def _from_reference(options: AuditOptions) -> Audit:
         return _default_audit(options, task_for(name, examples), examples)
     value = load_object(options.model, "task")
     if isinstance(value, Audit):
-        return replace(value, data=data.load(), gallery=None) if data.data else value
+        return replace(value, data=fitted(data.load(), value.task), gallery=None) if data.data else value
     task = as_task(value, options.model)
     if not data.data:
         raise LoadError(
             f"{options.model} is a Task, which holds no data. Say which examples its clients hold: {DATA_FORMS}."
         )
-    return _default_audit(options, task, data.load())
+    return _default_audit(options, task, fitted(data.load(), task))
 
 
 def _default_audit(options: AuditOptions, task: Task, examples: Any) -> Audit:
@@ -138,7 +139,7 @@ def _from_training(options: AuditOptions, folder: Path) -> Audit:
     task = task_for(reference, examples)
     return Audit(
         task,
-        examples,
+        fitted(examples, task),
         audit.default_attacks(_engine(options), task, options.examples or 1, training or federation.training),
         federation=federation,
         rounds=tuple(trained.rounds),
@@ -170,6 +171,7 @@ def _from_config(options: AuditOptions, path: Path) -> Audit:
         others = {"gallery", *DataOptions.of(origin).stated}
         origin = {name: value for name, value in origin.items() if name not in others}
     task = task_for(reference, examples)
+    examples = fitted(examples, task)
     try:
         planned = audit.from_settings({**settings, "origin": origin}, task=task, data=examples)
     except (TypeError, AttributeError, ValueError) as problem:  # written by hand, with unknown entries

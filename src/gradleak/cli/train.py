@@ -217,7 +217,7 @@ def plan_training(options: TrainOptions) -> TrainingRun:
     """Load task and data, and check the options against them."""
     from gradleak.audit.cells import defence_of
     from gradleak.audit.private import examples_of
-    from gradleak.cli.loading import optional_numbers, task_for, training_data
+    from gradleak.cli.loading import fitted, optional_numbers, task_for, training_data
     from gradleak.diffusion import Denoising, SharedDraws
     from gradleak.federation.samples import Samples
     from gradleak.federation.training import TrainingRun, demand_rounds
@@ -237,10 +237,10 @@ def plan_training(options: TrainOptions) -> TrainingRun:
     return TrainingRun(
         federation,
         task,
-        examples_of(examples, task),
+        examples_of(fitted(examples, task), task),
         options.rounds,
         defence=SharedDraws(options.seed) if options.shared_draws else defence_of(options.defence),
-        test=None if test_examples is None else examples_of(test_examples, task, "test data"),
+        test=None if test_examples is None else examples_of(fitted(test_examples, task), task, "test data"),
         every=options.every,
         checkpoints=checkpoints,
         engine=engine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,20 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(member) for member in value]
     return value
+
+
+_NUMBERS = re.compile(r"\[[-+\d\s.,e\[\]]+")
+SHAPE = 5  # numbers in brackets that a message may have: as many as a shape
+
+
+def without_values(text: str) -> str:
+    """A message without its longer lists of numbers: those of somebody's model may be private values."""
+
+    def kept(found: re.Match[str]) -> str:
+        short = len(re.findall(r"\d+", found[0].replace(".", ""))) <= SHAPE
+        return found[0] if short else f"[...]{' ' * found[0].endswith(' ')}"
+
+    return _NUMBERS.sub(kept, text)
 
 
 def read_object(text: bytes, where: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Real data by name, from a file, a folder or another library's data set: `Images`, or the `Records` of a table.
+"""Real data by name, from a file, a folder or another library's data set: `Images`, `Records` of a table, `Texts`.
 
 `cifar10-samples`, `faces`, `photographs`, `digits` and the like are files of an installed package (the package itself
-is not imported), and so are the tables `breast-cancer`, `wine` and `diabetes`. Every other name is searched in
+is not imported), and so are the tables `breast-cancer`, `wine` and `diabetes`; the texts `moby-dick-samples` are a file
+of this one. Every other name is searched in
 `$GRADLEAK_DATA/NAME.npz`, then in the full set that `get` fetched into `cache_folder()`, then in
 `$GRADLEAK_DATA/mini/NAME_mini.npz`. `writers` gives images by writer, as the clients of the multi-step papers have
 them; `from_loader` reads a DataLoader.
@@ -13,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -35,10 +36,12 @@ from gradleak.data.tables import (
     open_huggingface,
     open_parquet,
 )
+from gradleak.data.texts import TEXT_SUFFIXES, TEXTS, Texts, TextSource, texts
 
 __all__ = ["SOURCES", "DataError", "Images", "Listing", "Source", "Writers", "available", "cache_folder", "enhanced"]
 __all__ += ["from_dataset", "from_huggingface", "from_loader", "from_torchvision", "get", "is_huggingface", "load"]
 __all__ += ["TABLES", "Records", "TableSource", "TableSpec", "fields_of", "load_images", "pseudo_writers", "writers"]
+__all__ += ["TEXTS", "TextSource", "Texts", "texts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +116,16 @@ class Listing:
 def available() -> tuple[Listing, ...]:
     """Every name that `load` knows, whether it is on this machine and, if not, how to get it."""
 
-    def listing(name: str, source: Source | TableSource) -> Listing:
+    def listing(name: str, source: Source | TableSource | TextSource) -> Listing:
         place = source.where()
         return Listing(name, source.description, source.licence, place, "" if place else source.needs)
 
     return tuple(listing(name, source) for name, source in _NAMES.items())
 
 
-_NAMES: dict[str, Source | TableSource] = {**SOURCES, **TABLES}
+Labelled = TypeVar("Labelled", Records, Texts)
+
+_NAMES: dict[str, Source | TableSource | TextSource] = {**SOURCES, **TABLES, **TEXTS}
 
 
 @takes(TableSpec)
@@ -130,12 +135,14 @@ def load(
     split: str | None = None,
     size: Size | None = None,
     limit: int | None = None,
+    tokenizer: Any = None,
     table: TableSpec,
-) -> Images | Records:
-    """Images or a table by name (see `available`) or from files.
+) -> Images | Records | Texts:
+    """Images, a table or texts by name (see `available`) or from files.
 
     Images: a `.npz` (train_x/train_y/test_x/test_y or x/y), a folder, or LEAF files. Tables: `.csv`, `.tsv`,
-    `.parquet`; which column is what is said by target, columns, classes, missing and bounds (`TableSpec`).
+    `.parquet`; which column is what is said by target, columns, classes, missing and bounds (`TableSpec`). Texts: a
+    `.txt` with one text a line or, with a tokenizer, a CSV whose target is the label (`texts`).
 
         load("people.csv", target="income", columns="id:drop,zip:category")
 
@@ -143,6 +150,7 @@ def load(
         parts, every fifth example is "test".
     size: side, or (height, width): images are cropped centrally to that shape and resized.
     limit: the most examples, taken from each class in turn, so that few examples still cover many classes.
+    tokenizer: of texts: has encode(text), or "bytes" (`texts`).
     """
     name = os.fspath(name_or_path)
     if split not in (None, "train", "test"):
@@ -150,13 +158,17 @@ def load(
     if limit is not None and limit < 1:
         raise DataError(f"limit is {limit}. Give at least 1, or None for all.")
     path = Path(name).expanduser()
+    if name in TEXTS or path.suffix.lower() in TEXT_SUFFIXES or tokenizer is not None:
+        if size is not None:
+            raise DataError(f"{name} holds texts; size (--size) is for images.")
+        return _limited_texts(_texts(name, tokenizer, table), split, limit)
     if name not in SOURCES and (name in TABLES or (path.suffix.lower() in SUFFIXES and path.is_file())):
         if size is not None:
             raise DataError(f"{name} is a table; size (--size) is for images.")
         raw, source = _raw_table(name, path, table)
         return _limited(encode(raw, table, source, split), split, limit)
     images = _load_images(name, split, size, limit)
-    stated = [each.name for each in fields(TableSpec) if getattr(table, each.name) != each.default]
+    stated = sorted(_stated(table))
     if stated and stated != ["classes"] or table.regression:
         raise DataError(f"{stated[0]} (--{stated[0]}) is for tables (.csv, .parquet); {name} holds images.")
     return images if table.count is None else _with_classes(images, table.count)
@@ -173,7 +185,8 @@ def load_images(
     loaded = load(name_or_path, split=split, size=size, limit=limit)
     if isinstance(loaded, Images):
         return loaded
-    raise DataError(f"{os.fspath(name_or_path)} is a table; images are wanted here.")
+    kind = "holds texts" if isinstance(loaded, Texts) else "is a table"
+    raise DataError(f"{os.fspath(name_or_path)} {kind}; images are wanted here.")
 
 
 def _load_images(name: str, split: str | None, size: Size | None, limit: int | None) -> Images:
@@ -190,8 +203,8 @@ def _load_images(name: str, split: str | None, size: Size | None, limit: int | N
         return _images(open_npz(path, split), name, split, size, limit)
     if path.exists():
         raise DataError(
-            f"{name} is neither a .npz file nor a folder of images, nor a table ({', '.join(SUFFIXES)}). Give one of "
-            "those, or a name."
+            f"{name} is neither a .npz file nor a folder of images, nor a table ({', '.join(SUFFIXES)}) or texts "
+            f"({', '.join(TEXT_SUFFIXES)}). Give one of those, or a name."
         )
     if path.suffix or len(path.parts) > 1:
         raise DataError(f"There is no file or folder {name} (looked from {Path.cwd()}).")
@@ -207,6 +220,25 @@ def _raw_table(name: str, path: Path, table: TableSpec) -> tuple[RawTable, str]:
     return open_csv(path), name
 
 
+def _texts(name: str, tokenizer: Any, table: TableSpec) -> Texts:
+    if stated := _stated(table) - {"target"}:
+        raise DataError(f"{min(stated)} (--{min(stated)}) is for tables; {name} is read as texts.")
+    if name not in TEXTS:
+        return texts(name, tokenizer=tokenizer, label=table.target)
+    return replace(texts(TEXTS[name].lines(), tokenizer=tokenizer), source=name)
+
+
+def _limited_texts(found: Texts, split: str | None, limit: int | None) -> Texts:
+    rows = torch.arange(len(found))
+    rows = rows if split is None else rows[(rows % 5 == 4) == (split == "test")]
+    return _limited(found[rows], split, limit)
+
+
+def _stated(table: TableSpec) -> set[str]:
+    """The settings that are not the default."""
+    return {each.name for each in fields(TableSpec) if getattr(table, each.name) != each.default}
+
+
 def _dropped(table: TableSpec) -> set[str]:
     return {column for column, kind in table.kinds().items() if kind == "drop"}
 
@@ -219,14 +251,15 @@ def _place(name: str, source: Source | TableSource) -> Path:
     return place
 
 
-def _limited(records: Records, split: str | None, limit: int | None) -> Records:
-    if not len(records):
-        raise DataError(f"{records.source} holds no rows{f' in split {split!r}' if split else ''}.")
+def _limited(found: Labelled, split: str | None, limit: int | None) -> Labelled:
+    """The first rows or texts, each class in turn where there are classes."""
+    if not len(found):
+        raise DataError(f"{found.source} holds no rows{f' in split {split!r}' if split else ''}.")
     if limit is None:
-        return records
-    return (
-        records[:limit] if records.classes is None else records[torch.from_numpy(_in_turn(records.y.numpy())[:limit])]
-    )
+        return found
+    if found.classes is None or found.y is None:
+        return found[:limit]
+    return found[torch.from_numpy(_in_turn(found.y.numpy())[:limit])]
 
 
 def _with_classes(images: Images, count: int) -> Images:
@@ -342,7 +375,8 @@ def _hugging_tensors(dataset: Any, source: str, limit: int | None) -> dict[str, 
             tensors[name] = torch.stack([torch.as_tensor(value) for value in values])
         except (ValueError, TypeError, RuntimeError):
             raise DataError(
-                f"{source}: examples of {name!r} differ in length. Tokenise with padding='max_length' and truncation."
+                f"{source}: examples of {name!r} differ in length. Tokenise with padding='max_length' and "
+                "truncation, or give gradleak.data.texts(split[:], padding=...)."
             ) from None
     return fields_of(tensors)
 

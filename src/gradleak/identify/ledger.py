@@ -35,6 +35,8 @@ EXAMPLES = 2  # of the pass that counts: BatchNorm in training mode refuses a si
 NAMED = 4  # layers that the headline names
 FROZEN, SHARED, COMPUTED = "frozen", "shared with another layer", "its weight is computed from others"
 PUBLIC, UNEVEN = "its input does not depend on the data", "its rows are not those of single examples"
+WAITING = "B of its LoRA is zero, and so is its gradient in the first step"
+A, B = "lora_A", "lora_B"  # the maps of a LoRA, as peft names them: W' = W + (alpha / r) B A
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Entry:
     groups    of a convolution: each tells by itself
     centred   "batch" or "example": a norm over these follows, and the gradient spans only differences of rows
     reason    why it does not tell; empty: it does, up to `most` examples
+    adapter   the rank of its LoRA; 0: it is none
     turned    its weight has the inputs first, as in Hugging Face's Conv1D
     """
 
@@ -65,6 +68,7 @@ class Entry:
     groups: int = 1
     centred: str = ""
     reason: str = ""
+    adapter: int = 0
     turned: bool = False
 
     @property
@@ -79,7 +83,12 @@ class Entry:
     @property
     def limit(self) -> int:
         """The largest rank that tells: no more than the outputs, and less than fills the inputs."""
-        return 0 if self.reason else max(0, min(self.outputs, self.inputs - 1 + self.point))
+        return 0 if self.reason else self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """The same from its shape alone, whatever the reason why it does not tell now."""
+        return max(0, min(self.outputs, self.inputs - 1 + self.point))
 
     @property
     def most(self) -> int:
@@ -145,6 +154,25 @@ class Ledger:
         """The most tokens in an update, in texts of any length, whose rows are told; 0 where the data are no texts."""
         return max((each.limit for each in self.entries if self.tokens and self._counts(each)), default=0)
 
+    @property
+    def tokens_later(self) -> int:
+        """`tokens_up_to` of adapters that wait for the second step (`WAITING`); 0: none does."""
+        waiting = (each for each in self.entries if each.reason == WAITING and self.tokens)
+        return max((each.capacity for each in waiting), default=0)
+
+    @property
+    def adapters(self) -> str:
+        """What LoRA means for texts, in words; empty: no layer that tells is an adapter."""
+        able = [each for each in self.entries if each.limit or each.reason == WAITING]
+        ranks = sorted({each.adapter for each in able if each.adapter})
+        if not ranks or not self.tokens:
+            return ""
+        lora, most = f" LoRA of rank {' and '.join(map(str, ranks))}:", self.tokens_up_to
+        told = f"everything up to {most} distinct tokens is told" if most else "no token is told"
+        if self.tokens_later:
+            return f"{lora} {told} in the first step, while B is zero, and up to {self.tokens_later} in later ones."
+        return f"{lora} {told}; adapters of one input add up."
+
     def tells(self, examples: int) -> bool:
         """Are so many examples told? A token is one of a vocabulary, so that any equation decides."""
         return self.equations(examples) >= (1 if self.tokens else self.unknowns)
@@ -174,9 +202,11 @@ class Ledger:
         if self.tokens_up_to:
             known = [each for each in self.entries if each.limit == self.tokens_up_to and self._counts(each)]
             texts = f" ({self._count(self.told_up_to)} of {self.tokens})" if self.told_up_to else ""
-            return f"Spans: up to {self.tokens_up_to} tokens in an update{texts} are told by {_named(known)}.{bag}"
+            told = f"Spans: up to {self.tokens_up_to} tokens in an update{texts} are told by {_named(known)}."
+            return f"{told}{self.adapters}{bag}"
         if not self.told_up_to:
-            return f"Spans: too few equations to tell even one {self.noun[0]}; other attacks need no span.{bag}"
+            none = f"Spans: too few equations to tell even one {self.noun[0]}; other attacks need no span."
+            return f"{none}{self.adapters}{bag}"
         first, *more = self.levels
         verb = "is" if first == 1 else "are"
         text = f"Spans: {self._up_to(first)} in an update {verb} told by {_named(self.telling(first))}"
@@ -192,7 +222,7 @@ class Ledger:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        names = ("unknowns", "tokens", "told_up_to", "tokens_up_to", "headline")
+        names = ("unknowns", "tokens", "told_up_to", "tokens_up_to", "tokens_later", "headline")
         return {name: getattr(self, name) for name in names} | {"layers": [each.record() for each in self.entries]}
 
 
@@ -280,8 +310,9 @@ def _entries(task: Task, first: tuple[Call, ...], second: tuple[Call, ...]) -> I
     stacks: dict[tuple[Any, ...], list[_Map]] = {}
     for each in _maps(task, first):
         entry = each.entry
-        entry = replace(entry, reason=_reason(each, runs, uses, other), centred=norms.get(each.output, ""))
-        key = (id(each),) if entry.reason else (*each.rows, entry.centred)
+        reason = _reason(each, runs, uses, other) or _waits(task.model, entry.layers[0])
+        entry = replace(entry, reason=reason, centred=norms.get(each.output, ""))
+        key = (*each.rows, entry.centred, reason) if reason in ("", WAITING) else (id(each),)
         stacks.setdefault(key, []).append(replace(each, entry=entry))
     for maps in stacks.values():
         yield _stacked([each.entry for each in maps])
@@ -311,6 +342,20 @@ def _reason(each: _Map, runs: Counter[str], uses: Counter[int], other: dict[tupl
     if each.entry.layers not in other or torch.equal(each.data, other[each.entry.layers]):
         return PUBLIC
     return "" if each.data.shape and each.data.numel() % EXAMPLES == 0 and each.entry.places else UNEVEN
+
+
+def _waits(model: nn.Module, name: str) -> str:
+    """Why A of a LoRA does not tell yet: dL/dA = (alpha / r) B^T dL/dW' is zero while B is."""
+    if f".{A}." not in name:
+        return ""
+    partner = f".{B}.".join(name.rsplit(f".{A}.", 1))
+    weight = dict(model.named_parameters()).get(f"{partner}.weight")
+    return WAITING if weight is not None and not bool(weight.any()) else ""
+
+
+def _rank(name: str, outputs: int, inputs: int) -> int:
+    """The rank of the LoRA whose A or B this is; 0: it is neither."""
+    return {A: outputs, B: inputs}.get(next((part for part in name.split(".") if part in (A, B)), ""), 0)
 
 
 def _centres(module: nn.Module) -> str:
@@ -365,6 +410,7 @@ def _layer(call: Call, module: Any) -> Iterator[_Map]:
         bias=module.bias is not None and module.bias.requires_grad,
         groups=groups,
         reason="" if turned or own_weight(module) else COMPUTED,
+        adapter=_rank(call.name, outputs, inputs),
         turned=turned,
     )
     output = (id(call.output), call.version)

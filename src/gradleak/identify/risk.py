@@ -8,6 +8,8 @@ it is what one update tells about a pixel (`curvature.information`, "input"); it
 In a large batch the mean over random directions stands for all. The point is a picture of noise or, for a client that
 looks at its own update, its batch. It needs no search and no truth.
 
+Tokens are no numbers that an update could be derived by: for texts the spans of the layers are counted (`TextRisk`).
+
 It ranks settings; it is no verdict. What a search would find is another question: a rough landscape can hide much.
 `benchmarks/risk_score.py` compares it with the PSNR of attacks.
 """
@@ -31,6 +33,8 @@ from gradleak.identify.rounding import rounding_of
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.predictions import gradient
 from gradleak.parts.view import TargetView
+from gradleak.scenario.fields import Field
+from gradleak.scenario.kinds import Tokens
 from gradleak.scenario.observation import Knowledge, Observation
 from gradleak.scenario.task import Batch, Task
 
@@ -77,6 +81,45 @@ class Risk:
         return {**asdict(self), "told": self.told}
 
 
+@dataclass(frozen=True)
+class TextRisk:
+    """What an update of texts tells by count (`identify.ledger`), before any attack.
+
+    tokens         different rows of tokens in this update at most: (token, place), of all its texts
+    tokens_up_to   so many are told by the spans of its layers
+    tokens_later   so many in later steps, where B of a LoRA is still zero; 0: the same
+    named          do the rows of an embedding name the tokens, however many there are?
+    vocabulary     ids that a token may have
+    examples       in this update
+    """
+
+    tokens: int
+    tokens_up_to: int
+    tokens_later: int
+    named: bool
+    vocabulary: int
+    examples: int = 1
+
+    @property
+    def told(self) -> bool:
+        """Has this update few enough tokens for the spans of its layers to tell them?"""
+        return 0 < self.tokens <= self.tokens_up_to
+
+    @property
+    def score(self) -> float:
+        """Bits per token: all of them where tokens are told or named, none by count elsewhere."""
+        return math.log2(self.vocabulary) if self.told or self.named else 0.0
+
+    def __str__(self) -> str:
+        later = f" ({self.tokens_later} in later steps)" if self.tokens_later else ""
+        told = f"spans tell everything up to {self.tokens_up_to} tokens{later}, this update has at most {self.tokens}"
+        named = "; the rows of an embedding name its tokens" if self.named else ""
+        return f"{self.score:.1f} bits per token by count; {told}{named}"
+
+    def record(self) -> dict[str, Any]:
+        return {**asdict(self), "told": self.told, "score": self.score}
+
+
 @takes(Linearisation)
 def risk(
     task: Task,
@@ -87,14 +130,16 @@ def risk(
     directions: int = DIRECTIONS,
     seed: int = 0,
     how: Linearisation,
-) -> Risk:
-    """The risk that this update bears; the other keywords are the fields of `Linearisation`.
+) -> Risk | TextRisk:
+    """The risk that this update bears; the other keywords are the fields of `Linearisation`. Of texts: by count.
 
     batch        the client's own, where the client asks; None: a picture of noise
     directions   random directions to look at, where there are more unknowns
     """
     if directions < 2 or not how.prior > 0:
         raise ValueError(f"directions must be at least 2 and prior above 0; given {directions} and {how.prior}.")
+    if isinstance(task.fields["x"].kind, Tokens) and not any(map(_moves, task.fields.values())):
+        return _of_texts(task, seen.num_examples, batch)
     point = _point(task, seen, knows, seed) if batch is None else batch
     count = unknowns_of(task, seen.num_examples) - sum(
         value.numel() for name, value in knows.given.items() if task.fields[name].classes is None
@@ -123,6 +168,31 @@ def risk(
         unknowns=count,
         examples=seen.num_examples,
         told_up_to=ledger(task).told_up_to,
+    )
+
+
+def _moves(field: Field) -> bool:
+    """Is it private, and made of numbers?"""
+    return field.continuous and not field.public
+
+
+def _of_texts(task: Task, examples: int, batch: Batch | None) -> TextRisk:
+    """By count. The client's own batch says how many tokens there are; else texts are taken to be full."""
+    counted, field = ledger(task), task.fields["x"]
+    if counted.problem:
+        raise ValueError(f"The risk of texts is counted from the layers: {counted.problem}")
+    tokens = examples * math.prod(field.shape)
+    if batch is not None:
+        ids = field.kind.comparable(batch["x"], field).flatten(1)  # (examples, places), -1 for padding
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        tokens = len(torch.stack([ids, places], -1)[ids >= 0].unique(dim=0))
+    return TextRisk(
+        tokens=tokens,
+        tokens_up_to=counted.tokens_up_to,
+        tokens_later=counted.tokens_later,
+        named=bool(counted.bag),
+        vocabulary=field.classes or 1,
+        examples=examples,
     )
 
 

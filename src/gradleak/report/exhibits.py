@@ -18,6 +18,7 @@ from gradleak.scenario.kinds import Cell, Exhibit
 
 COLUMNS = 64  # of a table that a card shows
 TOKENS = 512  # of a text
+OPEN = 96  # of them that are not folded
 CHANNELS = 6  # of a series
 POINTS = 160  # of a curve
 WIDTH, HEIGHT = 200, 40  # of a curve's box
@@ -57,12 +58,22 @@ class Cells:
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a private text in order, with those marked that were recovered."""
+    """The tokens of a private text in order, with those marked that were recovered. `joined`: what is between them."""
 
     form: ClassVar = "text"
-    reading: ClassVar = "Marked tokens of the private text were recovered, the others were not."
+    reading: ClassVar = "Bold tokens were recovered in their places, dotted ones elsewhere, the others not at all."
     cells: tuple[Cell, ...]
     left_out: int
+    joined: str = " "
+
+    @property
+    def first(self) -> tuple[Cell, ...]:
+        return self.cells[:OPEN]
+
+    @property
+    def more(self) -> tuple[Cell, ...]:
+        """Those that are folded."""
+        return self.cells[OPEN:]
 
     @property
     def size(self) -> int:
@@ -71,8 +82,10 @@ class Text:
     @property
     def summary(self) -> str:
         """The marks in words, for those who do not see them."""
-        missing = [cell.true for cell in self.cells if not cell.right]
-        text = f"{len(self.cells) - len(missing)} of {len(self.cells)} tokens recovered"
+        right, elsewhere = (sum(marks) for marks in zip(*((cell.right, cell.elsewhere) for cell in self.cells)))
+        missing = [cell.true.strip() for cell in self.cells if not cell.right and not cell.elsewhere]
+        text = f"{right} of {len(self.cells)} tokens in place"
+        text += f", {elsewhere} found elsewhere" if elsewhere else ""
         return f"{text}; missing: {' '.join(missing)}" if missing else text
 
 
@@ -111,7 +124,7 @@ def drawn(exhibit: Exhibit) -> View | None:
     cells, left_out = exhibit.cells[:most], exhibit.left_out + max(0, len(exhibit.cells) - most)
     if not cells:
         return None
-    return Text(cells, left_out) if exhibit.running else Cells(cells, left_out, exhibit.unit)
+    return Text(cells, left_out, exhibit.joined) if exhibit.running else Cells(cells, left_out, exhibit.unit)
 
 
 def _paths(true: Tensor, found: Tensor) -> tuple[str, str]:

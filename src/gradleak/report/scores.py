@@ -21,6 +21,7 @@ EXPLAINED = {
     "marginal modes": "the most frequent category and the median number of every column, over other real {many}",
     "most frequent": "the most frequent {entries} of other real {many}",
     "nearest other": "the nearest of other real {many}, chosen with the truth",
+    "next-token guess": "each token as the model guesses it from the private tokens before it, which it is told",
     "nearest of class": "the nearest of the same class, chosen with the truth",
 }
 

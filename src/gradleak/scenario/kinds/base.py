@@ -78,12 +78,17 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry of an example in words: a column of a table, or a token. `right`: was it recovered?"""
+    """One entry of an example in words: a column of a table, or a token.
+
+    right       was it recovered, in its place?
+    elsewhere   was it found, but not in its place?
+    """
 
     name: str
     true: str
     found: str
     right: bool
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +99,7 @@ class Exhibit:
     cells      entries side by side
     curves     (true, found), each (channels, time)
     running    cells are the words of a text rather than the columns of a row
+    joined     what stands between those words; nothing, where they bring their own spaces
     left_out   cells that a kind leaves out, since an example has too many
     unit       of the numbers, where the kind compares them in another unit than the data have
     """
@@ -102,6 +108,7 @@ class Exhibit:
     cells: tuple[Cell, ...] = ()
     curves: tuple[Tensor, Tensor] | None = None
     running: bool = False
+    joined: str = " "
     left_out: int = 0
     unit: str = ""
 
@@ -132,7 +139,8 @@ class Kind:
     measures: ClassVar[tuple[Measure, ...]] = ()
     thresholds: ClassVar[tuple[Threshold, ...]] = ()
     needed: ClassVar[tuple[str, ...]] = ()  # thresholds that make an example recovered, together with rank 1
-    control: ClassVar[float] = 0.0  # median of the first measure that the positive control needs
+    controlled: ClassVar[str] = ""  # the measure that the positive control looks at; empty: the first
+    control: ClassVar[float] = 0.0  # its median that the positive control needs
     rule: ClassVar[str] = ""  # ends "An example is recovered when ..."; rank 1 is asked besides
 
     # --- as text ---------------------------------------------------------------------------------------------------
@@ -150,6 +158,11 @@ class Kind:
     def headline(self) -> Measure:
         """The measure that tables are sorted by."""
         return self.measures[0]
+
+    @property
+    def control_measure(self) -> Measure:
+        """The measure that shows whether an attack works at all on this model."""
+        return next((each for each in self.measures if each.name == self.controlled), self.headline)
 
     # --- searching -------------------------------------------------------------------------------------------------
 
