@@ -14,7 +14,7 @@ from gradleak.attack import ReadOff, Reconstruction, missing_fields, require, sc
 from gradleak.attacks.spans.text.bag import Bag, bag_of
 from gradleak.attacks.spans.text.exchange import Effort, exchanged
 from gradleak.attacks.spans.text.order import READ, Judge, Node, chosen, grown
-from gradleak.attacks.spans.text.readers import Passes, Reader, Readers, Span, Update, readers_of, span_of
+from gradleak.attacks.spans.text.readers import SHEER, Passes, Reader, Readers, Span, Update, readers_of, span_of
 from gradleak.attacks.spans.text.words import OutputSide, labels_of
 from gradleak.core import random as randomness
 from gradleak.core.listeners import Share
@@ -197,8 +197,9 @@ class _Reading:
             if not bag.told:
                 continue
             bags.append(bag)
-            whole = [span for span in context if span.whole][:READ]
-            ordered = self._ordered(whole, layout, bag, watch) if whole else []
+            whole = [span for span in context if span.whole]
+            sheer = [span for span in whole if span.gap > SHEER]  # the others may be noise, or end nowhere
+            ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch) if whole else []
             if not any(ordered):
                 ordered = _in_a_bag(bag, layout, self.length)
             for example, node in zip(layout.examples, ordered, strict=True):

@@ -23,6 +23,7 @@ from gradleak.attacks.spans.text.readers import AT_ONCE, ZERO, Passes, Span
 from gradleak.attacks.spans.text.sparse import picked
 
 DIGITS = 1e-4  # the floor of a part of a span, at most, from which tokens are picked
+MUCH = 0.7  # evidence: a factor of two
 CLEAR = math.log(1.5)  # the least gap in evidence between the last token inside and the first one outside
 
 
@@ -66,21 +67,19 @@ def bag_of(spans: Sequence[Span], passes: Passes, most: int, placed: bool) -> Ba
     """
     if placed:
         most *= passes.length - passes.start
+    parts = [span for span in spans if span.filled and span.floor < DIGITS]
+    for span in sorted(parts, key=lambda each: -len(each.values))[:1]:
+        if (bag := _explaining(span, passes, placed)).told:
+            return bag
     whole = [span for span in spans if span.whole]
-    bag = _inside(whole, [_tested(span, passes, placed) for span in whole], most) if whole else EMPTY
-    parts = (
-        []
-        if bag.told
-        else sorted((span for span in spans if not span.whole and span.floor < DIGITS), key=lambda each: -each.rank)
-    )
-    return _explaining(parts[0], passes, placed) if parts else bag
+    return _inside(whole, [_tested(span, passes, placed) for span in whole], most) if whole else EMPTY
 
 
 def _inside(spans: Sequence[Span], tested: Sequence[Tensor], most: int) -> Bag:
     """The tokens whose rows are inside. `tested`: each (ranks, places, vocabulary)."""
     chosen, outside = list[Span](), list[Tensor]()
     for span, table in zip(spans, tested, strict=True):
-        best = max(range(len(span.ranks)), key=lambda row: _gap(_evidence(table[row]), most)[0])
+        best = likeliest([_gap(_evidence(rows), most)[0] for rows in table])
         chosen.append(replace(span, rank=span.ranks[best]))
         outside.append(table[best])
     evidence = torch.stack([_evidence(each) for each in outside]).amax(0)  # (places, vocabulary)
@@ -95,10 +94,15 @@ def _inside(spans: Sequence[Span], tested: Sequence[Tensor], most: int) -> Bag:
     return Bag(tokens, found, gap, level, tuple(chosen))
 
 
+def likeliest(scores: Sequence[float]) -> int:
+    """The place of the first score that no later one exceeds by much."""
+    return next(place for place, score in enumerate(scores) if score + MUCH >= max(scores[place:]))
+
+
 def _explaining(span: Span, passes: Passes, placed: bool) -> Bag:
     """The few tokens that explain a part of their span."""
     table = torch.cat([rows.float() for rows in _rows(span, passes, placed)])  # (vocabulary, places, width)
-    ids = picked(span.directions[: span.rank], table.flatten(0, 1).to(span.directions.device))
+    ids = picked(span.directions, table.flatten(0, 1).to(span.directions.device))
     if not len(ids):
         return EMPTY
     places = table.shape[1]

@@ -49,14 +49,11 @@ def exchanged(
     found: list[Node] = []
     single = math.prod(map(len, candidates)) == 1
     for wave in range(1 if single else effort.waves):
-        picks = _starts(used, 1 if single else effort.starts, draws.child(wave))  # (starts, length)
-        for _ in range(effort.sweeps):
-            before = picks.clone()
-            for place in draws.child(wave).uniform((length,), stream=length).argsort().tolist():
-                picks = _improved(judge, passes, candidates, picks, place)
-            if torch.equal(before, picks):
-                break
-        for text in picks.unique(dim=0):
+        source = draws.child(wave)
+        texts = _settled(
+            judge, passes, candidates, _starts(used, 1 if single else effort.starts, source), source, effort
+        )
+        for text in texts:
             ids = torch.stack([each[number] for each, number in zip(candidates, text, strict=True)])
             rows = judge.rows(ids[None], passes)[torch.tensor(0)]  # (maps, places)
             inside = judge.share(rows, best=True) >= HALF
@@ -69,6 +66,23 @@ def exchanged(
         if len(found) >= count:
             break
     return sorted(found, key=lambda node: -node.evidence)
+
+
+def _settled(
+    judge: Judge, passes: Passes, candidates: list[Tensor], picks: Tensor, draws: Draws, effort: Effort
+) -> Tensor:
+    """The starts after sweeps over all places, each until nothing changes; every text once."""
+    settled = list[Tensor]()
+    for sweep in range(effort.sweeps):
+        before = picks
+        for place in draws.uniform((len(candidates),), stream=len(candidates) + sweep).argsort().tolist():
+            picks = _improved(judge, passes, candidates, picks, place)
+        same = (picks == before).all(1)
+        settled.append(picks[same])
+        picks = picks[~same].unique(dim=0)
+        if not len(picks):
+            break
+    return torch.cat([*settled, picks]).unique(dim=0)
 
 
 def _starts(used: list[Tensor], starts: int, draws: Draws) -> Tensor:
@@ -88,8 +102,8 @@ def _improved(judge: Judge, passes: Passes, candidates: list[Tensor], picks: Ten
     trials = picks[:, None].repeat(1, count, 1)  # (starts, tokens, length)
     trials[:, :, place] = torch.arange(count)
     ids = torch.stack([each[trials[..., number]] for number, each in enumerate(candidates)], dim=-1)
-    outside = judge.rows(ids.flatten(0, 1), passes).outside  # (maps, trials, places)
-    best = (outside / judge.noise[:, None, None]).mean((0, 2)).reshape(len(picks), count).argmin(1)
+    outside = judge.rows(ids.flatten(0, 1), passes, slice(0, 1)).outside  # of the first map alone, (1, trials, places)
+    best = outside.mean((0, 2)).reshape(len(picks), count).argmin(1)
     picks = picks.clone()
     picks[:, place] = best
     return picks

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradleak.attacks.spans.text.bag import Bag
+from gradleak.attacks.spans.text.bag import Bag, likeliest
 from gradleak.attacks.spans.text.readers import ZERO, Passes, Span
 from gradleak.core import random as randomness
 from gradleak.core.random import Draws
@@ -81,21 +81,22 @@ class Judge:
 
     @staticmethod
     def of(spans: Sequence[Span], passes: Passes, bag: Bag, causal: bool) -> Judge:
-        """With the ranks that part the likeliest first token best from noise, where texts grow."""
+        """With the maps, and their ranks, that part the likeliest first token best from noise, where texts grow."""
         texts = _noise(passes, bag)
         modules = [span.reader.module for span in spans]
         noisy = passes.rows(texts, modules, last=True)
         first = passes.rows(bag.at(0)[:, None], modules, last=True)
-        chosen, noise = list[Span](), list[Tensor]()
+        chosen = list[tuple[float, Span, float]]()  # how well the first tokens stand out, the map, its level of noise
         for span in spans:
             able = [rank for rank in span.ranks if rank >= len(bag.distinct)] or [max(span.ranks)]
             medians = span.outside(noisy[span.reader.module][:, 0], able).median(1).values  # (ranks,)
-            nearest = span.outside(first[span.reader.module][:, 0], able).amin(1)
-            best = int((medians / nearest).argmax()) if causal else 0
-            chosen.append(replace(span, rank=able[best]))
-            noise.append(medians[best])
-        levels = torch.stack(noise).float().cpu()
-        return Judge(tuple(chosen), levels, levels * bag.level[0] / bag.level[1])
+            clear = (medians / span.outside(first[span.reader.module][:, 0], able).amin(1)).log()
+            best = likeliest(clear.tolist()) if causal else 0
+            chosen.append((float(clear[best]), replace(span, rank=able[best]), float(medians[best])))
+        least = HALF * max(clear for clear, _, _ in chosen) if causal else -math.inf
+        kept = [(span, noise) for clear, span, noise in chosen if clear >= least]
+        noise = torch.tensor([noise for _, noise in kept])
+        return Judge(tuple(span for span, _ in kept), noise, noise * bag.level[0] / bag.level[1])
 
     def rows(self, ids: Tensor, passes: Passes, only: slice = slice(None), last: bool = False) -> Rows:
         """(maps, texts, places), or of the last place alone (maps, texts)."""
@@ -229,18 +230,18 @@ def _repeats(ids: Tensor, token: int, placeless: bool) -> bool:
 
 
 def chosen(nodes: Sequence[Node], lengths: Sequence[int | None]) -> list[Node | None]:
-    """A text for each example: by its length where that is public, else the likeliest that ended.
+    """A text for each example: by its length where that is public, else the likeliest that ended, by its weakest place.
 
     In most tasks the last token of a text has no loss behind it, and is no row of any map: then all texts are found
     without it. A text that is the beginning of another one did not end.
     """
-    ended = sorted((node for node in nodes if node.ended), key=lambda node: node.evidence, reverse=True)
+    ended = sorted((node for node in nodes if node.ended), key=lambda node: (node.margin, node.evidence), reverse=True)
     if None in lengths:
         return [*ended, *[None] * len(lengths)][: len(lengths)]
     known = [length for length in lengths if length is not None]
     sizes = Counter(map(len, ended))
     missing = max((1, 0), key=lambda each: sum((Counter(length - each for length in known) & sizes).values()))
-    left, picked = sorted(nodes, key=lambda node: (node.ended, node.evidence), reverse=True), list[Node | None]()
+    left, picked = sorted(nodes, key=lambda node: (node.ended, node.margin), reverse=True), list[Node | None]()
     for length in known:
         node = next((node for node in left if len(node) == length - missing), None)
         left = [each for each in left if each is not node]

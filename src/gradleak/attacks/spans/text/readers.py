@@ -33,8 +33,10 @@ AT_ONCE = 8192  # tokens in one pass
 ROUNDINGS = 2.5  # of the client's arithmetic: 3e-7 of the largest singular value in float32
 LEAST = 1e-13  # of the largest singular value: what a decomposition in float64 resolves
 GAP, STEEP = 2.0, 10.0  # in a spectrum that ends above the rounding, and in one that does not
+SHEER = 30.0  # a gap that no chance makes
 ZERO = 3e-8  # a share outside below this is the rounding of float64 under a root
 COMPLETED = (8, 16, 32, 64, 128)  # ranks that are tried where entries were not sent
+ROOM = 8  # dimensions outside of a span: with fewer, rows are inside by chance
 RANKS = 6  # of the largest gaps in a spectrum, tried as its end
 
 
@@ -214,6 +216,7 @@ class Span:
 
     ranks   where the spectrum may end, the likeliest first: at its largest gaps, where the rounding begins, or where
             noise of an unknown size does
+    filled  are all directions above the floor, one for each output? Then they may be a part of the rows' span
     whole   are there fewer directions than outputs, so that they span all rows, and not a part?
     """
 
@@ -223,6 +226,7 @@ class Span:
     floor: float
     ranks: tuple[int, ...]
     rank: int
+    filled: bool = False
 
     @property
     def whole(self) -> bool:
@@ -322,8 +326,12 @@ def span_of(reader: Reader, update: Update) -> Span | None:
     least = GAP if above < min(matrix.shape) else STEEP
     likely = [int(place) + 1 for place in gaps.topk(min(RANKS, len(gaps))).indices if float(gaps[place]) > least]
     beyond = int((values > _edge(matrix) * values.median()).sum())  # more than noise of any size, if it has a half
-    ranks = tuple(dict.fromkeys(rank for rank in (*likely, above, beyond) if 0 < rank < matrix.shape[1]))
-    return Span(reader, values, directions, floor, ranks, ranks[0]) if ranks else None
+    ranks = [rank for rank in dict.fromkeys((*likely, above, beyond)) if 0 < rank < matrix.shape[1]]
+    most = matrix.shape[1] - max(ROOM, matrix.shape[1] // 20)
+    roomy = [rank for rank in ranks if rank <= most or (rank <= len(gaps) and float(gaps[rank - 1]) > SHEER)]
+    ranks = roomy or ranks
+    filled = above == matrix.shape[0] < matrix.shape[1]
+    return Span(reader, values, directions, floor, tuple(ranks), ranks[0], filled) if ranks else None
 
 
 def _edge(matrix: Tensor) -> float:
