@@ -328,7 +328,8 @@ def span_of(reader: Reader, update: Update) -> Span | None:
     beyond = int((values > _edge(matrix) * values.median()).sum())  # more than noise of any size, if it has a half
     ranks = [rank for rank in dict.fromkeys((*likely, above, beyond)) if 0 < rank < matrix.shape[1]]
     most = matrix.shape[1] - max(ROOM, matrix.shape[1] // 20)
-    roomy = [rank for rank in ranks if rank <= most or (rank <= len(gaps) and float(gaps[rank - 1]) > SHEER)]
+    tall = matrix.shape[0] > 2 * matrix.shape[1]  # the least value of a square matrix of noise is tiny too
+    roomy = [rank for rank in ranks if rank <= most or (tall and float(gaps[rank - 1]) > SHEER)]
     ranks = roomy or ranks
     filled = above == matrix.shape[0] < matrix.shape[1]
     return Span(reader, values, directions, floor, tuple(ranks), ranks[0], filled) if ranks else None
