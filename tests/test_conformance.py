@@ -376,7 +376,10 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
     return TWO_ORDERS if recipe == "epochs" and name in ("auto", "second-order") else RECIPES[recipe]
 
 
-GRADIENTS = dict.fromkeys(("span", "span-text", "sparse-span", "vit"), ("one step", "epochs"))  # they refuse what Adam sends
+REFUSING_ADAM = ("span", "span-text", "sparse-span", "vit")
+GRADIENTS = dict.fromkeys(REFUSING_ADAM, ("one step", "epochs"))
+    ("span", "span-text", "sparse-span", "vit"), ("one step", "epochs")
+)  # they refuse what Adam sends
 CASES = [
     (name, recipe)
     for name in NAMES

@@ -26,6 +26,7 @@ FITTED = 1e-2  # share of the gradient that known rows may leave open
 SILENT = 1e-4  # of the largest delta: a smaller one is that of a place without a label
 CLEAR = 0.25  # angles: that of the label is at most this share of the next token's
 RANK = 1e-6  # relative: smaller singular values of a norm's derivative are zero
+EQUAL = 1e-9  # relative: rows that differ by less are the same
 AT_ONCE = 64  # cotangents in a backward pass
 
 
@@ -79,7 +80,9 @@ def labels_of(side: OutputSide, texts: Sequence[Text], wanted: Sequence[Tensor])
     texts = [_from_the_start(*text) for text in texts]
     rows = [passes.rows(ids[None], [side.last])[side.last][0].double() for passes, ids in texts]
     table = torch.cat(rows)  # (places, inputs)
-    deltas = torch.linalg.lstsq(table.T, side.gradient.T).solution  # (places, outputs)
+    lengths = table.norm(dim=1, keepdim=True)  # those of first tokens can be a thousand times those of others
+    inverse = torch.linalg.pinv((table / lengths).T, rtol=EQUAL)  # texts that begin alike have equal rows
+    deltas = (inverse @ side.gradient.T) / lengths  # (places, outputs)
     if float((side.gradient.T - table.T @ deltas).norm()) > FITTED * float(side.gradient.norm()):
         return [torch.full_like(places, -1) for places in wanted]
     loud = SILENT * deltas.norm(dim=1).max()
