@@ -378,8 +378,6 @@ def recipe_of(name: str, recipe: str) -> LocalTraining:
 
 REFUSING_ADAM = ("span", "span-text", "sparse-span", "vit")
 GRADIENTS = dict.fromkeys(REFUSING_ADAM, ("one step", "epochs"))
-    ("span", "span-text", "sparse-span", "vit"), ("one step", "epochs")
-)  # they refuse what Adam sends
 CASES = [
     (name, recipe)
     for name in NAMES
