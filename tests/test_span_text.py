@@ -240,6 +240,14 @@ def test_padded_texts_of_hugging_face_models(make: Callable[[], nn.Module]) -> N
     assert torch.equal(found.batch["attention_mask"][0], mask)
 
 
+def test_padding_on_the_left() -> None:
+    ids, mask = texts(4)
+    for row, length in enumerate(LENGTHS):
+        ids[row, : LENGTH - length], mask[row, : LENGTH - length] = 0, 0
+    found = read(gpt2(), {"input_ids": ids, "attention_mask": mask, "labels": ids})
+    assert sorted(found.batch["x"][0, :, :-1].tolist()) == sorted(ids[:, :-1].tolist())
+
+
 def test_padding_without_a_mask() -> None:
     ids, mask = texts(3, (10, 6, 8))
     found = read(language(), {"input_ids": ids})
@@ -423,6 +431,8 @@ def test_strong_noise_hides_texts(knows: bool) -> None:
     ids, mask = texts(2)
     noise = gl.defences.get("local-gaussian", clip=1.0, noise_multiplier=1.0)
     found = read(language(), {"input_ids": ids}, defence=noise, knows_defence=knows)
+    assert found.settings["spans"][0]["proved"] == 0
+    assert found.settings["ordered"] == [0]
     assert not set(map(tuple, found_rows(found, mask, last=False))) & set(map(tuple, rows_of(ids, mask, last=False)))
 
 

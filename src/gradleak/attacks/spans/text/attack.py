@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -71,11 +71,13 @@ class SpanText(ReadOff):
     Against DAGER: half a block is enough, since the output projection of the first attention is the first map that
     sees order; ranks and thresholds follow from gaps, never from the number of texts; all maps of the same rows are
     stacked; adapters and the last token are read too. Without a map that sees order the bag alone is returned, in the
-    first places. Repeats of one token at the start of a text cannot be counted where rows do not depend on places.
+    first places. Where rows do not depend on places, a text that begins with one token twice is lost, since its first
+    rows are those of the token alone. Of two equal texts one is found.
 
     `settings` hold, per target: "tokens", how many were found in the bag (of a model with positions, pairs of token and
-    place); "gap", the ratio that parts them from all others; "rank" and "limit" of the map that tells most, the most
-    rows it can tell; "ordered", texts whose order was found; "spans", the certificate.
+    place); "gap", how many times nearer to the span they are than all others, None where they were picked otherwise;
+    "rank" of the map that tells most, and "limit", the most rows it can tell; "ordered", texts whose order was found,
+    but for their last tokens; "spans", the certificate.
 
     beam     texts of a length that are followed at most, the likeliest first
     starts   of a wave of exchanges, in encoders
@@ -83,8 +85,8 @@ class SpanText(ReadOff):
     """
 
     beam: int = 256
-    starts: int = 16
-    waves: int = 8
+    starts: int = 32
+    waves: int = 4
 
     gradients_only: ClassVar[bool] = True
 
@@ -193,7 +195,7 @@ class _Reading:
         nodes: list[Node | None] = [None] * self.scene.num_examples
         bags = []
         for layout in self._layouts():
-            bag = bag_of(own, layout.passes, self._most(layout), self.readers.placed)
+            bag = bag_of(own, layout.passes, self._tokens, self.readers.placed)
             if not bag.told:
                 continue
             bags.append(bag)
@@ -202,8 +204,9 @@ class _Reading:
             ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch) if whole else []
             if not any(ordered):
                 ordered = _in_a_bag(bag, layout, self.length)
-            for example, node in zip(layout.examples, ordered, strict=True):
-                nodes[example] = node
+            for example, node, length in zip(layout.examples, ordered, layout.lengths, strict=True):
+                begun = node is not None and length is not None and len(node) < length - 1
+                nodes[example] = replace(node, margin=0.0, outside=1.0) if begun and node is not None else node
         return self._answer(nodes, bags, context)
 
     def _spans(self, readers: Sequence[Reader], most: int | None = None) -> list[Span]:
@@ -231,7 +234,7 @@ class _Reading:
         public = {
             name: value
             for name, value in self.scene.fields.items()
-            if self.task.fields[name].public and name in self.task.fields
+            if name in self.task.fields and self.task.fields[name].public
         }
         groups: dict[tuple[Any, ...], list[tuple[int, int | None]]] = {}
         for example in range(self.scene.num_examples):
@@ -259,7 +262,8 @@ class _Reading:
     def _ordered(self, spans: list[Span], layout: Layout, bag: Bag, watch: Share) -> list[Node | None]:
         judge = Judge.of(spans, layout.passes, bag, self.readers.causal)
         if self.readers.causal:
-            return chosen(grown(judge, layout.passes, bag, self.attack.beam, watch), layout.lengths)
+            most = self.attack.beam, self.scene.num_examples
+            return chosen(grown(judge, layout.passes, bag, most, watch), layout.lengths)
         effort = Effort(self.attack.starts, self.attack.waves)
         texts: list[Node | None] = [None] * len(layout.examples)
         whole = [length or self.length - layout.passes.start for length in layout.lengths]
@@ -281,10 +285,10 @@ class _Reading:
         fields = {name: value.cpu() for name, value in self.scene.fields.items()}
         x, labels = self._with_labels(self._padded(x), nodes)
         fields |= {"x": x} | ({"y": labels} if labels is not None and "y" not in fields else {})
-        certificate = _certificate(nodes, bags, context)
+        certificate = _certificate(nodes, bags, context, self.readers.ledger.tokens_up_to)
         record = {
             "tokens": sum(sum(map(len, bag.tokens)) for bag in bags),
-            "gap": min((bag.gap for bag in bags), default=0.0),
+            "gap": min((bag.ratio for bag in bags if bag.ratio is not None), default=None),
             "rank": max((span.rank for bag in bags for span in bag.spans), default=None),
             "limit": self.readers.ledger.tokens_up_to,
             "ordered": sum(node is not None and node.outside < 1 for node in nodes),
@@ -348,9 +352,9 @@ def _in_a_bag(bag: Bag, layout: Layout, length: int) -> list[Node | None]:
     rows = torch.full((len(layout.examples), room), -1, dtype=torch.long)
     there = torch.stack([torch.arange(room) < (room if each is None else each) for each in layout.lengths])
     if len(bag.tokens) > 1:
-        for place, ids in enumerate(bag.tokens):
+        for place, (ids, evidence) in enumerate(zip(bag.tokens, bag.evidence, strict=True)):
             free = there[:, place].nonzero()[: len(ids), 0]
-            rows[free, place] = ids[: len(free)]
+            rows[free, place] = ids[evidence.argsort(descending=True, stable=True)[: len(free)]]
     else:
         order = bag.evidence[0].argsort(descending=True, stable=True)[: int(there.sum())]
         free = there.nonzero()[: len(order)]
@@ -358,7 +362,7 @@ def _in_a_bag(bag: Bag, layout: Layout, length: int) -> list[Node | None]:
     return [Node(row, outside=1.0) for row in rows]
 
 
-def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span]) -> SpanCertificate:
+def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span], limit: int) -> SpanCertificate:
     """Texts all of whose rows are inside of spans that refuse texts of noise."""
     spans = [*(span for bag in bags for span in bag.spans), *context]
     layers = {span.reader.entry.name: LayerCertificate(span.reader.entry.layers[0], rank=span.rank) for span in spans}
@@ -366,9 +370,9 @@ def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span])
     outside, proved = tuple(node.outside for node in ordered), sum(node.proved for node in ordered)
     reason = ""
     if not bags:
-        reason = "No token is told: the update has more tokens than its layers tell, or too much noise."
+        reason = f"No token is told: the update has more tokens than its layers tell ({limit}), or too much noise."
     elif not outside:
-        reason = "The bag of tokens is told; their order is not."
+        reason = f"The bag of tokens is told; their order is not: it takes a row for every place, of {limit} at most."
     elif proved < len(outside):
         reason = "Rows of some texts are inside, but no further than those of other texts could be."
     layer = context[0].reader.module if outside and context else ""

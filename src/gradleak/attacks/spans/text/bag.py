@@ -6,7 +6,7 @@ can be tested by itself:
     outside(v, i) = |h - V V^T h| / |h|,     h = the row of token v at place i
 
 The client's tokens are inside up to rounding, all others are not. Where the rank ends, and how far inside is inside,
-follows from the largest gap among the tokens' distances: nothing is a fixed tolerance. What is measured is evidence,
+follows from the largest gap among the tokens' distances. What is measured is evidence,
 log(median outside / outside) in the best of the maps: a map tells nothing of tokens whose delta vanishes there.
 """
 
@@ -45,6 +45,11 @@ class Bag:
 
     def at(self, place: int) -> Tensor:
         return self.tokens[place if len(self.tokens) > 1 else 0]
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times nearer the last token inside is than the first one outside; None: all was explained."""
+        return math.exp(self.gap) if math.isfinite(self.gap) else None
 
     @property
     def told(self) -> bool:

@@ -12,23 +12,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gradleak.attacks.spans.text.bag import Bag
 from gradleak.attacks.spans.text.order import HALF, Judge, Node
 from gradleak.attacks.spans.text.readers import Passes
 from gradleak.core.random import Draws
+from gradleak.parts.embedded import embedding_of, name_of, unembedded
+
+SURE, RATE, SHARP = 2.0, 0.15, 2.0  # logit of a start's token, rate of Adam, last over first sharpness of mixtures
 
 Watch = Callable[[float], None]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """starts of a wave, waves at most, and sweeps over all places of a start at most."""
+    """starts of a wave, waves at most, steps of mixtures, and sweeps over all places of a start at most."""
 
-    starts: int = 16
-    waves: int = 8
-    sweeps: int = 6
+    starts: int = 32
+    waves: int = 4
+    steps: int = 200
+    sweeps: int = 4
 
 
 def exchanged(
@@ -50,9 +55,10 @@ def exchanged(
     single = math.prod(map(len, candidates)) == 1
     for wave in range(1 if single else effort.waves):
         source = draws.child(wave)
-        texts = _settled(
-            judge, passes, candidates, _starts(used, 1 if single else effort.starts, source), source, effort
-        )
+        picks = _starts(used, 1 if single else effort.starts, source)
+        if not single:
+            picks = _softened(judge, passes, candidates, picks, effort).unique(dim=0)
+        texts = _settled(judge, passes, candidates, picks, source, effort)
         for text in texts:
             ids = torch.stack([each[number] for each, number in zip(candidates, text, strict=True)])
             rows = judge.rows(ids[None], passes)[torch.tensor(0)]  # (maps, places)
@@ -66,6 +72,42 @@ def exchanged(
         if len(found) >= count:
             break
     return sorted(found, key=lambda node: -node.evidence)
+
+
+def _softened(judge: Judge, passes: Passes, candidates: list[Tensor], picks: Tensor, effort: Effort) -> Tensor:
+    """Starts moved as mixtures of the tokens of each place, by gradients, all places at once; then their largest parts.
+
+    One step costs three passes and looks at every token of every place; an exchange costs a pass for each of them.
+    """
+    if unembedded(passes.task):
+        return picks
+    layer = embedding_of(passes.task)
+    table = passes.state[name_of(passes.task, layer)]
+    most = max(map(len, candidates))
+    words = torch.stack([F.pad(each, (0, most - len(each)), value=int(each[0])) for each in candidates])
+    open_ = torch.arange(most) < torch.tensor([len(each) for each in candidates])[:, None]  # (places, tokens)
+    vectors = table[words.to(table.device)]  # (places, tokens, width)
+    modules = [span.reader.module for span in judge.spans]
+    known = [span.directions[: span.rank].to(table) for span in judge.spans]
+    logits = F.one_hot(picks, most).to(table).mul_(SURE).requires_grad_()  # (starts, places, tokens)
+    closed = torch.where(open_, 0.0, -torch.inf).to(table)
+    optimiser = torch.optim.Adam([logits], lr=RATE)
+    for step in range(effort.steps):
+        sharp = 1 + (SHARP - 1) * step / effort.steps
+        with torch.enable_grad():
+            shares = (sharp * logits + closed).softmax(-1)
+            rows = passes.of_vectors(torch.einsum("slt,ltw->slw", shares, vectors), layer, modules)
+            far = torch.stack([_outside(rows[name], basis) for name, basis in zip(modules, known, strict=True)])
+            optimiser.zero_grad()
+            far.sum().backward(inputs=[logits])
+        optimiser.step()
+    return (logits.detach() + closed).argmax(-1).cpu()
+
+
+def _outside(rows: Tensor, basis: Tensor) -> Tensor:
+    """The mean share outside over places, (texts,)."""
+    inside = (rows @ basis.T).square().sum(-1) / rows.square().sum(-1)
+    return (1 - inside).clamp_min(1e-12).sqrt().mean(-1)
 
 
 def _settled(

@@ -23,10 +23,10 @@ from gradleak.core.random import Draws
 
 NOISE = 256  # texts of noise, for the level of what is not the client's
 NOISE_PLACES = 8
-HALF = 0.5
+HALF, THIRD = 0.5, 1 / 3
 LEAST = 0.1  # of evidence: noise and the client's are not to be told apart below
 LITTLE = 1.0  # evidence that a row needs at least
-PROOF = math.log(1000)  # evidence at every place that no chance gives
+PROOF = math.log(1000)  # evidence at every place that counts as a proof
 READ = 3  # maps behind the first attention that are asked
 
 
@@ -48,7 +48,7 @@ class Node:
 
     @property
     def proved(self) -> bool:
-        """Is every row so far inside that no other text's is, but by a chance of one in many?"""
+        """Is every row a thousand times nearer to a span than the median row of noise?"""
         return len(self) > 0 and PROOF <= self.margin < math.inf
 
     def __len__(self) -> int:
@@ -131,17 +131,22 @@ class Judge:
         return (self._beside(self.noise[only], outside).log() - outside.log()).clamp_min(0)
 
     def _expected(self, rows: Rows, only: slice = slice(None)) -> Tensor:
-        level = torch.maximum(self._beside(self.level[only], rows.outside), rows.rounding)
-        return (self._beside(self.noise[only], rows.outside).log() - level.log()).clamp_min(LEAST)
+        noise, level = (self._beside(side[only], rows.outside).log() for side in (self.noise, self.level))
+        # Weak directions excuse a row in part: where they are many, they would excuse any.
+        excused = torch.minimum(rows.rounding.log(), level + THIRD * (noise - level))
+        return (noise - torch.maximum(level, excused)).clamp_min(LEAST)
 
     @staticmethod
     def _beside(values: Tensor, rows: Tensor) -> Tensor:
         return values.reshape(-1, *[1] * (rows.dim() - 1))
 
-    def having(self, accepted: Rows) -> Judge:
-        """With the level of rows that were accepted, in the maps that saw them inside."""
+    def having(self, accepted: Rows, count: int) -> Judge:
+        """With the level of rows that were accepted, in the maps that saw them inside: of the `count` nearest ones.
+
+        There are no more texts. Others that were accepted by mistake would raise the level, and let in yet others.
+        """
         inside = self._logs(accepted.outside) >= HALF * self._expected(accepted)
-        seen = torch.where(inside, accepted.outside, torch.nan)
+        seen = torch.where(inside, accepted.outside, torch.nan).sort(1).values[:, :count]  # NaN comes last
         level = seen.nanmedian(1).values.nan_to_num(0.0).clamp_min(ZERO)
         return replace(self, level=torch.minimum(torch.maximum(self.level, level), self.noise))
 
@@ -162,35 +167,34 @@ def _noise(passes: Passes, bag: Bag) -> Tensor:
 Watch = Callable[[float], None]
 
 
-def grown(judge: Judge, passes: Passes, bag: Bag, beam: int, progress: Watch = lambda share: None) -> list[Node]:
+def grown(
+    judge: Judge, passes: Passes, bag: Bag, most: tuple[int, int], progress: Watch = lambda share: None
+) -> list[Node]:
     """Every text that was accepted, of any length; those with `ended` have no longer one.
 
-    beam  the most texts of a length that are followed, the likeliest first
+    most  how many texts of a length are followed, the likeliest first, and how many there are
     """
+    beam, count = most
     found: list[Node] = []
     open_nodes = [Node(torch.zeros(0, dtype=torch.long))]
     places = passes.length - passes.start
     for place in range(places):
         candidates = bag.at(place)
-        pairs = [
-            (parent, token)
-            for parent in range(len(open_nodes))
-            for token in range(len(candidates))
-            if not _repeats(open_nodes[parent].ids, int(candidates[token]), len(bag.tokens) == 1)
-        ]
-        if not pairs:
+        parents = torch.stack([node.ids for node in open_nodes])  # (texts, places)
+        repeated = _repeated(parents, candidates) & (len(bag.tokens) == 1)
+        rows, columns = (~repeated).nonzero(as_tuple=True)
+        if not len(rows):
             break
-        rows, columns = (torch.tensor(side) for side in zip(*pairs, strict=True))
-        ids = torch.cat([torch.stack([node.ids for node in open_nodes])[rows], candidates[columns][:, None]], dim=1)
+        ids = torch.cat([parents[rows], candidates[columns][:, None]], dim=1)
         accepted, kept = _accepted(judge, passes, ids, place)
         evidence, margins = judge.evidence(accepted), judge.margin(accepted)
         best = evidence.argsort(descending=True)[:beam]
-        grown_from = set(rows[kept][best].tolist())
+        grown_from = set(rows[kept].tolist())
         found += [replace(node, ended=number not in grown_from) for number, node in enumerate(open_nodes) if len(node)]
         progress((place + 1) / places)
         if not len(best):
             return found
-        judge = judge.having(accepted[best])
+        judge = judge.having(accepted[best], count)
         nodes = []
         for row in best.tolist():
             parent = open_nodes[int(rows[kept[row]])]
@@ -224,9 +228,10 @@ def _accepted(judge: Judge, passes: Passes, ids: Tensor, place: int) -> tuple[Ro
     return rows[kept], every[kept]
 
 
-def _repeats(ids: Tensor, token: int, placeless: bool) -> bool:
-    """Is it one token again and again? Without places its rows are those of the token alone: they tell no length."""
-    return placeless and len(ids) > 0 and bool((ids == token).all())
+def _repeated(parents: Tensor, candidates: Tensor) -> Tensor:
+    """Is it one token again and again? Without places its rows are those of the token alone, and tell no length."""
+    same = (parents[:, None] == candidates[:, None]).all(-1)
+    return same & (parents.shape[1] > 0)
 
 
 def chosen(nodes: Sequence[Node], lengths: Sequence[int | None]) -> list[Node | None]:

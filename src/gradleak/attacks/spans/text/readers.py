@@ -173,6 +173,11 @@ class Passes:
         return self.task.fields["x"].shape[0]
 
     @property
+    def state(self) -> Params:
+        """Weights, frozen ones too."""
+        return {**(self.buffers or {}), **self.weights}
+
+    @property
     def padding(self) -> int:
         kind = self.task.fields["x"].kind
         assert isinstance(kind, Tokens)
@@ -188,6 +193,17 @@ class Passes:
         parts = ids.split(max(1, AT_ONCE // (self.start + places)))
         pieces = [{name: rows[:, kept] for name, rows in self._pass(part, names).items()} for part in parts]
         return {name: torch.cat([piece[name] for piece in pieces]) for name in names}
+
+    def of_vectors(self, vectors: Tensor, layer: str, names: Sequence[str]) -> Batch:
+        """The rows of these modules for vectors (texts, places, width) in place of what the embedding looks up."""
+        module = self.task.model.get_submodule(layer)
+        handle = module.register_forward_hook(lambda module, args, output: vectors)
+        try:
+            ids = torch.zeros(vectors.shape[:2], dtype=torch.long)
+            rows = self._batch_rows(ids, names)
+        finally:
+            handle.remove()
+        return {name: value[:, self.start : self.start + vectors.shape[1]] for name, value in rows.items()}
 
     def through(self, ids: Tensor, name: str) -> Tensor:
         """What a module sees, (texts, places of the layout, width), with its graph."""

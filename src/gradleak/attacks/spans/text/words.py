@@ -1,12 +1,13 @@
 """What a place is trained to say: the last token of a text, hidden words, tags; read off the output side.
 
 The last token of a text is the input of nothing that is trained, but it is the label of the place before it. Behind
-the last trained map everything happens place by place, so with the inputs a_p of that map known,
+the last trained map things usually happen place by place, so with the inputs a_p of that map known,
 
     dL/dW = sum_p e_p a_p^T      gives e_p = N_p^T (sum_v s_pv w_v - w_label) / count
 
-for every place: s are the model's probabilities, w the rows of the output layer, N_p the derivative of what lies
-between. So w_label is known up to a scale, and the token is the one whose row has this direction.
+for every place, and for the last place of a causal text always, since nothing with a loss follows it. s are the
+model's probabilities, w the rows of the output layer, N_p the derivative of what lies between. So w_label is known up
+to a scale, and the token is the one whose row has this direction.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ FITTED = 1e-2  # share of the gradient that known rows may leave open
 SILENT = 1e-4  # of the largest delta: a smaller one is that of a place without a label
 CLEAR = 0.25  # angles: that of the label is at most this share of the next token's
 RANK = 1e-6  # relative: smaller singular values of a norm's derivative are zero
+TINY = 1e-30  # rows of padding can be zero
 EQUAL = 1e-9  # relative: rows that differ by less are the same
 AT_ONCE = 64  # cotangents in a backward pass
 
@@ -36,6 +38,7 @@ class OutputSide:
 
     head: str
     weight: Tensor  # (tokens, width)
+    bias: Tensor | None
     last: str
     gradient: Tensor  # of the last map, (outputs, inputs)
 
@@ -55,10 +58,18 @@ class OutputSide:
         if not able:
             return None
         entry = able[-1].entry
+        if entry.weights[0] not in gradient:
+            return None
         observed = gradient[entry.weights[0]].double().cpu()
         names = {id(value): name for name, value in task.model.named_parameters()}
-        weight = weights.get(names[id(head.weight)], head.weight.detach())
-        return OutputSide(scores[-1], weight.double().cpu(), entry.layers[0], observed.T if entry.turned else observed)
+
+        def sent(value: Tensor) -> Tensor:
+            return weights.get(names[id(value)], value.detach()).double().cpu()
+
+        bias = None if head.bias is None else sent(head.bias)
+        return OutputSide(
+            scores[-1], sent(head.weight), bias, entry.layers[0], observed.T if entry.turned else observed
+        )
 
 
 def _scores(module: nn.Module, output: object, tokens: int) -> bool:
@@ -80,7 +91,9 @@ def labels_of(side: OutputSide, texts: Sequence[Text], wanted: Sequence[Tensor])
     texts = [_from_the_start(*text) for text in texts]
     rows = [passes.rows(ids[None], [side.last])[side.last][0].double().cpu() for passes, ids in texts]
     table = torch.cat(rows)  # (places, inputs)
-    lengths = table.norm(dim=1, keepdim=True)  # those of first tokens can be a thousand times those of others
+    lengths = table.norm(dim=1, keepdim=True).clamp_min(
+        TINY
+    )  # those of first tokens can be a thousand times those of others
     inverse = torch.linalg.pinv((table / lengths).T, rtol=EQUAL)  # texts that begin alike have equal rows
     deltas = (inverse @ side.gradient.T) / lengths  # (places, outputs)
     if float((side.gradient.T - table.T @ deltas).norm()) > FITTED * float(side.gradient.norm()):
@@ -107,8 +120,7 @@ def _from_the_start(passes: Passes, ids: Tensor) -> Text:
 def _labels(side: OutputSide, passes: Passes, ids: Tensor, places: Tensor, deltas: Tensor) -> Tensor:
     hidden, slopes = _behind(side, passes, ids, places)  # (places, width), (places, width, outputs)
     head = side.weight
-    module: nn.Linear = passes.task.model.get_submodule(side.head)  # type: ignore[assignment]
-    scores = hidden @ head.T + (0 if module.bias is None else module.bias.detach().double().cpu())
+    scores = hidden @ head.T + (0 if side.bias is None else side.bias)
     labels = []
     for mean, slope, delta in zip(scores.softmax(-1) @ head, slopes, deltas, strict=True):
         back = torch.linalg.pinv(slope.T, rtol=RANK)  # (width, outputs)
