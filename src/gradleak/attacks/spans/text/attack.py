@@ -75,7 +75,8 @@ class SpanText(ReadOff):
 
     `settings` hold, per target: "tokens", how many were found in the bag (of a model with positions, pairs of token and
     place); "gap", the ratio that parts them from all others; "rank" and "limit" of the map that tells most, the most
-    rows it can tell; "ordered", texts whose order was found; "spans", the certificate.
+    rows it can tell; "ordered", texts whose order was found; "sure", which of the examples are proved; "spans", the
+    certificate.
 
     beam     texts of a length that are followed at most, the likeliest first
     starts   of a wave of exchanges, in encoders
@@ -199,7 +200,7 @@ class _Reading:
             bags.append(bag)
             whole = [span for span in context if span.whole]
             sheer = [span for span in whole if span.gap > SHEER]  # the others may be noise, or end nowhere
-            ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch) if whole else []
+            ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch)
             if not any(ordered):
                 ordered = _in_a_bag(bag, layout, self.length)
             for example, node in zip(layout.examples, ordered, strict=True):
@@ -252,6 +253,8 @@ class _Reading:
             yield Layout(passes, examples, lengths)
 
     def _ordered(self, spans: list[Span], layout: Layout, bag: Bag, watch: Share) -> list[Node | None]:
+        if not spans or not len(bag.at(0)):  # no map sees order, or no text can begin
+            return []
         judge = Judge.of(spans, layout.passes, bag, self.readers.causal)
         if self.readers.causal:
             return chosen(grown(judge, layout.passes, bag, self.attack.beam, watch), layout.lengths)
@@ -283,6 +286,7 @@ class _Reading:
             "rank": max((span.rank for bag in bags for span in bag.spans), default=None),
             "limit": self.readers.ledger.tokens_up_to,
             "ordered": sum(node is not None and node.outside < 1 for node in nodes),
+            "sure": [node is not None and node.outside < 1 and node.proved for node in nodes],
             "spans": certificate.record(),
         }
         outside = [1.0 if node is None else node.outside for node in nodes]
