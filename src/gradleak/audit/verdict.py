@@ -203,7 +203,8 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
         f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no {one} of {nearest.targets} targets. The "
         f"nearest is {nearest}: mean {measure.stated(nearest.means[measure.name])}, clearest {one} "
         f"{measure.format(nearest.worst[measure.name])}.{_besides(nearest)} So few targets do not exclude "
-        f"that {bound:.0%} of {many} can be recovered, and stronger attacks may exist.{_guaranteed(nearest)}{_sample(nearest)}"
+        f"that {bound:.0%} of {many} can be recovered, and stronger attacks may exist.{_guaranteed(nearest)}"
+        f"{_sample(nearest)}"
     )
 
 
