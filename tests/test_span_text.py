@@ -20,7 +20,7 @@ from gradleak.attack import Reconstruction
 from gradleak.attacks.spans.text import SpanText
 from gradleak.attacks.spans.text.bag import bag_of
 from gradleak.attacks.spans.text.order import Node, chosen
-from gradleak.attacks.spans.text.readers import Passes, Sees, Update, readers_of, span_of
+from gradleak.attacks.spans.text.readers import Passes, Sees, Update, _decomposed, readers_of, span_of
 from gradleak.attacks.spans.text.sparse import picked
 from gradleak.engine import Engine
 from gradleak.models.language import Positions, decoder
@@ -138,7 +138,7 @@ def test_rows_of_the_clients_tokens_are_inside_and_others_are_not(positions: Pos
     assert readers.causal
     assert readers.placed is (positions == "learned")
     assert readers.shortened
-    span = span_of(readers.own[0], update)
+    span = span_of(readers.own[0], update, ids.numel())
     assert span is not None
     pairs = {(int(token), place) for row in ids for place, token in enumerate(row[:-1])}
     distinct = pairs if positions == "learned" else {token for token, _ in pairs}
@@ -153,12 +153,24 @@ def test_rows_of_the_clients_tokens_are_inside_and_others_are_not(positions: Pos
     assert float(outside[true].max()) < 1e-6
     if positions == "rotary":  # with learned positions sums of rows of other pairs are inside too
         assert float(outside[~true].min()) > 1e-2
-    context = span_of(readers.context[0], update)
+    context = span_of(readers.context[0], update, ids.numel())
     assert context is not None
     behind = passes.rows(ids[:, :-1], [readers.context[0].module])[readers.context[0].module]
     assert float(context.outside(behind).max()) < 1e-6
     wrong = ids[:, :-1].roll(1, 1)
     assert float(context.outside(passes.rows(wrong, [context.reader.module])[context.reader.module]).median()) > 1e-2
+
+
+def test_a_sketch_of_a_large_gradient_has_its_directions() -> None:
+    left, right = (torch.randn(side, 12, generator=seeded(side), dtype=torch.float64) for side in (1100, 1024))
+    noise = torch.randn(1100, 1024, generator=seeded(1), dtype=torch.float64)
+    matrix = (left * torch.logspace(0, -4, 12)) @ right.T + 1e-9 * noise
+    values, directions = _decomposed(matrix, 12)
+    assert len(values) < 100
+    exact = torch.linalg.svd(matrix, full_matrices=False)
+    torch.testing.assert_close(values[:12], exact.S[:12])
+    assert float((directions[:12] @ exact.Vh[:12].T).square().sum()) > 12 - 1e-9
+    assert len(_decomposed(matrix, 600)[0]) == 1024
 
 
 def test_a_permuted_vocabulary_changes_nothing() -> None:

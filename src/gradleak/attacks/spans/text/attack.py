@@ -211,14 +211,19 @@ class _Reading:
         """Of the first so many readers whose gradient tells something."""
         found = list[Span]()
         for reader in readers:
-            if (span := span_of(reader, self.update)) is not None:
+            if (span := span_of(reader, self.update, self._tokens)) is not None:
                 found.append(span)
             if len(found) == most:
                 break
         return found
 
+    @property
+    def _tokens(self) -> int:
+        """In the update, at the most."""
+        return sum(self._most(layout) for layout in self._layouts())
+
     def _most(self, layout: Layout) -> int:
-        """Tokens in the update at the most."""
+        """Tokens of these examples, at the most."""
         known = [length for length in layout.lengths if length is not None]
         return sum(known) if len(known) == len(layout.lengths) else self.length * len(layout.lengths)
 

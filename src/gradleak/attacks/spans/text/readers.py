@@ -36,6 +36,8 @@ GAP, STEEP = 2.0, 10.0  # in a spectrum that ends above the rounding, and in one
 SHEER = 30.0  # a gap that no chance makes
 ZERO = 3e-8  # a share outside below this is the rounding of float64 under a root
 COMPLETED = (8, 16, 32, 64, 128)  # ranks that are tried where entries were not sent
+LARGE = 1024  # the least side of a matrix that is sketched
+SPARE, TURNS = 2, 3  # directions of a sketch for each token: half of them are noise; passes over the matrix
 ROOM = 8  # dimensions outside of a span: with fewer, rows are inside by chance
 RANKS = 6  # of the largest gaps in a spectrum, tried as its end
 
@@ -311,11 +313,14 @@ class Update:
         return max(LEAST, ROUNDINGS * computed + (wire + noise) * spectral_spread(matrix, largest))
 
 
-def span_of(reader: Reader, update: Update) -> Span | None:
-    """The span of a reader's gradient; None where it was not sent, or fills the whole width."""
+def span_of(reader: Reader, update: Update, most: int) -> Span | None:
+    """The span of a reader's gradient; None where it was not sent, or fills the whole width.
+
+    most   tokens in the update, at the most: there are no more directions
+    """
     if (matrix := update.matrix(reader.entry)) is None:
         return None
-    _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
+    values, directions = _decomposed(matrix, most)
     largest = float(values[0])
     floor, values = update.floor(reader.entry, matrix, largest), values / largest
     above = int((values > floor).sum())
@@ -339,3 +344,19 @@ def _edge(matrix: Tensor) -> float:
     """The largest singular value of a matrix of noise over the median one, about (Marchenko and Pastur, 1967)."""
     root = (min(matrix.shape) / max(matrix.shape)) ** 0.5
     return (1 + root) / (1 - 0.19 * root)
+
+
+def _decomposed(matrix: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Singular values and right singular vectors: of a large matrix of a low rank only those that count, by a sketch.
+
+    Halko, Martinsson and Tropp (SIAM Review, 2011), with `TURNS` passes over the matrix that turn the sketch right.
+    """
+    count = SPARE * most + ROOM
+    if min(matrix.shape) < max(LARGE, 2 * count):
+        return torch.linalg.svd(matrix, full_matrices=False)[1:]
+    draws = Draws(randomness.key("sketch").to(matrix.device))
+    basis = draws.normal((matrix.shape[1], count), dtype=matrix.dtype)
+    for _ in range(TURNS):
+        basis = torch.linalg.qr(matrix.T @ (matrix @ torch.linalg.qr(basis).Q)).Q  # (inputs, count)
+    _, values, turn = torch.linalg.svd(matrix @ basis, full_matrices=False)
+    return values, turn @ basis.T

@@ -55,10 +55,10 @@ class OutputSide:
         if not able:
             return None
         entry = able[-1].entry
-        observed = gradient[entry.weights[0]].double()
+        observed = gradient[entry.weights[0]].double().cpu()
         names = {id(value): name for name, value in task.model.named_parameters()}
         weight = weights.get(names[id(head.weight)], head.weight.detach())
-        return OutputSide(scores[-1], weight, entry.layers[0], observed.T if entry.turned else observed)
+        return OutputSide(scores[-1], weight.double().cpu(), entry.layers[0], observed.T if entry.turned else observed)
 
 
 def _scores(module: nn.Module, output: object, tokens: int) -> bool:
@@ -78,7 +78,7 @@ def labels_of(side: OutputSide, texts: Sequence[Text], wanted: Sequence[Tensor])
     """For every text the labels of the wanted places; -1 where a place has none, or none that is clear."""
     wanted = [passes.start + places for (passes, _), places in zip(texts, wanted, strict=True)]
     texts = [_from_the_start(*text) for text in texts]
-    rows = [passes.rows(ids[None], [side.last])[side.last][0].double() for passes, ids in texts]
+    rows = [passes.rows(ids[None], [side.last])[side.last][0].double().cpu() for passes, ids in texts]
     table = torch.cat(rows)  # (places, inputs)
     lengths = table.norm(dim=1, keepdim=True)  # those of first tokens can be a thousand times those of others
     inverse = torch.linalg.pinv((table / lengths).T, rtol=EQUAL)  # texts that begin alike have equal rows
@@ -106,9 +106,9 @@ def _from_the_start(passes: Passes, ids: Tensor) -> Text:
 
 def _labels(side: OutputSide, passes: Passes, ids: Tensor, places: Tensor, deltas: Tensor) -> Tensor:
     hidden, slopes = _behind(side, passes, ids, places)  # (places, width), (places, width, outputs)
-    head = side.weight.double()
+    head = side.weight
     module: nn.Linear = passes.task.model.get_submodule(side.head)  # type: ignore[assignment]
-    scores = hidden @ head.T + (0 if module.bias is None else module.bias.detach().double())
+    scores = hidden @ head.T + (0 if module.bias is None else module.bias.detach().double().cpu())
     labels = []
     for mean, slope, delta in zip(scores.softmax(-1) @ head, slopes, deltas, strict=True):
         back = torch.linalg.pinv(slope.T, rtol=RANK)  # (width, outputs)
@@ -143,4 +143,4 @@ def _behind(side: OutputSide, passes: Passes, ids: Tensor, places: Tensor) -> tu
         )[0]
         table = slopes.reshape(len(part), -1, slopes.shape[-1])  # one text: (cotangents, places, outputs)
         pieces.append(table[:, passes.start + places])
-    return hidden.detach().double(), torch.cat(pieces).movedim(1, 0).double()
+    return hidden.detach().double().cpu(), torch.cat(pieces).movedim(1, 0).double().cpu()
