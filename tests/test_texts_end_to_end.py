@@ -165,6 +165,16 @@ def test_which_texts_are_proved() -> None:
     assert sum(found.settings["sure"][0]) == found.settings["spans"][0]["proved"]
 
 
+def test_one_token_again_and_again_is_no_proof_of_its_length() -> None:
+    task, x = language_task(), torch.zeros(1, 16, dtype=torch.long)
+    x[0, :9] = 42
+    found = gl.attacks.get("span-text").run(task, gl.observe(task, {"x": x}, RECIPE), gl.Knowledge(training=RECIPE))
+    shown = found.target(0)["x"][0]
+    assert set(shown[shown >= 0].tolist()) == {42}
+    assert int((shown >= 0).sum()) < 9, "this text is not the client's"
+    assert found.settings["sure"] == [[False]]
+
+
 # --- false alarms -----------------------------------------------------------------------------------------------------
 
 
