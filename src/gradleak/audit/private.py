@@ -223,7 +223,9 @@ def _demand_shape(name: str, value: Tensor, task: Task, what: str) -> None:
     shapes = [wanted, *([(*wanted, classes)] if classes is not None and value.is_floating_point() else [])]
     if tuple(value.shape[1:]) not in shapes:
         examples = "examples" if name == "x" else f"examples of {name}"
-        raise AuditError(f"{what} has {examples} of shape {tuple(value.shape[1:])}; the task wants {wanted}.")
+        texts = isinstance(task.fields[name].kind, Tokens) and value.is_floating_point()
+        fix = ' Texts in a column of a table need a tokenizer: tokenizer="bytes", or --tokenizer.' if texts else ""
+        raise AuditError(f"{what} has {examples} of shape {tuple(value.shape[1:])}; the task wants {wanted}.{fix}")
 
 
 def _demand_range(batch: Batch, task: Task, what: str) -> None:

@@ -192,7 +192,7 @@ def _leak(line: Summary) -> str:
         proved = f"{line.certified.determined} of {line.certified.count} updates"
         fixed = f"{proved} fix every {line.kind.entries}; no other {many} nearby give the same update"
         text += f" Proved, without the truth: {fixed}."
-    return text + _sample(line)
+    return text + _guaranteed(line) + _sample(line)
 
 
 def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
@@ -203,8 +203,16 @@ def _nothing(nearest: Summary, lines: Sequence[Summary]) -> str:
         f"{attacks} {'attack' if attacks == 1 else 'attacks'} recovered no {one} of {nearest.targets} targets. The "
         f"nearest is {nearest}: mean {measure.stated(nearest.means[measure.name])}, clearest {one} "
         f"{measure.format(nearest.worst[measure.name])}.{_besides(nearest)} So few targets do not exclude "
-        f"that {bound:.0%} of {many} can be recovered, and stronger attacks may exist.{_sample(nearest)}"
+        f"that {bound:.0%} of {many} can be recovered, and stronger attacks may exist.{_guaranteed(nearest)}"
+        f"{_sample(nearest)}"
     )
+
+
+def _guaranteed(line: Summary) -> str:
+    """What the defence proves, where it proves an epsilon."""
+    if line.guarantee is None or line.guarantee.epsilon is None:
+        return ""
+    return f" Guarantee: {str(line.guarantee).partition(chr(10))[0]}."
 
 
 def _besides(line: Summary) -> str:

@@ -37,16 +37,23 @@ from gradleak.scenario.task import Batch, Field, Task
 
 WITHIN = 1.05  # times the noise: as good as the truth
 SOLVED = 3e-7  # a residual at the rounding of float32: nothing is left to explain
+NAMED = 1e-5  # the same for ids: a wrong one leaves far more, and deep models of texts round more
 
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual of one candidate. `noise`: about that of the truth; `order`: the order that explains it best."""
+    """The residual of one candidate.
+
+    noise     about that of the truth
+    order     the order that explains it best
+    rounding  at most this is rounding: the target is solved
+    """
 
     value: float
     noise: float
     roughness: float
     order: Order | None = None
+    rounding: float = SOLVED
 
     @property
     def counted(self) -> float:
@@ -60,7 +67,7 @@ class Residual:
 
     @property
     def solved(self) -> bool:
-        return self.value <= SOLVED
+        return self.value <= self.rounding
 
 
 def residuals(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
@@ -77,7 +84,8 @@ def residuals(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list
 def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[Residual]:
     match: Match = Cosine() if case.knows.training is None else Relative(whole=True)
     best: list[Residual] = []
-    space = Pixels(as_given) if case.task.fields["x"].continuous else Space()  # ids are no unknowns
+    continuous = case.task.fields["x"].continuous
+    space, rounding = (Pixels(as_given), SOLVED) if continuous else (Space(), NAMED)  # ids are no unknowns
     sane = [{n: filled(value.nan_to_num(), case.task.fields[n]) for n, value in batch.items()} for batch in batches]
     finite = [all(bool(value.isfinite().all()) for value in batch.values()) for batch in batches]
     for replay in _replays(case, case.targets[rows[0]].num_examples):
@@ -88,7 +96,7 @@ def _of_size(case: Case, rows: Sequence[int], batches: Sequence[Batch]) -> list[
         noise = result.noise if result.noise is not None else torch.zeros_like(result.match)
         values = zip(_length(result.match[:, 0], match).tolist(), _length(noise[:, 0], match).tolist(), strict=True)
         now = [
-            Residual(value if good else float("inf"), level, roughness(batch["x"], case.task), replay.order)
+            Residual(value if good else float("inf"), level, roughness(batch["x"], case.task), replay.order, rounding)
             for (value, level), good, batch in zip(values, finite, sane, strict=True)
         ]
         best = [min(pair, key=lambda each: each.value) for pair in zip(best, now, strict=True)] if best else now

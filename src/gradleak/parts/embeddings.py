@@ -7,6 +7,8 @@ A row is zero where its id does not appear. Of more rows than places the longest
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +27,19 @@ LEAST = 1e-6  # of the longest row: a shorter one counts as zero
 def embeddings_of(task: Task, name: str) -> dict[str, tuple[int, ...]]:
     """Every embedding that sees ids of this field, with the places of an example that it sees.
 
-    Found by running the model once on ids that tell the places apart. A shared one sees all places; in a table each
-    column may have its own.
+    Found by running the model once on ids that tell the places apart, and remembered: every part of an attack asks. A
+    shared one sees all places; in a table each column may have its own.
     """
+    known = _FOUND.setdefault(task, {})
+    if name not in known:
+        known[name] = _embeddings_of(task, name)
+    return dict(known[name])
+
+
+_FOUND: WeakKeyDictionary[Task, dict[str, dict[str, tuple[int, ...]]]] = WeakKeyDictionary()
+
+
+def _embeddings_of(task: Task, name: str) -> dict[str, tuple[int, ...]]:
     layers = [layer for layer, module in task.model.named_modules() if isinstance(module, EMBEDDINGS)]
     if not layers:
         return {}

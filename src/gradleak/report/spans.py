@@ -61,8 +61,9 @@ def _described(layers: Sequence[LayerCertificate]) -> str:
 
 
 def _layer(layer: LayerCertificate) -> str:
+    rank = "" if layer.rank is None else f"rank {layer.rank}"
     figures = (
-        f"rank {layer.rank} of {layer.rows}" if None not in (layer.rank, layer.rows) else "",
+        rank and (rank if layer.rows is None else f"{rank} of {layer.rows}"),
         f"unexplained {_share(layer.unexplained)}" if layer.unexplained is not None else "",
         f"next solution {_share(layer.gap)}" if layer.gap is not None else "",
     )

@@ -244,7 +244,8 @@ class Task:
         """A copy on a device and in a type; the user's model does not change."""
         objective: Any = copy.deepcopy(self.objective) if isinstance(self.objective, nn.Module) else self.objective
         objective = objective.to(device, dtype) if hasattr(objective, "to") else objective
-        return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype), objective=objective)
+        model = _with_epsilons(copy.deepcopy(self.model)).to(device=device, dtype=dtype)
+        return replace(self, model=model, objective=objective)
 
     def blank(self, examples: int = 1) -> Batch:
         """A batch of the right shapes at the middle of the bounds, on the model's device and in its type."""
@@ -335,3 +336,15 @@ def float32_products(fast: bool = False) -> Iterator[None]:
             yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def _with_epsilons(model: nn.Module) -> nn.Module:
+    """RMSNorm without `eps` takes the rounding of its type, so that in another type it would compute something else.
+
+    Behind embeddings of 0.02 that is 1e-4 of a gradient: no replay in float64 would explain a client in float32.
+    """
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:
+            module.eps = torch.finfo(like.dtype).eps
+    return model

@@ -77,7 +77,7 @@ class SpanText(ReadOff):
     `settings` hold, per target: "tokens", how many were found in the bag (of a model with positions, pairs of token and
     place); "gap", how many times nearer to the span they are than all others, None where they were picked otherwise;
     "rank" of the map that tells most, and "limit", the most rows it can tell; "ordered", texts whose order was found,
-    but for their last tokens; "spans", the certificate.
+    but for their last tokens; "sure", which of the examples are proved; "spans", the certificate.
 
     beam     texts of a length that are followed at most, the likeliest first
     starts   of a wave of exchanges, in encoders
@@ -201,7 +201,7 @@ class _Reading:
             bags.append(bag)
             whole = [span for span in context if span.whole]
             sheer = [span for span in whole if span.gap > SHEER]  # the others may be noise, or end nowhere
-            ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch) if whole else []
+            ordered = self._ordered((sheer or whole)[:READ], layout, bag, watch)
             if not any(ordered):
                 ordered = _in_a_bag(bag, layout, self.length)
             for example, node, length in zip(layout.examples, ordered, layout.lengths, strict=True):
@@ -260,6 +260,8 @@ class _Reading:
             yield Layout(passes, examples, lengths)
 
     def _ordered(self, spans: list[Span], layout: Layout, bag: Bag, watch: Share) -> list[Node | None]:
+        if not spans or not len(bag.at(0)):  # no map sees order, or no text can begin
+            return []
         judge = Judge.of(spans, layout.passes, bag, self.readers.causal)
         if self.readers.causal:
             most = self.attack.beam, self.scene.num_examples
@@ -292,6 +294,7 @@ class _Reading:
             "rank": max((span.rank for bag in bags for span in bag.spans), default=None),
             "limit": self.readers.ledger.tokens_up_to,
             "ordered": sum(node is not None and node.outside < 1 for node in nodes),
+            "sure": [node is not None and node.outside < 1 and node.proved for node in nodes],
             "spans": certificate.record(),
         }
         outside = [1.0 if node is None else node.outside for node in nodes]
