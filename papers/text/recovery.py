@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ class Row:
     rank: int | None = None
     started: bool = False
     defence: str | None = None
-    knows_defence: bool = True
     wire: str = "update"
     clients: int = 1
     attack: str = "span-text"
@@ -65,6 +65,7 @@ def rows() -> dict[str, Row]:
     found |= {f"smollm2 B={n}": replace(smollm, examples=n, most=500) for n in (1, 8, 16, 32)}
     for kind in ("masked", "classifier"):
         found |= {f"minilm {kind} B={n}": Row(f"minilm-{kind}", n, lengths=(14, 14)) for n in (1, 4, 8)}
+        found |= {f"random bert {kind} B={n}": Row(f"bert-{kind}", n, lengths=(14, 14)) for n in (1, 4)}
     for rank in (8, 16, 64):
         found[f"smollm2 LoRA r={rank}, first step, within the rank"] = replace(smollm, rank=rank, most=rank)
         found |= {
@@ -110,11 +111,10 @@ class Client:
     task: gl.Task
     batch: dict[str, Tensor]
     texts: list[list[int]]
-    masked: bool
 
 
 def client(row: Row, victim: victims.Victim, texts: list[list[int]], seed: int) -> Client:
-    if victim.name.startswith("minilm"):
+    if victim.name.startswith(("minilm", "bert")):
         return _encoded(victim, texts, seed)
     pad, length = 2 if victim.tokenizer is not None else 0, max(map(len, texts))
     ids = torch.full((len(texts), length), pad)
@@ -125,12 +125,10 @@ def client(row: Row, victim: victims.Victim, texts: list[list[int]], seed: int) 
         mask[number, : len(text)] = 1
     kind = gl.kinds.Tokens(padding=pad)
     if victim.tokenizer is None:  # the decoder of our own takes ids alone
-        return Client(
-            gl.Task.supervised(victim.model, F.cross_entropy, like=(ids,), kind=kind), {"x": ids}, texts, False
-        )
+        return Client(gl.Task.supervised(victim.model, F.cross_entropy, like=(ids,), kind=kind), {"x": ids}, texts)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     task = gl.Task.supervised(victim.model, F.cross_entropy, like=batch, kind=kind)
-    return Client(task, task.as_batch(batch), texts, False)
+    return Client(task, task.as_batch(batch), texts)
 
 
 def _encoded(victim: victims.Victim, texts: list[list[int]], seed: int) -> Client:
@@ -146,7 +144,7 @@ def _encoded(victim: victims.Victim, texts: list[list[int]], seed: int) -> Clien
         labels, ids = ids.masked_fill(~hidden, -100), ids.masked_fill(hidden, 103)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     task = gl.Task.supervised(victim.model, F.cross_entropy, like=batch)
-    return Client(task, task.as_batch(batch), ids.tolist(), True)
+    return Client(task, task.as_batch(batch), ids.tolist())
 
 
 def make(name: str) -> victims.Victim:
@@ -159,7 +157,7 @@ def make(name: str) -> victims.Victim:
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         return victims.Victim(name, model, None)
-    return victims.minilm(rest) if kind == "minilm" else victims.smollm2()
+    return victims.minilm(rest, trained=kind == "minilm") if kind in ("minilm", "bert") else victims.smollm2()
 
 
 def adapted(victim: victims.Victim, rank: int, started: bool) -> victims.Victim:
@@ -174,7 +172,10 @@ def adapted(victim: victims.Victim, rank: int, started: bool) -> victims.Victim:
 
 
 def batches(row: Row, victim: victims.Victim, first: int) -> Iterator[list[list[int]]]:
-    """Texts of one update after the other, none twice."""
+    """Texts of one update after the other, none twice.
+
+    Where an update holds a number of tokens at most, sentences that do not fit any more are passed over.
+    """
     if victim.tokenizer is None:
         generator = torch.Generator().manual_seed(1 + first)
         while True:
@@ -190,7 +191,7 @@ def batches(row: Row, victim: victims.Victim, first: int) -> Iterator[list[list[
             if row.most is None or sum(map(len, [*taken, pool[place]])) <= row.most:
                 taken.append(pool[place])
             place += 1
-        if number >= first:
+        if number >= first and taken:
             yield taken
         number += 1
 
@@ -260,7 +261,7 @@ def attacked(name: str, row: Row, first: int, count: int) -> Iterator[dict[str, 
         seen = observed(row, one, f"{name}, {number}")
         gradient = time.perf_counter() - began
         given = {n: one.batch[n] for n, field in one.task.fields.items() if field.public}
-        defence = None if row.defence is None or not row.knows_defence else gl.registry.parse("defence", row.defence)
+        defence = None if row.defence is None else gl.registry.parse("defence", row.defence)
         knows = gl.Knowledge(training=row.training, defence=defence, given=given, inputs=frozenset(given))
         attack = gl.registry.parse("attack", row.attack)
         result = attack.run(one.task, seen, knows, engine=gl.Engine())
@@ -287,6 +288,28 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def table() -> str:
+    """The stored lines, a row of them in a line: of several runs of the same update the last one."""
+    lines = [json.loads(line) for line in STORE.read_text(encoding="utf-8").splitlines()]
+    stored: dict[str, dict[int, dict[str, Any]]] = {}
+    for line in lines:
+        name = line["row"] if line["attack"] == "span-text" else f"{line['row']}, {line['attack']}"
+        stored.setdefault(name, {})[line["update"]] = line
+    head = "| row | updates | texts | tokens | exact | exact but for the last | in place | bag | proved | seconds |"
+    text = [head, "|" + "---|" * 10]
+    for name, each in stored.items():
+        found = list(each.values())
+        total = {key: sum(line[key] or 0 for line in found) for key in ("texts", "tokens", "exact", "exact_but_last")}
+        total |= {key: sum(line[key] or 0 for line in found) for key in ("in_place", "bag", "distinct", "proved")}
+        seconds = median(line["seconds"] for line in found)
+        text.append(
+            f"| {name} | {len(found)} | {total['texts']} | {total['tokens']} | {total['exact']} | "
+            f"{total['exact_but_last']} | {total['in_place'] / total['tokens']:.0%} | "
+            f"{total['bag'] / total['distinct']:.0%} | {total['proved']} | {seconds:.0f} |"
+        )
+    return "\n".join(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name this pattern finds")
@@ -295,7 +318,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--attack", default="", help="another attack than that of the row")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--table", action="store_true", help="print the table of README.md from the stored lines")
     options = parser.parse_args()
+    if options.table:
+        sys.exit(table())
     torch.set_num_threads(options.threads)
     chosen = {name: row for name, row in rows().items() if re.search(options.only, name)}
     if options.list:

@@ -42,9 +42,6 @@ class Victim:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids))
-
 
 def smollm2() -> Victim:
     """SmolLM2-135M-Instruct: 30 blocks of width 576, rotary positions, tied embeddings. Weights of 4 bits, widened."""
@@ -97,30 +94,32 @@ def _unpermuted(name: str, value: Tensor, config: Any) -> Tensor:
     return value.reshape(heads[part], rows // heads[part] // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
-def minilm(head: str = "masked", classes: int = 2) -> Victim:
+def minilm(head: str = "masked", *, trained: bool = True) -> Victim:
     """all-MiniLM-L6-v2: a BERT encoder of 6 blocks of width 384, under a head of random weights.
 
-    The package has the encoder alone, so the head for hidden tokens or for classes is a new one.
+    The package has the encoder alone, so the head for hidden tokens or for two classes is a new one. `trained` False: all
+    weights are random.
     """
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
     from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
     folder = home() / MINILM
-    config = BertConfig(**json.loads((folder / "config.json").read_text()) | {"num_labels": classes})
+    config = BertConfig(**json.loads((folder / "config.json").read_text()) | {"num_labels": 2})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = {"masked": BertForMaskedLM, "classifier": BertForSequenceClassification}[head](config)
     state: Mapping[str, Tensor] = load_file(folder / "model.safetensors")
-    missing, _ = model.bert.load_state_dict(state, strict=False)
-    assert all("pooler" in name or "position_ids" in name for name in missing), missing
+    if trained:
+        missing, _ = model.bert.load_state_dict(state, strict=False)
+        assert all("pooler" in name or "position_ids" in name for name in missing), missing
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return Victim(f"minilm-{head}", model.eval(), tokenizer)
+    return Victim(f"{'minilm' if trained else 'bert'}-{head}", model.eval(), tokenizer)
 
 
-def sentences(victim: Victim, shortest: int = 5, longest: int = 32, skip: int = 0) -> list[list[int]]:
+def sentences(victim: Victim, shortest: int = 5, longest: int = 32) -> list[list[int]]:
     """Sentences of the novel as ids, those of so many tokens, in order."""
     text = (home() / NOVEL).read_text(encoding="utf-8", errors="replace")
     text = text[text.index("Call me Ishmael") :].replace("--", " ").split()
@@ -130,14 +129,4 @@ def sentences(victim: Victim, shortest: int = 5, longest: int = 32, skip: int = 
         ids = victim.ids(part.strip())
         if shortest <= len(ids) <= longest:
             found.append(ids)
-    return found[skip:]
-
-
-def perplexity(victim: Victim, texts: list[list[int]]) -> float:
-    """Of the texts, under the model itself: a check that the weights were read well."""
-    losses = []
-    with torch.no_grad():
-        for ids in texts:
-            row = torch.tensor([ids])
-            losses.append(float(victim.model(input_ids=row, labels=row).loss) * (len(ids) - 1))
-    return float(torch.tensor(losses).sum().div(sum(len(ids) - 1 for ids in texts)).exp())
+    return found
