@@ -97,8 +97,9 @@ def _unpermuted(name: str, value: Tensor, config: Any) -> Tensor:
 def minilm(head: str = "masked", *, trained: bool = True) -> Victim:
     """all-MiniLM-L6-v2: a BERT encoder of 6 blocks of width 384, under a head of random weights.
 
-    The package has the encoder alone, so the head for hidden tokens or for two classes is a new one. `trained` False: all
-    weights are random.
+    The package has the encoder alone, so the head for hidden tokens or for two classes is a new one.
+
+    trained   False: all weights are random
     """
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
