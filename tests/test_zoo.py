@@ -31,9 +31,6 @@ pytestmark = [
 
 # Why check and audit refuse these, in their own words.
 REFUSED = {
-    "bert-masked": "the embedding 'bert.embeddings.word_embeddings' is also the output layer",
-    "gpt2": "the embedding 'transformer.wte' is also the output layer",
-    "gpt2-lora": "the embedding 'base_model.model.transformer.wte' is frozen",
     "dropout": "dropout is active (dropout (Dropout))",
     "batch-norm-of-one": "a batch of one example fails in this mode",
     "own-kernel": "the gradient cannot be differentiated again",

@@ -172,7 +172,20 @@ class Subject:
     @property
     def batched(self) -> bool:
         """Can lanes be solved together? True where there is nothing to differentiate."""
-        return not (self.scalar and continuous(self.task)) or isinstance(self.lanes, Tensor)
+        if not self.scalar:
+            return True
+        return isinstance(self.lanes if continuous(self.task) else self._gradients_of_ids, Tensor)
+
+    @cached_property
+    def _gradients_of_ids(self) -> Tensor | Failed:
+        """The gradient of two lanes of ids at once, through which texts are searched for. Some models look at values."""
+        task, blank = self._without_dropout(), self.task.blank(1)
+        weights = task.weights()
+        try:
+            twice = tree.map(lambda value: torch.stack([value, value]), blank)
+            return vmap(lambda batch: tree.squared_norm(task.gradient(weights, batch)))(twice)
+        except Exception as problem:  # as below: what is raised here is the finding
+            return Failed(first_line(problem))
 
     @property
     def seconds(self) -> float | None:
