@@ -178,7 +178,7 @@ class Subject:
 
     @cached_property
     def _gradients_of_ids(self) -> Tensor | Failed:
-        """The gradient of two lanes of ids at once, through which texts are searched for. Some models look at values."""
+        """The gradient of two lanes of ids at once, through which texts are searched for. Some models look at ids."""
         task, blank = self._without_dropout(), self.task.blank(1)
         weights = task.weights()
         try:
