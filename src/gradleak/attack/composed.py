@@ -123,6 +123,40 @@ class ReadOff(Attack):
     def needs(self) -> Needs:
         return label_rule(self.labels).needs
 
+    def answer(
+        self, task: Task, targets: Sequence[Track], batches: Sequence[Batch], match: Sequence[float]
+    ) -> Reconstruction:
+        """The reconstruction of ids that were read off: one restart, no steps, -1 where nothing was found."""
+        batch, values = _padded(batches), torch.tensor(match, dtype=torch.float64)[:, None]  # (targets, 1)
+        return Reconstruction(
+            batch=batch,
+            candidates={name: value[:, None] for name, value in batch.items()},
+            objective=values.clone(),
+            match=values,
+            chosen=torch.zeros(len(targets), dtype=torch.long),
+            diverged=torch.zeros_like(values, dtype=torch.bool),
+            trace={"step": torch.zeros(1, dtype=torch.long), "objective": values[None], "match": values[None]},
+            fields=task.fields,
+            keys=tuple(target.key for target in targets),
+            examples=tuple(target.num_examples for target in targets),
+            seconds=0.0,
+            evaluations=0,
+            settings={"attack": repr(self)},
+        )
+
+
+def _padded(batches: Sequence[Batch]) -> Batch:
+    """One batch of all targets, (targets, examples, ...), padded with -1 where some have fewer examples."""
+    most = max(batch["x"].shape[0] for batch in batches)
+    grown = [
+        {
+            name: torch.cat([value.cpu(), value.cpu().new_full((most - len(value), *value.shape[1:]), -1)])
+            for name, value in batch.items()
+        }
+        for batch in batches
+    ]
+    return {name: torch.stack([batch[name] for batch in grown]) for name in grown[0]}
+
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 from gradleak.attack import ReadOff, Reconstruction, require, scenes_of, supported
 from gradleak.core.listeners import Share
@@ -16,7 +14,7 @@ from gradleak.parts.embeddings import bag_of, unread
 from gradleak.parts.fields import Labels, label_rule
 from gradleak.parts.view import in_turn
 from gradleak.scenario.observation import Knowledge, Seen, as_targets
-from gradleak.scenario.task import Batch, Task
+from gradleak.scenario.task import Task
 
 
 @named(
@@ -64,35 +62,8 @@ class TokenRows(ReadOff):
             work = task.to(engine.where, engine.dtype)
             scenes = scenes_of(work, targets, knows, Labels(label_rule(self.labels)))
             read = [bag_of(scene, "x") for scene in in_turn(scenes)]
-        batch = _padded([{**scene.fields, "x": ids} for scene, (ids, _) in zip(scenes, read, strict=True)])
-        match = torch.tensor([[rest] for _, rest in read], dtype=torch.float64)
         if progress is not None:
             progress(1.0)
-        return Reconstruction(
-            batch=batch,
-            candidates={name: value[:, None] for name, value in batch.items()},
-            objective=match.clone(),
-            match=match,
-            chosen=torch.zeros(len(targets), dtype=torch.long),
-            diverged=torch.zeros_like(match, dtype=torch.bool),
-            trace={"step": torch.zeros(1, dtype=torch.long), "objective": match[None], "match": match[None]},
-            fields=task.fields,
-            keys=tuple(target.key for target in targets),
-            examples=tuple(target.num_examples for target in targets),
-            seconds=time.perf_counter() - began,
-            evaluations=0,
-            settings={"attack": repr(self), "seed": seed},
-        )
-
-
-def _padded(batches: list[Batch]) -> Batch:
-    """One batch of all targets, (targets, examples, ...), padded with -1 where some have fewer examples."""
-    most = max(batch["x"].shape[0] for batch in batches)
-    grown = [
-        {
-            name: torch.cat([value.cpu(), value.cpu().new_full((most - len(value), *value.shape[1:]), -1)])
-            for name, value in batch.items()
-        }
-        for batch in batches
-    ]
-    return {name: torch.stack([batch[name] for batch in grown]) for name in grown[0]}
+        batches = [{**scene.fields, "x": ids} for scene, (ids, _) in zip(scenes, read, strict=True)]
+        result = self.answer(task, targets, batches, [rest for _, rest in read])
+        return replace(result, seconds=time.perf_counter() - began, settings={**result.settings, "seed": seed})

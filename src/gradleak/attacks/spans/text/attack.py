@@ -139,28 +139,11 @@ class SpanText(ReadOff):
                 found.append(_Reading(self, readers, update, draws).found(watch))
         if progress is not None:
             progress(1.0)
-        batch = _padded([each.fields for each in found])
-        match = torch.tensor([[each.match] for each in found], dtype=torch.float64)
         names = dict.fromkeys(name for each in found for name in each.record)
-        return Reconstruction(
-            batch=batch,
-            candidates={name: value[:, None] for name, value in batch.items()},
-            objective=match.clone(),
-            match=match,
-            chosen=torch.zeros(len(targets), dtype=torch.long),
-            diverged=torch.zeros_like(match, dtype=torch.bool),
-            trace={"step": torch.zeros(1, dtype=torch.long), "objective": match[None], "match": match[None]},
-            fields=task.fields,
-            keys=tuple(target.key for target in targets),
-            examples=tuple(target.num_examples for target in targets),
-            seconds=time.perf_counter() - began,
-            evaluations=0,
-            settings={
-                "attack": repr(self),
-                "seed": seed,
-                **{name: [each.record.get(name) for each in found] for name in names},
-            },
-        )
+        records = {name: [each.record.get(name) for each in found] for name in names}
+        result = self.answer(task, targets, [each.fields for each in found], [each.match for each in found])
+        settings = {**result.settings, "seed": seed, **records}
+        return replace(result, seconds=time.perf_counter() - began, settings=settings)
 
 
 def _labelled(task: Task) -> bool:
@@ -380,13 +363,3 @@ def _certificate(nodes: list[Node | None], bags: list[Bag], context: list[Span],
         reason = "Rows of some texts are inside, but no further than those of other texts could be."
     layer = context[0].reader.module if outside and context else ""
     return SpanCertificate(len(nodes), layer, outside, proved, tuple(layers.values()), reason)
-
-
-def _padded(batches: list[Batch]) -> Batch:
-    """One batch of all targets, (targets, examples, ...), padded with -1 where some have fewer examples."""
-    most = max(len(batch["x"]) for batch in batches)
-    grown_ = [
-        {name: torch.cat([v, v.new_full((most - len(v), *v.shape[1:]), -1)]) for name, v in batch.items()}
-        for batch in batches
-    ]
-    return {name: torch.stack([batch[name] for batch in grown_]) for name in grown_[0]}
