@@ -7,8 +7,6 @@ A row is zero where its id does not appear. Of more rows than places the longest
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 from torch import Tensor, nn
 
@@ -30,13 +28,10 @@ def embeddings_of(task: Task, name: str) -> dict[str, tuple[int, ...]]:
     Found by running the model once on ids that tell the places apart, and remembered: every part of an attack asks. A
     shared one sees all places; in a table each column may have its own.
     """
-    known = _FOUND.setdefault(task, {})
-    if name not in known:
-        known[name] = _embeddings_of(task, name)
-    return dict(known[name])
-
-
-_FOUND: WeakKeyDictionary[Task, dict[str, dict[str, tuple[int, ...]]]] = WeakKeyDictionary()
+    key = "embeddings", name
+    if key not in task.remembered:
+        task.remembered[key] = _embeddings_of(task, name)
+    return dict(task.remembered[key])
 
 
 def _embeddings_of(task: Task, name: str) -> dict[str, tuple[int, ...]]:

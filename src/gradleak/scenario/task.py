@@ -301,6 +301,11 @@ class Task:
         prefix = f"{name}." if name else ""
         return Classifier(name, f"{prefix}weight", None if layers[-1].bias is None else f"{prefix}bias")
 
+    @cached_property
+    def remembered(self) -> dict[Any, Any]:
+        """What others found out by running the model, by key: facts of its structure, not of its weights."""
+        return {}
+
     @property
     def class_index(self) -> bool:
         """Is the target y one class index for each example? Rules that read labels hold for nothing else."""
