@@ -264,7 +264,8 @@ def attacked(name: str, row: Row, first: int, count: int) -> Iterator[dict[str, 
         defence = None if row.defence is None else gl.registry.parse("defence", row.defence)
         knows = gl.Knowledge(training=row.training, defence=defence, given=given, inputs=frozenset(given))
         attack = gl.registry.parse("attack", row.attack)
-        result = attack.run(one.task, seen, knows, engine=gl.Engine())
+        # Models of transformers look at values of ids, so that searches take one lane after the other.
+        result = attack.run(one.task, seen, knows, engine=gl.Engine(batched=False))
         settings = {key: value[0] for key, value in result.settings.items() if isinstance(value, list) and value}
         kept = {key: settings.get(key) for key in ("gap", "rank", "limit", "ordered")}
         kept |= {"bag_size": settings.get("tokens")}
